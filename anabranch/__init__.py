@@ -1,0 +1,1 @@
+"""The command line, and what composes ingest, replay, learner and serving into one pipeline."""

@@ -1,0 +1,87 @@
+"""What every command and daemon shares: exit codes, errors as one sentence, signals as an event, log lines."""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from types import FrameType
+
+from ingest.errors import AnabranchError, DependencyError
+
+INTRUDERS_CHECKED = ("ingest", "replay", "learner", "serving")
+
+log = logging.getLogger("anabranch")
+
+
+class Exit(IntEnum):
+    """The exit codes of every command."""
+
+    DONE = 0
+    BUG = 1
+    SETTINGS = 2
+    DEPENDENCY = 3
+
+
+def exit_code(error: AnabranchError) -> Exit:
+    """Return the exit code that tells what the user can do about an error."""
+    return Exit.DEPENDENCY if isinstance(error, DependencyError) else Exit.SETTINGS
+
+
+def run(main: Callable[[], None]) -> int:
+    """Run `main`, print an error of ours as one sentence on stderr, and return the exit code."""
+    try:
+        main()
+    except AnabranchError as exc:
+        sys.stderr.write(f"anabranch: {exc}\n")
+        return exit_code(exc)
+    return Exit.DONE
+
+
+def configure_logging(verbose: bool = False) -> None:
+    """Write log lines to stderr; a Kafka client's own lines are left to ingest, which says what matters of them."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        force=True,
+    )
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """Set the event on the first SIGTERM or SIGINT; a second one has its usual effect. Restores the handlers."""
+    stop = threading.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in signals}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        restore()
+        stop.set()
+        os.write(sys.stderr.fileno(), f"anabranch: stopping on {signal.Signals(number).name}\n".encode())
+
+    for number in signals:
+        signal.signal(number, on_signal)
+    try:
+        yield stop
+    finally:
+        restore()
+
+
+def stop_with_parent(stop: threading.Event) -> None:
+    """Set `stop` when stdin ends: how a supervised daemon notices that its supervisor is gone, on every platform."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        stop.set()
+
+    threading.Thread(target=watch, name="stop-with-parent", daemon=True).start()

@@ -1,0 +1,186 @@
+"""The sections `[stream]` and `[schema]` of `pipeline.toml`. Imports neither a Kafka client nor torch."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, model_validator
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+TopicName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,249}$")]
+Number = Literal[
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
+]
+
+
+def _start(value: object) -> object:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, str) and value not in ("earliest", "latest"):
+        try:
+            datetime.fromisoformat(value)
+        except ValueError:
+            raise ValueError('write "earliest", "latest" or an ISO time such as "2026-01-31T08:00:00Z"') from None
+    return value
+
+
+def _property(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
+
+
+class Section(BaseModel):
+    """A section of `pipeline.toml`: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class StreamSettings(Section):
+    """Where events come from, and what becomes of those that cannot be used."""
+
+    bootstrap_servers: Annotated[str, Field(min_length=1)] = "localhost:9092"
+    """Kafka brokers to ask first, as `host:port`, separated by commas."""
+    topics: Annotated[tuple[TopicName, ...], Field(min_length=1)]
+    """Topics to read. All their partitions are read, and those added later too."""
+    dead_letter_topic: TopicName | None = None
+    """Topic for messages that cannot be used; by default the first topic's name with `.dead` after it."""
+    group_id: str | None = None
+    """Consumer group under which positions are committed, for lag tools only; by default `anabranch-` and the name."""
+    format: Literal["json", "rows"] = "json"
+    """Message format: `json` is one object a message, `rows` packed little-endian rows."""
+    start: Annotated[str, BeforeValidator(_start)] = "earliest"
+    """Where a pipeline without a cut begins: `earliest`, `latest` or an ISO time."""
+    on_gap: Literal["fail", "earliest"] = "fail"
+    """What to do when offsets that were not read are gone: stop, or go on from the earliest and count the hole."""
+    unlabelled: Literal["skip", "store"] = "skip"
+    """What to do with events without a label: skip them, or store them without training on them."""
+    isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"
+    """Whether records of open and aborted transactions are left out."""
+    client: Literal["kafka-python"] = "kafka-python"
+    """Kafka client library."""
+    max_message_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(2_000_000)
+    """Messages with a longer value are dead-lettered as oversized, before they are parsed."""
+    buffer_bytes: Annotated[ByteSize, Field(ge=1_000_000)] = ByteSize(64_000_000)
+    """Bound of the shared memory in which blocks wait for the learner; when it is full the stream is paused."""
+    properties: dict[str, Annotated[SecretStr, BeforeValidator(_property)]] = {}
+    """Further client settings in librdkafka's names (`security.protocol`, `sasl.*`, `ssl.*`); unknown ones are errors."""
+
+    def resolved(self, name: str) -> Self:
+        """Return the section with the defaults that depend on the pipeline's name and topics filled in."""
+        return self.model_copy(
+            update={
+                "dead_letter_topic": self.dead_letter_topic or f"{self.topics[0]}.dead",
+                "group_id": self.group_id or f"anabranch-{name}",
+            }
+        )
+
+    @property
+    def start_time(self) -> datetime | None:
+        """The moment to start from, when `start` is a time; times without a zone are UTC."""
+        if self.start in ("earliest", "latest"):
+            return None
+        moment = datetime.fromisoformat(self.start)
+        return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+    @model_validator(mode="after")
+    def _dead_letters_go_elsewhere(self) -> Self:
+        if len(set(self.topics)) != len(self.topics):
+            raise ValueError("topics names a topic twice")
+        if self.dead_letter_topic in self.topics:
+            raise ValueError("dead_letter_topic must not be one of topics")
+        return self
+
+
+class Vocabulary(Section):
+    """A string becomes its place in the list, counted from 1; 0 stands for every other string."""
+
+    vocab: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The known strings."""
+
+
+class HashBuckets(Section):
+    """A string becomes the number of a hash bucket."""
+
+    hash: Annotated[int, Field(ge=2, le=2**31)]
+    """Number of buckets; ids are in `[0, hash)`."""
+
+
+class FeatureSettings(Section):
+    """One input of the model."""
+
+    dtype: Number | Literal["string"]
+    """Any numpy number, `bool`, or `string` (with `encode`)."""
+    shape: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Shape of one event's value; `[]` is a single number."""
+    encode: Vocabulary | HashBuckets | None = None
+    """How strings become integers (int64): `{vocab = [...]}` or `{hash = N}`."""
+    default: bool | int | float | str | list[object] | None = None
+    """Value of events that lack the feature; without one the feature is required."""
+
+    @model_validator(mode="after")
+    def _strings_are_encoded(self) -> Self:
+        if (self.dtype == "string") != (self.encode is not None):
+            raise ValueError('a feature of dtype "string" needs encode, and no other takes it')
+        return self
+
+
+class LabelSettings(Section):
+    """What is to be predicted."""
+
+    name: Name
+    """Name of the label's field."""
+    dtype: Number = "int64"
+    """Any numpy number; whole numbers when there are classes."""
+    classes: Annotated[int, Field(ge=2)] | Annotated[tuple[str, ...], Field(min_length=2)] | None = None
+    """Number of classes, labels being `0..classes-1`, or the list of their names; absent for regression."""
+
+    @model_validator(mode="after")
+    def _classes_are_whole(self) -> Self:
+        if self.classes is not None and self.dtype.startswith("float"):
+            raise ValueError(f"labels of {self.classes} classes are whole numbers, but dtype is {self.dtype}")
+        if self.classes is None and not self.dtype.startswith("float"):
+            raise ValueError(f"without classes the task is regression, which needs a float dtype, not {self.dtype}")
+        if isinstance(self.classes, tuple) and len(set(self.classes)) != len(self.classes):
+            raise ValueError("classes names a class twice")
+        return self
+
+
+class FieldSettings(Section):
+    """A field beside features and label."""
+
+    name: Name
+    """Name of the field in the message."""
+
+
+class SchemaSettings(Section):
+    """The fields of an event."""
+
+    features: Annotated[dict[Name, FeatureSettings], Field(min_length=1)]
+    """The model's inputs, by name, in the order of the file."""
+    label: LabelSettings
+    """What is to be predicted."""
+    key: FieldSettings | None = None
+    """Field by which an event is forgotten (a string or a whole number)."""
+    time: FieldSettings | None = None
+    """Field with the event's own time (seconds since 1970); absent: the record's timestamp."""
+    weight: FieldSettings | None = None
+    """Field with the event's weight in the loss (not negative)."""
+    group: FieldSettings | None = None
+    """Field by which events belong together (a string or a whole number): all of a group are held out, or none."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        extra = (self.label, self.key, self.time, self.weight, self.group)
+        names = [*self.features, *(field.name for field in extra if field is not None)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two fields are named {name!r}")
+        return self
+
+
+class HoldOut(Section):
+    """Which events ingest sets aside for the guard set; filled from `[gate]` and the seed."""
+
+    fraction: Annotated[float, Field(ge=0, lt=1)]
+    seed: int
+
+

@@ -1,0 +1,35 @@
+"""The errors a user can act on; everything else is a bug.
+
+    AnabranchError
+    |-- SettingsError            the configuration or the input is wrong: mend it, then start again (exit 2)
+    |   |-- GapError             offsets that were not read yet are gone from the broker
+    |   `-- SecondLearnerError   another learner holds the state directory
+    `-- DependencyError          something outside cannot be reached: wait or mend it, then start again (exit 3)
+        `-- BrokerError          Kafka: unreachable, refused the credentials, or has no such topic
+
+They live in the lowest layer because every other one raises or catches them.
+"""
+
+
+class AnabranchError(Exception):
+    """Base of all errors that are one clear sentence to the user."""
+
+
+class SettingsError(AnabranchError):
+    """The configuration or the input is wrong; starting again without a change fails in the same way."""
+
+
+class GapError(SettingsError):
+    """Offsets that this pipeline has not read were removed from the broker, and `stream.on_gap` is `fail`."""
+
+
+class SecondLearnerError(SettingsError):
+    """Another learner holds the lock on this state directory."""
+
+
+class DependencyError(AnabranchError):
+    """Something outside the program cannot be reached or refuses to work with it."""
+
+
+class BrokerError(DependencyError):
+    """The Kafka broker cannot be reached, refuses the credentials, or lacks a topic."""

@@ -1,0 +1,120 @@
+"""The schema compiled into columns: what an event looks like as arrays.
+
+Shapes are written with N events a block; a feature's column is `[N, *shape]`.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.config import FeatureSettings, LabelSettings, SchemaSettings
+from ingest.encoder import Encoder, encoder_of
+from ingest.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One input of the model: its column has dtype `dtype` (int64 ids for strings) and shape `[N, *shape]`."""
+
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    encoder: Encoder | None
+    default: NDArray[np.generic] | None
+
+    @property
+    def is_string(self) -> bool:
+        """Whether messages and requests hold strings that become ids."""
+        return self.encoder is not None
+
+
+@dataclass(frozen=True)
+class Label:
+    """The target: class indices as int64 when there are classes, else a float of the declared dtype."""
+
+    name: str
+    dtype: np.dtype[np.generic]
+    classes: int | None
+    names: tuple[str, ...] | None
+    wire: np.dtype[np.generic]
+
+    @property
+    def missing(self) -> float | int:
+        """The value that a column holds where an event has no label."""
+        return -1 if self.classes is not None else float("nan")
+
+
+class Schema:
+    """The fields of an event as columns; built once from `[schema]`."""
+
+    def __init__(self, settings: SchemaSettings) -> None:
+        self.settings = settings
+        self.features = tuple(_feature(name, feature) for name, feature in settings.features.items())
+        self.label = _label(settings.label)
+        self.key = settings.key.name if settings.key else None
+        self.time = settings.time.name if settings.time else None
+        self.weight = settings.weight.name if settings.weight else None
+        self.group = settings.group.name if settings.group else None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns."""
+        text = json.dumps(self.settings.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def payload(self) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
+        """Dtype and shape of each column of the schema.
+
+        `feature.<name>`, `label`, `labelled` (bool), `weight` (float32, 1 where none is declared) and, where declared,
+        `time` (float64, seconds since 1970).
+        """
+        columns: dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]] = {
+            f"feature.{feature.name}": (feature.dtype, feature.shape) for feature in self.features
+        }
+        columns["label"] = (self.label.dtype, ())
+        columns["labelled"] = (np.dtype(np.bool_), ())
+        columns["weight"] = (np.dtype(np.float32), ())
+        if self.time:
+            columns["time"] = (np.dtype(np.float64), ())
+        return columns
+
+
+def _feature(name: str, settings: FeatureSettings) -> Feature:
+    encoder = encoder_of(settings.encode)
+    dtype = np.dtype(np.int64) if encoder else np.dtype(settings.dtype)
+    return Feature(name, dtype, settings.shape, encoder, _default(name, settings, encoder, dtype))
+
+
+def _default(
+    name: str, settings: FeatureSettings, encoder: Encoder | None, dtype: np.dtype[np.generic]
+) -> NDArray[np.generic] | None:
+    if settings.default is None:
+        return None
+    try:
+        value = np.asarray(settings.default)
+        if encoder is not None:
+            if value.dtype.kind != "U":
+                raise ValueError("it is not a string")
+            flat = encoder.encode([str(item) for item in value.reshape(-1)])
+            value = flat.reshape(value.shape)
+        elif value.dtype.kind not in "biuf":
+            raise ValueError("it is not a number")
+        elif not np.array_equal(value, value.astype(dtype).astype(value.dtype)) and dtype.kind != "f":
+            raise ValueError(f"it is not a {dtype}")
+        return np.broadcast_to(value.astype(dtype), settings.shape)
+    except (ValueError, OverflowError) as exc:
+        raise SettingsError(
+            f"schema.features.{name}.default = {settings.default!r} does not fit dtype {settings.dtype} "
+            f"and shape {list(settings.shape)}: {exc}"
+        ) from exc
+
+
+def _label(settings: LabelSettings) -> Label:
+    names = settings.classes if isinstance(settings.classes, tuple) else None
+    classes = len(names) if names else settings.classes if isinstance(settings.classes, int) else None
+    wire = np.dtype(settings.dtype)
+    return Label(settings.name, np.dtype(np.int64) if classes else wire, classes, names, wire)

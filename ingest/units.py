@@ -1,0 +1,39 @@
+"""Durations and sizes as they are written in `pipeline.toml`."""
+
+import re
+from datetime import timedelta
+from typing import Annotated
+
+from pydantic import BeforeValidator, ByteSize, PlainSerializer
+
+__all__ = ["ByteSize", "Duration", "format_duration", "parse_duration"]
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
+
+
+def parse_duration(value: object) -> timedelta:
+    """Read `"250ms"`, `"30s"`, `"10m"`, `"2h"` or `"1d"`; a bare number is refused, since it hides its unit."""
+    if isinstance(value, timedelta):
+        return value
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError('write a duration as a number and a unit (ms, s, m, h, d), such as "30s"')
+    return timedelta(seconds=float(match[1]) * _UNITS[match[2]])
+
+
+def format_duration(value: timedelta) -> str:
+    """Write a duration in the largest unit that leaves a whole number, as in `pipeline.toml`."""
+    milliseconds = round(value.total_seconds() * 1000)
+    for unit, scale in reversed(_UNITS.items()):
+        size = round(scale * 1000)
+        if milliseconds and milliseconds % size == 0:
+            return f"{milliseconds // size}{unit}"
+    return f"{milliseconds}ms"
+
+
+Duration = Annotated[
+    timedelta,
+    BeforeValidator(parse_duration, json_schema_input_type=str),
+    PlainSerializer(format_duration, return_type=str),
+]

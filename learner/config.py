@@ -1,0 +1,93 @@
+"""The sections `[model]`, `[learner]`, `[versions]` and `[gate]` of `pipeline.toml`. Imports no torch."""
+
+import math
+from datetime import timedelta
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ingest.config import Section
+from ingest.units import Duration
+
+
+def _host_and_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError('write "HOST:PORT", such as "127.0.0.1:8001"')
+    return value
+
+
+def _longer_than_nothing(value: timedelta) -> timedelta:
+    if value <= timedelta(0):
+        raise ValueError("must be longer than 0s")
+    return value
+
+
+PositiveDuration = Annotated[Duration, AfterValidator(_longer_than_nothing)]
+
+
+class ModelSettings(Section):
+    """The model to train and to serve."""
+
+    factory: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """Import string of a callable that returns an `nn.Module`; the config's folder is on the path, last."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the factory."""
+    task: Literal["classification", "regression"] = "classification"
+    """What the model's output means."""
+
+
+class OptimizerSettings(BaseModel):
+    """An optimizer of torch by name, with its own keyword arguments."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """Name of the optimizer; further keys are its keyword arguments."""
+    lr: Annotated[float, Field(gt=0, lt=math.inf)] = 1e-3
+    """Learning rate."""
+
+
+class LearnerSettings(Section):
+    """The training loop."""
+
+    batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 64
+    """New events a step."""
+    max_delay: PositiveDuration = timedelta(milliseconds=50)
+    """How long a step waits for a full batch of new events before it takes those that have come."""
+    replay_ratio: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    """Replayed events for each new one."""
+    strategy: Literal["none", "er"] = "er"
+    """How old events take part: `none` not at all, `er` experience replay."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """The optimizer and its arguments."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients with a larger norm are scaled down to it; `inf` leaves them as they are."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic of the forward pass; `auto` is bf16 on CUDA devices that have it, else fp16 there, else fp32."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
+    stop_timeout: PositiveDuration = timedelta(seconds=30)
+    """Time in which SIGTERM stops the learner."""
+    status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"
+    """Address of the learner's `/metrics` and `/healthz`."""
+
+
+class VersionsSettings(Section):
+    """How often versions are published, and how many are kept."""
+
+    publish_every: PositiveDuration = timedelta(seconds=1)
+    """Time between versions; one that falls due while another is being written is skipped and counted."""
+    keep: Annotated[int, Field(ge=2)] = 20
+    """Newest versions to keep."""
+    keep_hourly: Annotated[int, Field(ge=0)] = 24
+    """Beyond those, the last version of each of so many hours."""
+
+
+class GateSettings(Section):
+    """The held-out events by which versions are judged."""
+
+    guard_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Fraction of the events that is held out: never trained on, never replayed."""
+    guard_rows: Annotated[int, Field(ge=1)] = 2000
+    """Held-out events to keep."""

@@ -1,0 +1,16 @@
+"""Errors of the learner and of what it publishes.
+
+    SettingsError
+    |-- ModelError            the model's factory or its output does not fit (exit 2)
+    `-- VersionError          a version directory cannot be used: missing, torn, or another schema's
+"""
+
+from ingest.errors import SettingsError
+
+
+class ModelError(SettingsError):
+    """The factory does not import or return a module, or the module's output does not fit the schema."""
+
+
+class VersionError(SettingsError):
+    """A version is refused: no manifest, a file that does not have its digest, or weights that do not fit."""

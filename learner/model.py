@@ -1,0 +1,90 @@
+"""From the import string in `[model]` to a checked module: the same in the learner and in serving."""
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ingest.schema import Schema
+from learner.errors import ModelError
+from learner.task import TASKS, Task
+
+_CHECK_ROWS = 3
+"""Events of the check at start: more than one, so that an output without the batch dimension is noticed."""
+
+
+def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Module:
+    """Import `module:name` and call it with `args`; `folder`, the config's, is on the path, last.
+
+    Raises:
+        ModelError: the module or the name is not there, the call fails, or what it returns is no `nn.Module`.
+    """
+    module_name, _, name = factory.partition(":")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as exc:
+        if exc.name != module_name.partition(".")[0] and exc.name != module_name:
+            raise ModelError(f'model.factory = "{factory}": {module_name} imports {exc.name}, which is missing') from exc
+        raise ModelError(
+            f'model.factory = "{factory}": no module named {exc.name} in {folder} or on the Python path'
+        ) from exc
+    build = getattr(module, name, None)
+    if not callable(build):
+        raise ModelError(f'model.factory = "{factory}": {module.__file__} has no function {name}')
+    try:
+        model = build(**args)
+    except TypeError as exc:
+        raise ModelError(f'model.factory = "{factory}" cannot be called with model.args = {dict(args)}: {exc}') from exc
+    if not isinstance(model, nn.Module):
+        raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
+    return model
+
+
+def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
+    """Call the model on a batch: a single feature is passed by position, several by name."""
+    if len(features) == 1:
+        (only,) = features.values()
+        output: Tensor = model(only)
+    else:
+        output = model(**features)
+    return output
+
+
+def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> None:
+    """Run the model on a few events of zeros, and raise ModelError when it fails or its output does not fit.
+
+    The module's mode and buffers are as before afterwards.
+    """
+    features = {
+        feature.name: torch.zeros((_CHECK_ROWS, *feature.shape), dtype=tensor_dtype(feature.dtype.name), device=device)
+        for feature in schema.features
+    }
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = forward(model, features)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as exc:
+        shapes = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in features.items())
+        raise ModelError(f"model.factory: the model fails on {shapes}: {exc}") from exc
+    finally:
+        model.train(was_training)
+    task.check(output, schema.label, _CHECK_ROWS)
+
+
+def make_task(name: str) -> Task:
+    """Return the task of that name."""
+    return TASKS[name]()
+
+
+def tensor_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of numpy's name, such as `float32` or `bool`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,73 @@
+"""What the learner says of itself: `learner.json` in the state directory, replaced atomically about once a second.
+
+A file rather than an address, because whoever asks (`anabranch status`, serving's `/api/status`, the supervisor) shares
+the state directory by contract, and because the last words of a dead learner are worth reading. `time` tells its age.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from learner.version import replace_file
+
+REPORT = "learner.json"
+
+
+class PartitionReport(msgspec.Struct, frozen=True):
+    """The offsets of one partition: `end - start = finished + passed + gaps + removed + pending`."""
+
+    start: int
+    end: int
+    finished: int
+    passed: int
+    gaps: int
+    removed: int
+    pending: int
+    trained_through: int
+
+
+class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment of a learner."""
+
+    pid: int
+    epoch: int
+    started: float
+    """Seconds since 1970, as is `time`."""
+    time: float
+    steps: int
+    ill: list[str] = []
+    """One sentence for each part that does not work as it should; empty when all is well."""
+    outcomes: dict[str, int] = {}
+    """Events by outcome: trained, stored_only, held_out, dead_lettered, skipped."""
+    skipped: dict[str, int] = {}
+    """Skipped events by reason."""
+    unknown_fields: int = 0
+    """Events that had fields which the schema does not know."""
+    partitions: dict[str, PartitionReport] = {}
+    """By `topic:partition`."""
+    accuracy: dict[str, float] = {}
+    """By window: now, worst, old; a window that cannot be told yet is absent."""
+    rates: dict[str, float] = {}
+    """Per second since the last report: steps, rows_new, rows_replay."""
+    replay_rows: dict[str, int] = {}
+    """Events held, by tier."""
+    replay_bytes: dict[str, int] = {}
+    """Bytes of their payload, by tier."""
+    guard_rows: int = 0
+    version: int | None = None
+    """The newest version published."""
+    versions_published: int = 0
+    publish_skipped: int = 0
+
+
+def write_report(state_dir: Path, report: LearnerReport) -> None:
+    """Replace the report atomically."""
+    replace_file(state_dir / REPORT, msgspec.json.encode(report))
+
+
+def read_report(state_dir: Path) -> LearnerReport | None:
+    """Read the newest report; None when no learner has written one that can be read."""
+    try:
+        return msgspec.json.decode((state_dir / REPORT).read_bytes(), type=LearnerReport)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None

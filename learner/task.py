@@ -1,0 +1,91 @@
+"""What a model's output means: its loss, its predictions, and when it is right.
+
+Legend: B events, C classes. `output` is what the module returned for a batch.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ingest.schema import Label
+from learner.errors import ModelError
+
+
+class Task(Protocol):
+    """The meaning of the model's output. Called on the learner's device and in serving; keeps no state."""
+
+    def check(self, output_B: Tensor, label: Label, rows: int) -> None:
+        """Raise ModelError when the output for `rows` events does not fit the schema's label."""
+        ...
+
+    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+        """Return the loss of each event, float32 `[B]`."""
+        ...
+
+    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+        """Return how good each prediction is, float32 `[B]`: 1 for right and 0 for wrong, or minus the error."""
+        ...
+
+    def predict(self, output_B: Tensor) -> dict[str, Tensor]:
+        """Return the named outputs that serving replies with, each `[B, ...]` on the CPU's dtypes."""
+        ...
+
+
+class Classification:
+    """One of C classes: the output is logits `[B, C]`, labels are int64 `[B]` in `0..C-1`."""
+
+    def check(self, output_B: Tensor, label: Label, rows: int) -> None:  # noqa: N803
+        """Raise ModelError unless the output is floating point `[rows, classes]`."""
+        if label.classes is None:
+            raise ModelError('model.task is "classification", but schema.label has no classes')
+        _check_output(output_B, (rows, label.classes), 'task "classification"')
+
+    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:  # noqa: N803
+        """Cross entropy of each event, float32 `[B]`."""
+        return functional.cross_entropy(output_B.float(), label_B, reduction="none")
+
+    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:  # noqa: N803
+        """Return 1 where the most likely class is the label, else 0; float32 `[B]`."""
+        return (output_B.argmax(dim=1) == label_B).float()
+
+    def predict(self, output_B: Tensor) -> dict[str, Tensor]:  # noqa: N803
+        """`prediction` int64 `[B]`, the most likely class, and `probabilities` float32 `[B, C]`."""
+        return {"prediction": output_B.argmax(dim=1), "probabilities": output_B.float().softmax(dim=1)}
+
+
+class Regression:
+    """One number: the output is `[B]` or `[B, 1]`, labels are floats `[B]`."""
+
+    def check(self, output_B: Tensor, label: Label, rows: int) -> None:  # noqa: N803
+        """Raise ModelError unless the output is floating point with one number an event."""
+        if label.classes is not None:
+            raise ModelError('model.task is "regression", but schema.label has classes')
+        shape = (rows, 1) if output_B.ndim == 2 else (rows,)
+        _check_output(output_B, shape, 'task "regression"')
+
+    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:  # noqa: N803
+        """Squared error of each event, float32 `[B]`."""
+        return (output_B.reshape(-1).float() - label_B.float()).square()
+
+    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:  # noqa: N803
+        """Minus the absolute error of each event, float32 `[B]`."""
+        return -(output_B.reshape(-1).float() - label_B.float()).abs()
+
+    def predict(self, output_B: Tensor) -> dict[str, Tensor]:  # noqa: N803
+        """`prediction` float32 `[B]`."""
+        return {"prediction": output_B.reshape(-1).float()}
+
+
+TASKS: dict[str, type[Task]] = {"classification": Classification, "regression": Regression}
+
+
+def _check_output(output: object, shape: tuple[int, ...], what: str) -> None:
+    if not isinstance(output, Tensor):
+        raise ModelError(f"model.factory: the model returned {type(output).__name__}, but {what} needs one tensor")
+    if tuple(output.shape) != shape or not torch.is_floating_point(output):
+        raise ModelError(
+            f"model.factory: for {shape[0]} events the model returned {output.dtype} {list(output.shape)}, "
+            f"but {what} needs floats of shape {list(shape)}"
+        )

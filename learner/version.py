@@ -1,0 +1,228 @@
+"""The version format: weights for serving, in a directory that exists whole or not at all.
+
+    var/versions/<number>/model.safetensors   weights
+    var/versions/<number>/manifest.json       everything else; immutable
+    var/versions/<number>/verdict.json        whether serving may take it; replaced atomically
+    var/versions/state.json                   what serving serves; replaced atomically
+
+A directory without a manifest does not exist. Weights are safetensors: reading a version runs no code from it, but the
+model factory that the manifest names is imported from the reader's own path.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from learner.errors import VersionError
+
+_T = TypeVar("_T")
+MANIFEST = "manifest.json"
+VERDICT = "verdict.json"
+STATE = "state.json"
+WEIGHTS = "model.safetensors"
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """How far a version has learned on one partition: up to `offset`, inclusive (-1 for none)."""
+
+    offset: int
+    incarnation: int = 0
+    time_ms: int = 0
+    """Timestamp of the last record with an outcome, milliseconds since 1970; 0 for none."""
+
+
+class ModelReference(msgspec.Struct, frozen=True):
+    """How the module is built that the weights belong to."""
+
+    factory: str
+    args: dict[str, Any]
+    task: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """All about a version but its weights."""
+
+    number: int
+    epoch: int
+    parent: int | None
+    time: float
+    step: int
+    trained_through: dict[str, Trained]
+    """By `topic:partition`."""
+    metrics: dict[str, float]
+    schema: str
+    """The schema's digest."""
+    encoders: dict[str, Any]
+    """Settings of the encoder of each string feature."""
+    model: ModelReference
+    files: dict[str, str]
+    """SHA-256 of every file, by name."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Whether serving may take a version. Without one it does not."""
+
+    verdict: Literal["pass", "fail", "abstain"]
+    reasons: list[str] = []
+    numbers: dict[str, float] = {}
+
+
+class RegistryState(msgspec.Struct, frozen=True):
+    """What serving serves, written by serving; the learner reads it so as not to delete those versions."""
+
+    serving: int | None = None
+    previous: int | None = None
+    pinned: int | None = None
+    rolled_back: list[int] = []
+
+
+def format_trained_through(trained_through: Mapping[str, Trained]) -> str:
+    """Write the form that HTTP replies carry: `events:0=4711,events:1=4698`."""
+    return ",".join(f"{name}={trained.offset}" for name, trained in sorted(trained_through.items()))
+
+
+def parse_trained_through(text: str) -> dict[str, int]:
+    """Read that form back into an offset for each `topic:partition`; raises ValueError."""
+    offsets: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z0-9._-]+:\d+)=(-?\d+)\s*", part)
+        if match is None:
+            raise ValueError(f'{part.strip()!r} is not of the form "topic:partition=offset"')
+        offsets[match[1]] = int(match[2])
+    return offsets
+
+
+class Versions:
+    """The directory `var/versions`. The learner writes it, serving reads it; several readers may be at work."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def directory(self, number: int) -> Path:
+        """Return the path of a version."""
+        return self.path / str(number)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all versions, rising."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        return sorted(int(name) for name in names if name.isdigit() and (self.path / name / MANIFEST).exists())
+
+    def manifest(self, number: int) -> Manifest:
+        """Read a manifest; raises VersionError when it is missing or no manifest."""
+        return _read(self.directory(number) / MANIFEST, Manifest)
+
+    def verdict(self, number: int) -> Verdict | None:
+        """Read a verdict; None when there is none yet."""
+        path = self.directory(number) / VERDICT
+        return _read(path, Verdict) if path.exists() else None
+
+    def state(self) -> RegistryState:
+        """Read what serving serves; the empty state when nothing was written yet."""
+        path = self.path / STATE
+        return _read(path, RegistryState) if path.exists() else RegistryState()
+
+    def write_state(self, state: RegistryState) -> None:
+        """Replace `state.json` atomically."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path / STATE, msgspec.json.encode(state))
+
+    def weights(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Read a version's weights onto the CPU, after all its files have been found to have their digests."""
+        directory = self.directory(manifest.number)
+        contents: dict[str, bytes] = {}
+        for name, digest in manifest.files.items():
+            try:
+                contents[name] = (directory / name).read_bytes()
+            except OSError as exc:
+                raise VersionError(f"version {manifest.number}: cannot read {directory / name}: {exc}") from exc
+            if hashlib.sha256(contents[name]).hexdigest() != digest:
+                raise VersionError(f"version {manifest.number}: {directory / name} does not have its digest")
+        if WEIGHTS not in contents:
+            raise VersionError(f"version {manifest.number}: its manifest lists no {WEIGHTS}")
+        try:
+            return load_tensors(contents[WEIGHTS])
+        except SafetensorError as exc:
+            raise VersionError(f"version {manifest.number}: {directory / WEIGHTS} is not safetensors: {exc}") from exc
+
+    def write(self, weights: Mapping[str, Tensor], manifest: Manifest, verdict: Verdict) -> Path:
+        """Write a version: files, fsync, manifest last, one rename. `manifest.files` is filled in here.
+
+        A crash before the rename leaves a temporary directory that the next `clean` removes; after it, the version
+        exists whole.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        temporary = self.path / f".tmp-{manifest.epoch}-{manifest.number}"
+        temporary.mkdir()
+        payload = save_tensors({name: tensor.contiguous() for name, tensor in weights.items()})
+        write_durably(temporary / WEIGHTS, payload)
+        files = {WEIGHTS: hashlib.sha256(payload).hexdigest()}
+        write_durably(temporary / VERDICT, msgspec.json.encode(verdict))
+        write_durably(temporary / MANIFEST, _pretty(msgspec.structs.replace(manifest, files=files)))
+        sync_directory(temporary)
+        final = self.directory(manifest.number)
+        temporary.rename(final)
+        sync_directory(self.path)
+        return final
+
+    def clean(self) -> None:
+        """Remove what a crash left half-written. Only the learner that holds the lock may call it."""
+        if self.path.exists():
+            for leftover in self.path.glob(".tmp-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def delete(self, number: int) -> None:
+        """Remove a version: the manifest first, so that half of it does not exist."""
+        directory = self.directory(number)
+        (directory / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file and fsync it."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically: readers see the old or the new content, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    write_durably(temporary, content)
+    temporary.replace(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Fsync a directory, so that renames in it survive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _pretty(value: msgspec.Struct) -> bytes:
+    return json.dumps(msgspec.to_builtins(value), indent=1).encode()
+
+
+def _read(path: Path, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError as exc:
+        raise VersionError(f"{path} does not exist") from exc
+    except msgspec.MsgspecError as exc:
+        raise VersionError(f"{path} cannot be read: {exc}") from exc

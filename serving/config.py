@@ -1,0 +1,76 @@
+"""The section `[serving]` of `pipeline.toml`. Imports no web framework and no torch."""
+
+import ipaddress
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import ByteSize, Field, SecretStr, model_validator
+
+from ingest.config import Section
+from ingest.units import Duration
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class Tokens(Section):
+    """Bearer tokens; an empty one admits nobody off loopback and everybody on it."""
+
+    read: SecretStr = SecretStr("")
+    """For predictions, status and metrics."""
+    admin: SecretStr = SecretStr("")
+    """For changes."""
+
+
+class TlsSettings(Section):
+    """Paths of PEM files; both or neither."""
+
+    cert: Path | None = None
+    """Certificate chain."""
+    key: Path | None = None
+    """Private key."""
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key go together")
+        return self
+
+
+class ServingSettings(Section):
+    """Predictions over HTTP."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address to listen on; off loopback the tokens are required."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    max_batch: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Rows that one run of the model may take together."""
+    max_delay: Duration = timedelta(milliseconds=2)
+    """How long a request may wait for others to share its batch."""
+    max_queue: Annotated[int, Field(ge=1)] = 4096
+    """Rows that may wait; requests beyond them are answered 503 with Retry-After."""
+    max_body_bytes: Annotated[ByteSize, Field(ge=1024)] = ByteSize(16_000_000)
+    """Requests with a longer body are answered 413."""
+    timeout: Duration = timedelta(seconds=10)
+    """Longest time that a request may take before it is answered 504."""
+    tokens: Tokens = Tokens()
+    """Bearer tokens."""
+    tls: TlsSettings = TlsSettings()
+    """TLS certificate and key."""
+
+    @model_validator(mode="after")
+    def _a_token_off_loopback(self) -> Self:
+        if not is_loopback(self.host):
+            for name in ("read", "admin"):
+                if not getattr(self.tokens, name).get_secret_value():
+                    raise ValueError(f'tokens.{name} is required because host "{self.host}" is not loopback')
+        return self
