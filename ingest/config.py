@@ -1,10 +1,11 @@
 """The sections `[stream]` and `[schema]` of `pipeline.toml`. Imports neither a Kafka client nor torch."""
 
+import difflib
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, model_validator
-
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 TopicName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,249}$")]
@@ -26,6 +27,30 @@ def _start(value: object) -> object:
 
 def _property(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
+
+
+PROPERTIES: Mapping[str, str] = {
+    "client.id": "client_id",
+    "sasl.mechanism": "sasl_mechanism",
+    "sasl.mechanisms": "sasl_mechanism",
+    "sasl.password": "sasl_plain_password",
+    "sasl.username": "sasl_plain_username",
+    "security.protocol": "security_protocol",
+    "ssl.ca.location": "ssl_cafile",
+    "ssl.certificate.location": "ssl_certfile",
+    "ssl.endpoint.identification.algorithm": "ssl_check_hostname",
+    "ssl.key.location": "ssl_keyfile",
+    "ssl.key.password": "ssl_password",
+}
+"""The client settings that `[stream.properties]` takes: librdkafka's names, and kafka-python's for the same."""
+
+
+def _known_property(name: str) -> str:
+    if name not in PROPERTIES:
+        close = difflib.get_close_matches(name, PROPERTIES, n=1)
+        hint = f"; the nearest known one is {close[0]!r}" if close else f"; known are {', '.join(PROPERTIES)}"
+        raise ValueError(f"unknown property{hint}")
+    return name
 
 
 class Section(BaseModel):
@@ -61,8 +86,10 @@ class StreamSettings(Section):
     """Messages with a longer value are dead-lettered as oversized, before they are parsed."""
     buffer_bytes: Annotated[ByteSize, Field(ge=1_000_000)] = ByteSize(64_000_000)
     """Bound of the shared memory in which blocks wait for the learner; when it is full the stream is paused."""
-    properties: dict[str, Annotated[SecretStr, BeforeValidator(_property)]] = {}
-    """Further client settings in librdkafka's names (`security.protocol`, `sasl.*`, `ssl.*`); unknown ones are errors."""
+    properties: dict[
+        Annotated[str, AfterValidator(_known_property)], Annotated[SecretStr, BeforeValidator(_property)]
+    ] = {}
+    """Further client settings in librdkafka's names (`security.protocol`, `sasl.*`, `ssl.*`); others are errors."""
 
     def resolved(self, name: str) -> Self:
         """Return the section with the defaults that depend on the pipeline's name and topics filled in."""
@@ -182,5 +209,3 @@ class HoldOut(Section):
 
     fraction: Annotated[float, Field(ge=0, lt=1)]
     seed: int
-
-

@@ -25,6 +25,7 @@ class Feature:
     shape: tuple[int, ...]
     encoder: Encoder | None
     default: NDArray[np.generic] | None
+    """Value of events that lack the feature, `[*shape]` and encoded; None: the feature is required."""
 
     @property
     def is_string(self) -> bool:

@@ -1,0 +1,49 @@
+"""An event's identity, `topic#incarnation[partition]@offset/row`, as 64-bit hashes, whole blocks at a time."""
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.block import TopicPartition
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROW = np.uint64(0xD6E8FEB86659FD93)
+
+
+def partition_base(partition: TopicPartition) -> int:
+    """Return the 64-bit hash that tells events of one topic partition and incarnation from those of others."""
+    text = f"{partition.topic}#{partition.incarnation}[{partition.partition}]"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def identity_hash(
+    base: NDArray[np.uint64], offset: NDArray[np.int64], row: NDArray[np.int32], seed: int
+) -> NDArray[np.uint64]:
+    """Hash N events' identities under a seed; different seeds give independent hashes.
+
+    Args:
+        base: uint64 `[N]`, `partition_base` of each event's partition.
+        offset: int64 `[N]`.
+        row: int32 `[N]`.
+        seed: any whole number of 64 bits.
+    """
+    place = offset.astype(np.uint64) * _GOLDEN + row.astype(np.uint64) * _ROW
+    return mix(mix(place ^ base) ^ _salt(seed))
+
+
+def seeded_hash(value: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Hash values that are hashes already (keys, groups) under a seed, uint64 `[N]`."""
+    return mix(value ^ _salt(seed))
+
+
+def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): a bijection of 64 bits that spreads every bit."""
+    value = value + _GOLDEN
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _salt(seed: int) -> NDArray[np.uint64]:
+    return mix(np.array([seed & (2**64 - 1)], np.uint64))

@@ -1,0 +1,296 @@
+"""The client `kafka-python`."""
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from kafka import KafkaConsumer, KafkaProducer, OffsetAndMetadata
+from kafka import TopicPartition as KafkaPartition
+from kafka import errors as kafka_errors
+
+from ingest.block import TopicPartition
+from ingest.client import DeadLetter, Lag, Messages
+from ingest.config import PROPERTIES, StreamSettings
+from ingest.errors import BrokerError, GapError
+
+_BOOTSTRAP_MS = 8_000
+_REQUEST_MS = 2_000
+_METADATA_MS = 5_000
+_LARGEST_LETTER = 100_000_000
+
+log = logging.getLogger(__name__)
+
+
+class KafkaPythonClient:
+    """Reads with kafka-python's consumer and writes dead letters with its producer, made when the first is needed."""
+
+    def __init__(self, settings: StreamSettings) -> None:
+        self._settings = settings
+        self._connections = contextlib.ExitStack()
+        self._producer: Any = None
+        self._consumer: Any = None
+        self._incarnations: dict[tuple[str, int], TopicPartition] = {}
+
+    def open(self) -> None:
+        """Connect and see that every topic is there."""
+        settings = self._settings
+        self._consumer = connect(
+            KafkaConsumer,
+            settings,
+            group_id=settings.group_id,
+            enable_auto_commit=False,
+            auto_offset_reset="none",
+            isolation_level=settings.isolation_level,
+            allow_auto_create_topics=False,
+            metadata_max_age_ms=_METADATA_MS,
+            fetch_max_bytes=16_000_000,
+            reconnect_backoff_max_ms=5_000,
+        )
+        self._connections.callback(self._consumer.close, autocommit=False)
+        for topic in (*settings.topics, settings.dead_letter_topic):
+            with _translated(f"cannot look up topic {topic}"):
+                found = self._consumer.partitions_for_topic(topic)
+            if not found:
+                raise BrokerError(
+                    f'topic "{topic}" does not exist on {settings.bootstrap_servers}; create it, for example with '
+                    f'"anabranch produce --create-topic FILE"'
+                )
+
+    def partitions(self) -> list[TopicPartition]:
+        """All partitions of the topics, by the metadata of the last few seconds."""
+        return [
+            TopicPartition(topic, partition)
+            for topic in self._settings.topics
+            for partition in sorted(self._consumer.partitions_for_topic(topic) or ())
+        ]
+
+    def first_offsets(
+        self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
+    ) -> dict[TopicPartition, int]:
+        """Where to begin; a moment after the last record begins at the end."""
+        theirs = {_theirs(partition): partition for partition in partitions}
+        with _translated("cannot look up offsets"):
+            ends = self._consumer.end_offsets(list(theirs))
+            if moment is not None:
+                found = self._consumer.offsets_for_times({tp: int(moment.timestamp() * 1000) for tp in theirs})
+                offsets = {tp: found[tp].offset if found.get(tp) else ends[tp] for tp in theirs}
+            else:
+                offsets = ends if start == "latest" else self._consumer.beginning_offsets(list(theirs))
+        return {theirs[tp]: int(offset) for tp, offset in offsets.items()}
+
+    def assign(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Read exactly these partitions from these offsets on."""
+        self._incarnations = {(partition.topic, partition.partition): partition for partition in positions}
+        self._consumer.assign([_theirs(partition) for partition in positions])
+        for partition, offset in positions.items():
+            self._consumer.seek(_theirs(partition), offset)
+
+    def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
+        """Return at most `limit` messages."""
+        removed: dict[Any, int] = {}
+        try:
+            with _translated("cannot read the topics"):
+                batches = self._consumer.poll(int(timeout.total_seconds() * 1000), max_records=limit)
+        except kafka_errors.OffsetOutOfRangeError as exc:
+            removed = self._pass_gap(exc.args[0])
+            batches = {tp: [] for tp in removed}
+        return [self._messages(tp, records, removed.get(tp, 0)) for tp, records in batches.items()]
+
+    def lag(self) -> Lag:
+        """Ask for the end offsets, within two seconds."""
+        partitions = list(self._incarnations.values())
+        try:
+            ends = self._consumer.end_offsets([_theirs(p) for p in partitions], timeout_ms=_REQUEST_MS)
+        except kafka_errors.KafkaError as exc:
+            return Lag({}, f"the Kafka broker at {self._settings.bootstrap_servers} does not answer ({_brief(exc)})")
+        # A broker may report less than it has already delivered, so what was delivered counts as well.
+        return Lag({p: max(int(ends[_theirs(p)]), self._consumer.highwater(_theirs(p)) or 0) for p in partitions})
+
+    def commit(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Commit in the background, for lag tools."""
+        offsets = {_theirs(p): OffsetAndMetadata(offset, "", -1) for p, offset in positions.items()}
+        try:
+            self._consumer.commit_async(offsets, callback=_log_failed_commit)
+        except kafka_errors.KafkaError as exc:
+            log.debug("positions were not committed for lag tools: %s", _brief(exc))
+
+    def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
+        """Send and wait; a letter that the broker finds too large goes without its value."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        try:
+            producer = self._dead_letter_producer()
+            futures = [self._send(producer, letter) for letter in letters]
+            for done, (letter, future) in enumerate(zip(letters, futures, strict=True)):
+                if not self._acknowledged(future, letter, deadline):
+                    return done
+        except (kafka_errors.KafkaError, BrokerError) as exc:
+            log.warning("dead letters wait: %s", _brief(exc))
+            return 0
+        return len(letters)
+
+    def close(self) -> None:
+        """Disconnect."""
+        with contextlib.suppress(kafka_errors.KafkaError):
+            self._connections.close()
+
+    def _pass_gap(self, offsets: Mapping[Any, int]) -> dict[Any, int]:
+        """Go on from the earliest offset where the next one to read is gone, or raise."""
+        with _translated("cannot look up the earliest offsets"):
+            earliest = self._consumer.beginning_offsets(list(offsets))
+        removed = {tp: int(earliest[tp]) - offset for tp, offset in offsets.items()}
+        for tp, hole in removed.items():
+            name = f"{tp.topic}[{tp.partition}]@{offsets[tp]}"
+            if hole <= 0:
+                raise GapError(f"{name} is beyond the topic's end: it seems to have been deleted and created again")
+            if self._settings.on_gap == "fail":
+                raise GapError(
+                    f"{name} and {hole - 1} offsets after it were removed by retention before they were read; "
+                    f'set stream.on_gap = "earliest" to go on without them'
+                )
+            log.warning("%s and %d offsets after it were removed before they were read", name, hole - 1)
+            self._consumer.seek(tp, earliest[tp])
+        return removed
+
+    def _messages(self, tp: Any, records: Sequence[Any], removed: int) -> Messages:
+        return Messages(
+            partition=self._incarnations[tp.topic, tp.partition],
+            offsets=[record.offset for record in records],
+            times_ms=[record.timestamp for record in records],
+            keys=[record.key for record in records],
+            values=[record.value for record in records],
+            headers=[record.headers for record in records],
+            end=int(self._consumer.position(tp, timeout_ms=_REQUEST_MS)),
+            removed=removed,
+        )
+
+    def _dead_letter_producer(self) -> Any:
+        if self._producer is None:
+            self._producer = connect(
+                KafkaProducer, self._settings, acks="all", linger_ms=1, max_request_size=_LARGEST_LETTER
+            )
+            self._connections.callback(self._producer.close, timeout=1)
+        return self._producer
+
+    def _send(self, producer: Any, letter: DeadLetter) -> Any:
+        return producer.send(
+            self._settings.dead_letter_topic, key=letter.key, value=letter.value, headers=list(letter.headers)
+        )
+
+    def _acknowledged(self, future: Any, letter: DeadLetter, deadline: float) -> bool:
+        try:
+            future.get(timeout=max(0.01, deadline - time.monotonic()))
+        except kafka_errors.MessageSizeTooLargeError:
+            bare = DeadLetter(letter.key, None, [*letter.headers, ("anabranch-truncated", b"value")])
+            return self._acknowledged(self._send(self._producer, bare), bare, deadline)
+        except kafka_errors.KafkaError as exc:
+            log.warning("dead letters wait: %s", _brief(exc))
+            return False
+        return True
+
+
+def client_options(settings: StreamSettings) -> dict[str, Any]:
+    """Return kafka-python's connection options for `[stream]`, from librdkafka's names."""
+    options: dict[str, Any] = {
+        "bootstrap_servers": [server.strip() for server in settings.bootstrap_servers.split(",")],
+        "client_id": "anabranch",
+        "bootstrap_timeout_ms": _BOOTSTRAP_MS,
+    }
+    for name, secret in settings.properties.items():
+        value: str | bool = secret.get_secret_value()
+        if name == "ssl.endpoint.identification.algorithm":
+            value = value != "none"
+        elif name in ("security.protocol", "sasl.mechanism", "sasl.mechanisms"):
+            value = str(value).upper()
+        options[PROPERTIES[name]] = value
+    return options
+
+
+def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
+    """Make a kafka-python client of the given class, or raise BrokerError with the reason why that failed.
+
+    kafka-python itself says only that it could not bootstrap; what the broker answered stands in its log, so the log of
+    the attempt is read.
+    """
+    with _overheard() as heard:
+        try:
+            return kind(**client_options(settings), **options)
+        except kafka_errors.KafkaError as exc:
+            raise BrokerError(_explain(settings.bootstrap_servers, exc, heard)) from exc
+        except (OSError, ValueError, AssertionError) as exc:
+            raise BrokerError(f"stream.properties do not make a Kafka client: {exc}") from exc
+
+
+def _explain(servers: str, error: Exception, heard: Sequence[BaseException]) -> str:
+    for kind, sentence in (
+        (kafka_errors.SaslAuthenticationFailedError, "refuses the credentials in stream.properties (sasl.username, "),
+        (kafka_errors.UnsupportedSaslMechanismError, "does not take the SASL mechanism in stream.properties"),
+    ):
+        if any(isinstance(cause, kind) for cause in heard):
+            return f"the Kafka broker at {servers} {sentence}" + ("sasl.password)" if sentence.endswith(", ") else "")
+    for server in servers.split(","):
+        host, _, port = server.strip().rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        except ValueError:
+            return f'stream.bootstrap_servers: "{server.strip()}" is not HOST:PORT'
+        except OSError as exc:
+            return f"no Kafka broker can be reached at {server.strip()}: {exc.strerror or exc}"
+    last = _brief(heard[-1]) if heard else _brief(error)
+    return (
+        f"something listens at {servers}, but it does not answer as a Kafka broker with these stream.properties "
+        f"(security.protocol?): {last}"
+    )
+
+
+@contextlib.contextmanager
+def _overheard() -> Iterator[list[BaseException]]:
+    """Collect the errors that kafka-python logs."""
+    causes: list[BaseException] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            arguments = record.args if isinstance(record.args, tuple) else ()
+            causes.extend(value for value in arguments if isinstance(value, BaseException))
+
+    theirs = logging.getLogger("kafka")
+    level, collector = theirs.level, Collector(logging.WARNING)
+    silent = logging.NullHandler()
+    theirs.addHandler(collector)
+    theirs.addHandler(silent)
+    propagate, theirs.propagate = theirs.propagate, False
+    theirs.setLevel(logging.WARNING)
+    try:
+        yield causes
+    finally:
+        theirs.removeHandler(collector)
+        theirs.removeHandler(silent)
+        theirs.propagate = propagate
+        theirs.setLevel(level)
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Turn kafka-python's errors into ours, but for those that the caller deals with."""
+    try:
+        yield
+    except kafka_errors.OffsetOutOfRangeError:
+        raise
+    except kafka_errors.KafkaError as exc:
+        raise BrokerError(f"{what}: {_brief(exc)}") from exc
+
+
+def _brief(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _log_failed_commit(_offsets: object, response: object) -> None:
+    if isinstance(response, Exception):
+        log.debug("positions were not committed for lag tools: %s", _brief(response))
+
+
+def _theirs(partition: TopicPartition) -> Any:
+    return KafkaPartition(partition.topic, partition.partition)

@@ -1,0 +1,116 @@
+"""What the learner and its ingest process say to each other, as msgpack over a socket."""
+
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from ingest.block import Coverage, TopicPartition
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+
+
+class Position(msgspec.Struct, frozen=True):
+    """The first event of a partition without an outcome: `offset`, and `row` within its message."""
+
+    offset: int
+    row: int = 0
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """The first message: everything the process needs. Settings travel as JSON, with their secrets, never in argv."""
+
+    stream: str
+    schema: str
+    hold_out: str
+    positions: list[tuple[TopicPartition, Position]]
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """The learner has done with a slot."""
+
+    slot: int
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Read no further."""
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """Read on."""
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Write positions for lag tools: `(index of the partition, offset)`."""
+
+    positions: list[tuple[int, int]]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process."""
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """Partitions in the order of their index, and where each begins; sent again when partitions were added."""
+
+    partitions: list[TopicPartition]
+    starts: list[int]
+
+
+class Filled(msgspec.Struct, frozen=True, tag=True):
+    """A slot holds a block."""
+
+    slot: int
+    rows: int
+    coverage: tuple[Coverage, ...]
+    unknown_fields: int
+
+
+class Broker(msgspec.Struct, frozen=True, tag=True):
+    """How far the broker is, by index of the partition, and what is wrong with reaching it."""
+
+    ends: list[tuple[int, int]]
+    ill: str | None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The process ends with an error of ours: the class name and its sentence."""
+
+    error: str
+    sentence: str
+
+
+ToIngest = Begin | Release | Pause | Resume | Commit | Stop
+FromIngest = Opened | Filled | Broker | Failed
+
+_to_ingest = msgspec.msgpack.Decoder(ToIngest)
+_from_ingest = msgspec.msgpack.Decoder(FromIngest)
+
+
+def send(connection: Connection, message: ToIngest | FromIngest) -> None:
+    """Send one message; raises BrokenPipeError or ConnectionError when the other side is gone."""
+    connection.send_bytes(msgspec.msgpack.encode(message))
+
+
+def receive_in_ingest(connection: Connection) -> ToIngest:
+    """Receive what the learner says; raises EOFError when it is gone."""
+    message: ToIngest = _to_ingest.decode(connection.recv_bytes())
+    return message
+
+
+def receive_in_learner(connection: Connection) -> FromIngest:
+    """Receive what the ingest process says; raises EOFError when it is gone."""
+    message: FromIngest = _from_ingest.decode(connection.recv_bytes())
+    return message
+
+
+def begin(
+    stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, positions: list[tuple[TopicPartition, Position]]
+) -> Begin:
+    """Write the settings into the first message."""
+    revealed = stream.model_dump(mode="json")
+    revealed["properties"] = {name: value.get_secret_value() for name, value in stream.properties.items()}
+    return Begin(
+        stream=msgspec.json.encode(revealed).decode(),
+        schema=schema.model_dump_json(),
+        hold_out=hold_out.model_dump_json(),
+        positions=positions,
+    )

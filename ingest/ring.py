@@ -1,0 +1,67 @@
+"""Slots of shared memory between the ingest process and the learner.
+
+The memory has no name: it is a file that exists only as open descriptors, so nothing is left behind by a kill -9, and a
+container's small /dev/shm is no bound. Which slots are free is known to the writer alone; messages on the connection
+pass slots to and fro, so there is nothing to lock.
+"""
+
+import mmap
+import os
+import tempfile
+
+import numpy as np
+
+from ingest.block import Array, BlockLayout
+from ingest.errors import SettingsError
+
+_MOST_ROWS = 4096
+_SLOTS = 8
+
+
+class Ring:
+    """`slots` slots with room for `rows` events each, in `slots * slot_bytes` bytes."""
+
+    def __init__(self, layout: BlockLayout, buffer_bytes: int, descriptor: int | None = None) -> None:
+        """Make the memory, or map what another process made when its descriptor is given."""
+        self.rows = _rows_of_a_slot(layout, buffer_bytes)
+        self.slots = max(2, buffer_bytes // layout.slot_bytes(self.rows))
+        self._slot_bytes = layout.slot_bytes(self.rows)
+        self._layout = layout
+        self.descriptor = _anonymous_file(self.slots * self._slot_bytes) if descriptor is None else descriptor
+        self._memory = mmap.mmap(self.descriptor, self.slots * self._slot_bytes)
+
+    def views(self, slot: int, rows: int) -> dict[str, Array]:
+        """Return the columns of a slot's first `rows` events as views of the shared memory."""
+        window = memoryview(self._memory)[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+        return self._layout.views(window, self.rows, rows)
+
+    def write(self, slot: int, columns: dict[str, Array], begin: int, end: int) -> None:
+        """Copy rows `[begin, end)` of the columns into a slot."""
+        for name, view in self.views(slot, end - begin).items():
+            np.copyto(view, columns[name][begin:end])
+
+    def close(self) -> None:
+        """Close the descriptor; the memory itself goes when the last view of it does."""
+        os.close(self.descriptor)
+
+
+def _rows_of_a_slot(layout: BlockLayout, buffer_bytes: int) -> int:
+    rows = min(_MOST_ROWS, buffer_bytes // _SLOTS // layout.row_bytes())
+    while rows > 0 and layout.slot_bytes(rows) * _SLOTS > buffer_bytes:
+        rows -= max(1, rows // 16)
+    if rows < 1:
+        raise SettingsError(
+            f"stream.buffer_bytes = {buffer_bytes} is too small: an event has {layout.row_bytes()} bytes, "
+            f"so at least {layout.slot_bytes(1) * _SLOTS} are needed"
+        )
+    return rows
+
+
+def _anonymous_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("anabranch-ring", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.truncate(descriptor, size)
+    return descriptor

@@ -1,0 +1,246 @@
+"""The learner's end of ingest: starts the process, receives blocks, gives slots back."""
+
+import logging
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+from ingest import errors
+from ingest.block import Block, BlockLayout, TopicPartition
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import AnabranchError, BrokerError
+from ingest.messages import (
+    Broker,
+    Commit,
+    Failed,
+    Filled,
+    FromIngest,
+    Opened,
+    Pause,
+    Position,
+    Release,
+    Resume,
+    Stop,
+    ToIngest,
+    begin,
+    receive_in_learner,
+    send,
+)
+from ingest.ring import Ring
+from ingest.schema import Schema
+
+_LONGEST_BACKOFF_SECONDS = 10.0
+_STOP_SECONDS = 3.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SharedBlock(Block):
+    """A block whose columns are views of a slot, valid until `Source.release`."""
+
+    slot: int
+    ring: Ring
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition as the source found it: `start` is this pipeline's first offset, `end` the broker's, if known."""
+
+    name: TopicPartition
+    start: int
+    end: int | None
+
+
+class Source:
+    """Blocks of the pipeline's topics, in order. Used by one thread; ends with `close`.
+
+    When the ingest process dies, another one goes on after the last block that was received, so that no block is lost
+    or comes twice.
+    """
+
+    def __init__(self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut) -> None:
+        self._stream = stream
+        self._schema = schema
+        self._hold_out = hold_out
+        self._layout = BlockLayout(Schema(schema))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._ring: Ring | None = None
+        self._received: dict[TopicPartition, Position] = {}
+        self._starts: dict[TopicPartition, int] = {}
+        self._ends: dict[int, int] = {}
+        self._table: list[TopicPartition] = []
+        self._paused = False
+        self._opened = False
+        self._restart_at = 0.0
+        self._backoff = 0.0
+        self.ill: str | None = None
+        """One sentence when the broker cannot be reached or the process had to be started again."""
+        self.unknown_fields = 0
+        """Messages so far with fields that the schema does not know."""
+
+    def open(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        """Start reading and wait until the partitions are known.
+
+        Raises:
+            BrokerError: the broker cannot be reached, refuses the credentials or lacks a topic.
+            SettingsError: the format cannot hold the schema, or the buffer is too small.
+        """
+        self._start()
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self._opened:
+            if self._connection is None or time.monotonic() > deadline:
+                raise BrokerError(f"ingest did not find the topics on {self._stream.bootstrap_servers} in time")
+            if self._connection.poll(0.2):
+                self._receive()
+
+    @property
+    def partitions(self) -> Sequence[Partition]:
+        """All partitions, in the order of the index that blocks carry."""
+        return [Partition(name, self._starts[name], self._ends.get(i)) for i, name in enumerate(self._table)]
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        """Return the next block, or None when none comes in time.
+
+        Raises:
+            GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if self._connection is None:
+                if time.monotonic() < self._restart_at:
+                    time.sleep(min(left, self._restart_at - time.monotonic(), 0.05))
+                else:
+                    self._start()
+            elif self._connection.poll(left) and (block := self._receive()) is not None:
+                return block
+            if time.monotonic() >= deadline:
+                return None
+
+    def release(self, block: Block) -> None:
+        """Give a block's slot back; its columns must not be looked at any more."""
+        assert isinstance(block, SharedBlock)
+        if block.ring is self._ring:
+            self._say(Release(block.slot))
+
+    def pause(self) -> None:
+        """Read no further until `resume`; blocks already read still come."""
+        self._paused = True
+        self._say(Pause())
+
+    def resume(self) -> None:
+        """Read on."""
+        self._paused = False
+        self._say(Resume())
+
+    def commit(self, offsets: dict[int, int]) -> None:
+        """Write positions, by index of the partition, for lag tools; best effort."""
+        self._say(Commit(list(offsets.items())))
+
+    def close(self) -> None:
+        """End the process, within a few seconds."""
+        self._say(Stop())
+        self._drop(_STOP_SECONDS)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        ring = Ring(self._layout, int(self._stream.buffer_bytes))
+        with theirs:
+            command = [sys.executable, "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
+            self._process = subprocess.Popen(
+                [*command, str(ring.descriptor)],
+                pass_fds=(theirs.fileno(), ring.descriptor),
+                stdin=subprocess.DEVNULL,
+            )
+        self._ring, self._connection = ring, Connection(ours.detach())
+        positions = [(name, self._received[name]) for name in self._table]
+        self._say(begin(self._stream, self._schema, self._hold_out, positions))
+        if self._paused:
+            self._say(Pause())
+
+    def _receive(self) -> Block | None:
+        assert self._connection is not None
+        try:
+            message = receive_in_learner(self._connection)
+        except (EOFError, OSError):
+            self._restart_later("the ingest process died; another one is started")
+            return None
+        return self._take(message)
+
+    def _take(self, message: FromIngest) -> Block | None:
+        match message:
+            case Opened(partitions, starts):
+                self._opened = True
+                for name, start in zip(partitions, starts, strict=True):
+                    self._starts.setdefault(name, start)
+                    self._received.setdefault(name, Position(start))
+                self._table = partitions
+            case Filled(slot, rows, coverage, unknown_fields):
+                self._backoff = 0.0
+                assert self._ring is not None
+                block = SharedBlock(self._ring.views(slot, rows), coverage, slot, self._ring)
+                self.unknown_fields += unknown_fields
+                self._note(block)
+                return block
+            case Broker(ends, ill):
+                self.ill = ill
+                self._ends.update(ends)
+            case Failed(error, sentence):
+                self._fail(error, sentence)
+        return None
+
+    def _note(self, block: Block) -> None:
+        """Remember where a new process would have to go on."""
+        partition, offset, row = (block.columns[name] for name in ("partition", "offset", "row"))
+        for cover in block.coverage:
+            rows = (partition == cover.partition).nonzero()[0]
+            torn = len(rows) and int(offset[rows[-1]]) == cover.end
+            position = Position(cover.end, int(row[rows[-1]]) + 1 if torn else 0)
+            self._received[self._table[cover.partition]] = position
+
+    def _fail(self, error: str, sentence: str) -> None:
+        kind = getattr(errors, error)
+        assert issubclass(kind, AnabranchError)
+        if self._opened and issubclass(kind, BrokerError):
+            self._restart_later(sentence)
+        else:
+            self._drop(_STOP_SECONDS)
+            raise kind(sentence)
+
+    def _restart_later(self, ill: str) -> None:
+        log.warning("%s", ill)
+        self.ill = ill
+        self._drop(0)
+        if not self._opened:
+            raise BrokerError("the ingest process died before it had found the topics; its own words stand above")
+        self._restart_at = time.monotonic() + self._backoff * random.uniform(0.5, 1.0)  # noqa: S311 jitter, no secret
+        self._backoff = min(_LONGEST_BACKOFF_SECONDS, max(0.2, self._backoff * 2))
+
+    def _say(self, message: ToIngest) -> None:
+        if self._connection is not None:
+            try:
+                send(self._connection, message)
+            except (BrokenPipeError, ConnectionError):
+                log.debug("the ingest process is gone; the next poll starts another one")
+
+    def _drop(self, seconds: float) -> None:
+        """Forget the process, and kill it when it does not end by itself in time."""
+        if self._process is not None:
+            try:
+                self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
+        if self._ring is not None:
+            self._ring.close()
+        self._process = self._connection = self._ring = None

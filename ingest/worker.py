@@ -1,0 +1,210 @@
+"""The ingest process: reads partitions, writes blocks into the ring, sends dead letters.
+
+It has no state of its own that matters: positions come from the learner, and when it dies the learner starts another
+from the last block it received.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from ingest.assembler import Assembled, Assembler
+from ingest.block import Array, Coverage, TopicPartition
+from ingest.client import Client, DeadLetter, Lag
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError
+from ingest.messages import (
+    Broker,
+    Commit,
+    Filled,
+    Opened,
+    Pause,
+    Position,
+    Release,
+    Resume,
+    Stop,
+    ToIngest,
+    receive_in_ingest,
+    send,
+)
+from ingest.ring import Ring
+
+_POLL = timedelta(milliseconds=50)
+_LETTER_TIMEOUT = timedelta(seconds=10)
+_LAG_SECONDS = 1.0
+_PARTITIONS_SECONDS = 5.0
+_LONGEST_BACKOFF_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class StoppedError(Exception):
+    """The learner said stop, or is gone."""
+
+
+class Worker:
+    """One loop: listen to the learner, poll the broker, hand over blocks."""
+
+    def __init__(
+        self, stream: StreamSettings, client: Client, assembler: Assembler, ring: Ring, connection: Connection
+    ) -> None:
+        self._stream = stream
+        self._client = client
+        self._assembler = assembler
+        self._ring = ring
+        self._connection = connection
+        self._free = list(range(ring.slots))
+        self._paused = False
+        self._table: list[TopicPartition] = []
+        self._next: list[Position] = []
+        self._ill: str | None = None
+
+    def run(self, positions: Sequence[tuple[TopicPartition, Position]]) -> None:
+        """Read from `positions` on, and where there are none from `stream.start`, until the learner says stop.
+
+        Raises:
+            StoppedError: always at the end.
+            BrokerError, GapError: as the client does.
+        """
+        self._client.open()
+        self._take_up(positions, self._stream.start)
+        next_lag, next_partitions, backoff = 0.0, time.monotonic() + _PARTITIONS_SECONDS, 0.0
+        while True:
+            self._listen(wait=self._paused or not self._free)
+            try:
+                fetched = self._client.poll(_POLL, self._ring.rows)
+                backoff = 0.0
+            except BrokerError as exc:
+                backoff = self._back_off(backoff, str(exc))
+                continue
+            index = {partition: place for place, partition in enumerate(self._table)}
+            batches = [
+                self._assembler.assemble(messages, index[messages.partition], self._next[index[messages.partition]])
+                for messages in fetched
+            ]
+            self._send_letters([letter for batch in batches for letter in batch.letters])
+            self._hand_over(batches)
+            now = time.monotonic()
+            if now >= next_lag:
+                self._report(self._client.lag())
+                next_lag = time.monotonic() + _LAG_SECONDS
+            if now >= next_partitions and not self._ill:
+                self._take_up(list(zip(self._table, self._next, strict=True)), "earliest")
+                next_partitions = time.monotonic() + _PARTITIONS_SECONDS
+
+    def _take_up(self, known: Sequence[tuple[TopicPartition, Position]], start: str) -> None:
+        """Assign the known partitions and those that the broker has beside them."""
+        names = {(partition.topic, partition.partition) for partition, _ in known}
+        added = [p for p in self._client.partitions() if (p.topic, p.partition) not in names]
+        if not added and self._table:
+            return
+        moment = self._stream.start_time if start == self._stream.start else None
+        offsets = self._client.first_offsets(added, start, moment) if added else {}
+        positions = dict(known) | {partition: Position(offsets[partition]) for partition in added}
+        self._table, self._next = list(positions), list(positions.values())
+        self._client.assign({partition: position.offset for partition, position in positions.items()})
+        send(self._connection, Opened(self._table, [position.offset for position in self._next]))
+
+    def _listen(self, *, wait: bool) -> None:
+        """Hear what the learner says; with `wait`, until it says something."""
+        while self._connection.poll(_LAG_SECONDS if wait else 0):
+            try:
+                self._obey(receive_in_ingest(self._connection))
+            except (EOFError, OSError) as exc:
+                raise StoppedError from exc
+            wait = self._paused or not self._free
+
+    def _obey(self, message: ToIngest) -> None:
+        match message:
+            case Release(slot):
+                self._free.append(slot)
+            case Pause():
+                self._paused = True
+            case Resume():
+                self._paused = False
+            case Commit(positions):
+                self._client.commit({self._table[index]: offset for index, offset in positions})
+            case Stop():
+                raise StoppedError
+            case _:
+                raise AssertionError(message)
+
+    def _send_letters(self, letters: Sequence[DeadLetter]) -> None:
+        """Send until all are acknowledged: no block is handed over before its dead letters are safe."""
+        backoff, ill = 0.0, f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
+        while letters:
+            letters = letters[self._client.send_dead_letters(letters, _LETTER_TIMEOUT) :]
+            if letters:
+                backoff = self._back_off(backoff, ill)
+            elif self._ill == ill:
+                self._report(Lag())
+
+    def _hand_over(self, batches: Sequence[Assembled]) -> None:
+        """Write batches into slots, as many as it takes; waits for free ones."""
+        batches = [batch for batch in batches if len(batch) or batch.removed or self._moves(batch)]
+        if not batches:
+            return
+        columns = {
+            name: np.concatenate([batch.columns[name] for batch in batches]) if len(batches) > 1 else column
+            for name, column in batches[0].columns.items()
+        }
+        total, unknown = sum(map(len, batches)), sum(batch.unknown_fields for batch in batches)
+        for begin, end in _pieces(total, self._ring.rows):
+            while not self._free:
+                self._listen(wait=True)
+            slot = self._free.pop()
+            self._ring.write(slot, columns, begin, end)
+            coverage = tuple(self._cover(batches, columns, begin, end, last=end == total))
+            send(self._connection, Filled(slot, end - begin, coverage, unknown))
+            unknown = 0
+
+    def _moves(self, batch: Assembled) -> bool:
+        return batch.end > self._next[batch.partition].offset
+
+    def _cover(
+        self, batches: Sequence[Assembled], columns: dict[str, Array], begin: int, end: int, *, last: bool
+    ) -> Iterator[Coverage]:
+        """Tell what rows `[begin, end)` cover of each partition, and move on."""
+        low = 0
+        for batch in batches:
+            high = low + len(batch)
+            first = begin <= low < end or (low == end and last)
+            if first or (low < end and high > begin):
+                here = self._next[batch.partition]
+                done = high <= end
+                stop = batch.end if done else int(columns["offset"][end])
+                removed = batch.removed if first else 0
+                yield Coverage(batch.partition, here.offset + removed, stop, removed)
+                row = 0 if done or stop != columns["offset"][end - 1] else int(columns["row"][end])
+                self._next[batch.partition] = Position(stop, row)
+            low = high
+
+    def _back_off(self, seconds: float, ill: str) -> float:
+        """Say what is ill, wait while listening to the learner, and return the next waiting time."""
+        if self._ill != ill:
+            log.warning("%s", ill)
+        self._report(Lag(ill=ill))
+        seconds = min(_LONGEST_BACKOFF_SECONDS, max(0.1, seconds * 2))
+        until = time.monotonic() + seconds * random.uniform(0.5, 1.0)  # noqa: S311 jitter needs no secrecy
+        while (left := until - time.monotonic()) > 0:
+            if self._connection.poll(left):
+                self._listen(wait=False)
+        return seconds
+
+    def _report(self, lag: Lag) -> None:
+        if lag.ill != self._ill and lag.ill is None:
+            log.info("the Kafka broker answers again")
+        self._ill = lag.ill
+        ends = [(index, lag.ends[partition]) for index, partition in enumerate(self._table) if partition in lag.ends]
+        send(self._connection, Broker(ends, lag.ill))
+
+
+def _pieces(total: int, size: int) -> Iterator[tuple[int, int]]:
+    """Split `[0, total)` into ranges of at most `size`; nothing is one empty range."""
+    for begin in range(0, max(total, 1), size):
+        yield begin, min(total, begin + size)
