@@ -1,8 +1,8 @@
 """Errors of the learner and of what it publishes.
 
-    SettingsError
-    |-- ModelError            the model's factory or its output does not fit (exit 2)
-    `-- VersionError          a version directory cannot be used: missing, torn, or another schema's
+SettingsError
+|-- ModelError            the model's factory or its output does not fit (exit 2)
+`-- VersionError          a version directory cannot be used: missing, torn, or another schema's
 """
 
 from ingest.errors import SettingsError

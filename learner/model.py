@@ -30,7 +30,9 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
         if exc.name != module_name.partition(".")[0] and exc.name != module_name:
-            raise ModelError(f'model.factory = "{factory}": {module_name} imports {exc.name}, which is missing') from exc
+            raise ModelError(
+                f'model.factory = "{factory}": {module_name} imports {exc.name}, which is missing'
+            ) from exc
         raise ModelError(
             f'model.factory = "{factory}": no module named {exc.name} in {folder} or on the Python path'
         ) from exc

@@ -36,21 +36,21 @@ class Task(Protocol):
 class Classification:
     """One of C classes: the output is logits `[B, C]`, labels are int64 `[B]` in `0..C-1`."""
 
-    def check(self, output_B: Tensor, label: Label, rows: int) -> None:  # noqa: N803
+    def check(self, output_B: Tensor, label: Label, rows: int) -> None:
         """Raise ModelError unless the output is floating point `[rows, classes]`."""
         if label.classes is None:
             raise ModelError('model.task is "classification", but schema.label has no classes')
         _check_output(output_B, (rows, label.classes), 'task "classification"')
 
-    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:  # noqa: N803
+    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
         """Cross entropy of each event, float32 `[B]`."""
         return functional.cross_entropy(output_B.float(), label_B, reduction="none")
 
-    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:  # noqa: N803
+    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
         """Return 1 where the most likely class is the label, else 0; float32 `[B]`."""
         return (output_B.argmax(dim=1) == label_B).float()
 
-    def predict(self, output_B: Tensor) -> dict[str, Tensor]:  # noqa: N803
+    def predict(self, output_B: Tensor) -> dict[str, Tensor]:
         """`prediction` int64 `[B]`, the most likely class, and `probabilities` float32 `[B, C]`."""
         return {"prediction": output_B.argmax(dim=1), "probabilities": output_B.float().softmax(dim=1)}
 
@@ -58,22 +58,22 @@ class Classification:
 class Regression:
     """One number: the output is `[B]` or `[B, 1]`, labels are floats `[B]`."""
 
-    def check(self, output_B: Tensor, label: Label, rows: int) -> None:  # noqa: N803
+    def check(self, output_B: Tensor, label: Label, rows: int) -> None:
         """Raise ModelError unless the output is floating point with one number an event."""
         if label.classes is not None:
             raise ModelError('model.task is "regression", but schema.label has classes')
         shape = (rows, 1) if output_B.ndim == 2 else (rows,)
         _check_output(output_B, shape, 'task "regression"')
 
-    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:  # noqa: N803
+    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
         """Squared error of each event, float32 `[B]`."""
         return (output_B.reshape(-1).float() - label_B.float()).square()
 
-    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:  # noqa: N803
+    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
         """Minus the absolute error of each event, float32 `[B]`."""
         return -(output_B.reshape(-1).float() - label_B.float()).abs()
 
-    def predict(self, output_B: Tensor) -> dict[str, Tensor]:  # noqa: N803
+    def predict(self, output_B: Tensor) -> dict[str, Tensor]:
         """`prediction` float32 `[B]`."""
         return {"prediction": output_B.reshape(-1).float()}
 

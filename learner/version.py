@@ -116,7 +116,7 @@ class Versions:
     def numbers(self) -> list[int]:
         """Return the numbers of all versions, rising."""
         try:
-            names = os.listdir(self.path)
+            names = [entry.name for entry in self.path.iterdir()]
         except FileNotFoundError:
             return []
         return sorted(int(name) for name in names if name.isdigit() and (self.path / name / MANIFEST).exists())

@@ -1,0 +1,201 @@
+"""The store: what has been seen, kept for rehearsal.
+
+A composition of four answers: who enters and who leaves (`Reservoir`), who is drawn (`Sampler`), where the payload lies
+(`Tier`), how fast (the caller, who asks for so many a step).
+
+Legend: N events offered, H events held, n drawn.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ingest.block import Array, TopicPartition
+from ingest.errors import SettingsError
+from ingest.identity import identity_hash, partition_base
+from ingest.schema import Schema
+from replay.admission import Reservoir, priorities
+from replay.config import ReplaySettings
+from replay.memory import MemoryTier
+from replay.sampler import SAMPLERS, Sampler
+from replay.tier import Tier
+
+log = logging.getLogger(__name__)
+
+_ENTRY = np.dtype(
+    [
+        ("priority", "f8"),
+        ("offset", "i8"),
+        ("slot", "i4"),
+        ("partition", "i4"),
+        ("row", "i4"),
+        ("label", "i4"),
+        ("time_ms", "i8"),
+        ("identity", "u8"),
+        ("key_hash", "u8"),
+    ]
+)
+"""What is known of each event beside its payload, 56 bytes."""
+
+BURST = 1024
+"""Events that are inserted at once; so many slots a tier has beyond what is held between two calls."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice of events for one step: positions in the order of the index, int64 `[n]`. Valid until the next add."""
+
+    step: int
+    positions: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """n events as arrays on the learner's device, in columns of the schema's payload, each `[n, ...]`."""
+
+    columns: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.columns["label"])
+
+
+class Store:
+    """At most `reservoir.limit` events, in tiers. Used by one thread, but for `rows` and `bytes`.
+
+    Idempotent: an event is admitted by its priority alone, and one that is held already is not added again. In the
+    normal case events of a partition come in rising order, and a watermark makes that check free.
+    """
+
+    def __init__(self, reservoir: Reservoir, sampler: Sampler, tier: Tier, seed: int) -> None:
+        slots = reservoir.limit + BURST
+        assert tier.slots >= slots
+        self._reservoir = reservoir
+        self._sampler = sampler
+        self._tier = tier
+        self._seed = seed
+        self._index = np.zeros(slots, _ENTRY)
+        self._free = np.arange(slots, dtype=np.int32)[::-1].copy()
+        self._held = 0
+        self._watermarks: dict[int, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return self._held
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Events held, by tier."""
+        return {self._tier.name: self._held}
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes of the payload held, by tier."""
+        return {self._tier.name: self._held * self._tier.row_bytes}
+
+    def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> int:
+        """Offer N events, and return how many were admitted.
+
+        Args:
+            columns: a block's columns, each `[N, ...]`; they are copied.
+            partitions: the table that the column `partition` points into.
+        """
+        bases = np.array([partition_base(name) for name in partitions], np.uint64)
+        where = columns["partition"].astype(np.int64)
+        offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
+        identity = identity_hash(bases[where], offset, row, self._seed)
+        priority = priorities(identity, columns["weight"].astype(np.float32))
+        admitted = np.flatnonzero(self._reservoir.admits(priority) & self._is_new(where, offset, row, identity))
+        count = len(admitted)
+        while len(admitted):
+            self._insert(admitted[:BURST], priority, identity, columns)
+            if self._held > self._reservoir.limit:
+                self._evict()
+            admitted = admitted[BURST:]
+            admitted = admitted[self._reservoir.admits(priority[admitted])]  # the threshold may have fallen
+        return count
+
+    def plan(self, step: int, n: int) -> Plan:
+        """Choose n events for a step, or all when fewer are held."""
+        return Plan(step, self._sampler.choose(self._held, n, self._seed, step))
+
+    def fetch(self, plan: Plan) -> Draw:
+        """Return the events of a plan."""
+        return Draw(self._tier.get(self._index["slot"][plan.positions].astype(np.int64)))
+
+    def close(self) -> None:
+        """Let go of the tiers."""
+        self._tier.close()
+
+    def _is_new(
+        self, where: NDArray[np.int64], offset: NDArray[np.int64], row: NDArray[np.int32], identity: NDArray[np.uint64]
+    ) -> NDArray[np.bool_]:
+        """Return which of N events are offered for the first time or are at least not held, and move the watermarks.
+
+        Events that rise within their partition and beyond its watermark are new; only others are looked up.
+        """
+        rising = True
+        for partition in np.unique(where).tolist():
+            mine = where == partition
+            at, line = offset[mine], row[mine]
+            steps = np.diff(at)
+            first, last = (int(at[0]), int(line[0])), (int(at[-1]), int(line[-1]))
+            mark = self._watermarks.get(partition, (-1, -1))
+            rising &= bool(((steps > 0) | ((steps == 0) & (np.diff(line) > 0))).all()) and first > mark
+            self._watermarks[partition] = max(last, mark)
+        if rising:
+            return np.ones(len(where), np.bool_)
+        new = np.zeros(len(where), np.bool_)
+        new[np.unique(identity, return_index=True)[1]] = True
+        return new & ~np.isin(identity, self._index["identity"][: self._held])
+
+    def _insert(
+        self,
+        rows: NDArray[np.intp],
+        priority: NDArray[np.float64],
+        identity: NDArray[np.uint64],
+        columns: Mapping[str, Array],
+    ) -> None:
+        begin, end = self._held, self._held + len(rows)
+        slots = self._free[len(self._free) - len(rows) :]
+        self._free = self._free[: len(self._free) - len(rows)]
+        entry = self._index[begin:end]
+        entry["priority"], entry["identity"], entry["slot"] = priority[rows], identity[rows], slots
+        for name in ("offset", "partition", "row", "time_ms", "key_hash"):
+            entry[name] = columns[name][rows]
+        entry["label"] = columns["label"][rows] if columns["label"].dtype.kind == "i" else 0
+        self._tier.put(slots.astype(np.int64), {name: column[rows] for name, column in columns.items()})
+        self._held = end
+
+    def _evict(self) -> None:
+        held = self._index[: self._held]
+        stays = self._reservoir.lower(held["priority"])
+        self._free = np.concatenate([self._free, held["slot"][~stays]])
+        kept = held[stays]
+        self._index[: len(kept)] = kept
+        self._held = len(kept)
+
+
+def build_store(settings: ReplaySettings, schema: Schema, device: torch.device, seed: int) -> Store:
+    """Compose the store that `[replay]` asks for, with its memory tier on `device`.
+
+    Raises:
+        SettingsError: `device_bytes` cannot hold a single event beside the room for a burst.
+    """
+    payload = schema.payload()
+    row_bytes = MemoryTier.row_bytes_of(payload)
+    fits = int(settings.device_bytes) // row_bytes - BURST
+    k = min(settings.capacity, fits * 32 // 33)
+    if k < 1:
+        raise SettingsError(
+            f"replay.device_bytes = {int(settings.device_bytes)} is too small: an event has {row_bytes} bytes, and "
+            f"{BURST} come in at once"
+        )
+    if k < settings.capacity:
+        log.warning("replay.device_bytes holds %d events of %d bytes, not %d", k, row_bytes, settings.capacity)
+    reservoir = Reservoir(k)
+    tier = MemoryTier(payload, reservoir.limit + BURST, device)
+    return Store(reservoir, SAMPLERS[settings.sampling](), tier, seed)
