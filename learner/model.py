@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,15 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
         raise ModelError(
             f'model.factory = "{factory}": no module named {exc.name} in {folder} or on the Python path'
         ) from exc
+    except Exception as exc:  # the user's own code may raise anything
+        raise ModelError(f'model.factory = "{factory}": importing {module_name} fails: {_told(exc)}') from exc
     build = getattr(module, name, None)
     if not callable(build):
         raise ModelError(f'model.factory = "{factory}": {module.__file__} has no function {name}')
     try:
         model = build(**args)
-    except TypeError as exc:
-        raise ModelError(f'model.factory = "{factory}" cannot be called with model.args = {dict(args)}: {exc}') from exc
+    except Exception as exc:  # the user's own code may raise anything
+        raise ModelError(f'model.factory = "{factory}" fails with model.args = {dict(args)}: {_told(exc)}') from exc
     if not isinstance(model, nn.Module):
         raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
     return model
@@ -72,9 +75,9 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
     try:
         with torch.no_grad():
             output = forward(model, features)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as exc:
+    except Exception as exc:  # the user's own code may raise anything
         shapes = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in features.items())
-        raise ModelError(f"model.factory: the model fails on {shapes}: {exc}") from exc
+        raise ModelError(f"model.factory: the model fails on {shapes}: {_told(exc)}") from exc
     finally:
         model.train(was_training)
     task.check(output, schema.label, _CHECK_ROWS)
@@ -90,3 +93,10 @@ def tensor_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _told(error: Exception) -> str:
+    """What was raised and where, on one line."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text} ({frame.f_code.co_filename}, line {line})"

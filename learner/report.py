@@ -47,6 +47,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """By `topic:partition`."""
     accuracy: dict[str, float] = {}
     """By window: now, worst, old; a window that cannot be told yet is absent."""
+    error: dict[str, float] = {}
+    """For regression the mean absolute error by window, in place of the accuracy."""
     rates: dict[str, float] = {}
     """Per second since the last report: steps, rows_new, rows_replay."""
     replay_rows: dict[str, int] = {}
@@ -62,7 +64,7 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_report(state_dir: Path, report: LearnerReport) -> None:
     """Replace the report atomically."""
-    replace_file(state_dir / REPORT, msgspec.json.encode(report))
+    replace_file(state_dir / REPORT, msgspec.json.encode(report), durable=False)
 
 
 def read_report(state_dir: Path) -> LearnerReport | None:

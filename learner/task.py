@@ -62,7 +62,7 @@ class Regression:
         """Raise ModelError unless the output is floating point with one number an event."""
         if label.classes is not None:
             raise ModelError('model.task is "regression", but schema.label has classes')
-        shape = (rows, 1) if output_B.ndim == 2 else (rows,)
+        shape = (rows, 1) if isinstance(output_B, Tensor) and output_B.ndim == 2 else (rows,)
         _check_output(output_B, shape, 'task "regression"')
 
     def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:

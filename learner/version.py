@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -123,7 +124,11 @@ class Versions:
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest; raises VersionError when it is missing or no manifest."""
-        return _read(self.directory(number) / MANIFEST, Manifest)
+        path = self.directory(number) / MANIFEST
+        manifest = _read(path, Manifest)
+        if manifest.number != number:
+            raise VersionError(f"{path} is that of version {manifest.number}")
+        return manifest
 
     def verdict(self, number: int) -> Verdict | None:
         """Read a verdict; None when there is none yet."""
@@ -166,15 +171,20 @@ class Versions:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".tmp-{manifest.epoch}-{manifest.number}"
-        temporary.mkdir()
-        payload = save_tensors({name: tensor.contiguous() for name, tensor in weights.items()})
-        write_durably(temporary / WEIGHTS, payload)
-        files = {WEIGHTS: hashlib.sha256(payload).hexdigest()}
-        write_durably(temporary / VERDICT, msgspec.json.encode(verdict))
-        write_durably(temporary / MANIFEST, _pretty(msgspec.structs.replace(manifest, files=files)))
-        sync_directory(temporary)
         final = self.directory(manifest.number)
-        temporary.rename(final)
+        payload = save_tensors(_apart(weights))
+        files = {WEIGHTS: hashlib.sha256(payload).hexdigest()}
+        try:
+            temporary.mkdir()
+            write_durably(temporary / WEIGHTS, payload)
+            write_durably(temporary / VERDICT, msgspec.json.encode(verdict))
+            write_durably(temporary / MANIFEST, _pretty(msgspec.structs.replace(manifest, files=files)))
+            sync_directory(temporary)
+            temporary.rename(final)
+        except OSError:
+            # A disk that is full should not stay so.
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         sync_directory(self.path)
         return final
 
@@ -199,10 +209,13 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers see the old or the new content, also after a crash."""
+def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replace a file atomically: readers see the old or the new content, and if `durable` also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    write_durably(temporary, content)
+    if durable:
+        write_durably(temporary, content)
+    else:
+        temporary.write_bytes(content)
     temporary.replace(path)
 
 
@@ -215,6 +228,17 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors of which no two share memory, as safetensors wants them: tied weights are copied."""
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in weights.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone(memory_format=torch.contiguous_format) if place in seen else tensor.contiguous()
+        seen.add(place)
+    return apart
+
+
 def _pretty(value: msgspec.Struct) -> bytes:
     return json.dumps(msgspec.to_builtins(value), indent=1).encode()
 
@@ -224,5 +248,5 @@ def _read(path: Path, kind: type[_T]) -> _T:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError as exc:
         raise VersionError(f"{path} does not exist") from exc
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, OSError) as exc:
         raise VersionError(f"{path} cannot be read: {exc}") from exc

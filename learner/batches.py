@@ -1,0 +1,171 @@
+"""From blocks to batches: the new events of one step, and what is settled when it is done.
+
+Legend: B new events of a batch, K rows of a span.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.block import IDENTITY_COLUMNS, Array, Block, Outcome
+from ingest.messages import Position
+
+_PATIENCE = timedelta(milliseconds=100)
+
+
+class Blocks(Protocol):
+    """Where blocks come from; `ingest.source.Source` is one."""
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        """Return the next block, or None when none comes in time."""
+        ...
+
+    def release(self, block: Block) -> None:
+        """Give a block back whose columns are not looked at any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one block, and how far they move each partition.
+
+    Attributes:
+        columns: the identity columns `[K]`, copied. Rows with outcome PENDING are the learner's to decide.
+        trained: bool `[K]`, the rows that are in the batch.
+        positions: by index of the partition, the first event without outcome after this span.
+        removed: offsets that retention took before the span, by index of the partition.
+        passed: offsets that were sought over by policy, likewise.
+    """
+
+    columns: Mapping[str, Array]
+    trained: NDArray[np.bool_]
+    positions: Mapping[int, Position]
+    removed: Mapping[int, int]
+    passed: Mapping[int, int]
+
+
+@dataclass
+class Batch:
+    """What one step is about.
+
+    Attributes:
+        new: columns of the B events to train on, each `[B, ...]`.
+        stored_only: columns of events without a label that are to be stored.
+        held_out: columns of events for the guard set.
+        spans: all rows that are done with once the step is, in order.
+    """
+
+    new: dict[str, Array]
+    stored_only: dict[str, Array]
+    held_out: dict[str, Array]
+    spans: list[Span]
+
+    def __len__(self) -> int:
+        return len(self.new["offset"]) if self.new else 0
+
+
+@dataclass
+class _Parts:
+    new: list[dict[str, Array]] = field(default_factory=list)
+    stored_only: list[dict[str, Array]] = field(default_factory=list)
+    held_out: list[dict[str, Array]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    count: int = 0
+
+    def batch(self) -> Batch:
+        return Batch(_joined(self.new), _joined(self.stored_only), _joined(self.held_out), self.spans)
+
+
+class Batches:
+    """Cuts the stream of blocks into batches of at most `batch_size` new events, in order."""
+
+    def __init__(self, source: Blocks, batch_size: int, max_delay: timedelta) -> None:
+        self._source = source
+        self._batch_size = batch_size
+        self._max_delay = max_delay.total_seconds()
+        self._block: Block | None = None
+        self._cursor = 0
+
+    def next(self, stop: threading.Event) -> Batch | None:
+        """Return the next batch, or None when nothing came for a moment.
+
+        A batch that is not full is returned when `max_delay` has passed since its first event. One without new events
+        moves positions only.
+        """
+        parts = _Parts()
+        deadline: float | None = None
+        while parts.count < self._batch_size and not stop.is_set():
+            if self._block is None:
+                left = _PATIENCE.total_seconds() if deadline is None else deadline - time.monotonic()
+                self._block = self._source.poll(timedelta(seconds=max(0.0, left)))
+                self._cursor = 0
+            if self._block is None:
+                break
+            self._take(self._block, parts)
+            if deadline is None and parts.count:
+                deadline = time.monotonic() + self._max_delay
+        return parts.batch() if parts.spans else None
+
+    def _take(self, block: Block, parts: _Parts) -> None:
+        """Copy rows until the batch is full or the block ends, and release an ended block."""
+        begin = self._cursor
+        rows = block.rows(begin, len(block))
+        pending = rows["outcome"] == Outcome.PENDING
+        trained = pending & rows["labelled"].astype(np.bool_)
+        places = np.flatnonzero(trained)
+        missing = self._batch_size - parts.count
+        end = len(block) if len(places) <= missing else begin + int(places[missing - 1]) + 1
+        rows = {name: column[: end - begin] for name, column in rows.items()}
+        pending, trained = pending[: end - begin], trained[: end - begin]
+        for part, mask in (
+            (parts.new, trained),
+            (parts.stored_only, pending & ~trained),
+            (parts.held_out, rows["outcome"] == Outcome.HELD_OUT),
+        ):
+            if mask.any():
+                part.append({name: column[mask] for name, column in rows.items()})
+        parts.count += int(trained.sum())
+        parts.spans.append(_span(block, begin, end, trained))
+        self._cursor = end
+        if end == len(block):
+            self._source.release(block)
+            self._block = None
+
+
+def _span(block: Block, begin: int, end: int, trained: NDArray[np.bool_]) -> Span:
+    rows = block.rows(begin, end)
+    columns = {name: rows[name].copy() for name in IDENTITY_COLUMNS}
+    done = end == len(block)
+    positions: dict[int, Position] = {}
+    for index in np.unique(columns["partition"]).tolist():
+        mine = columns["partition"] == index
+        offset, row = int(columns["offset"][mine][-1]), int(columns["row"][mine][-1])
+        after = block.columns["offset"][end:][block.columns["partition"][end:] == index]
+        torn = len(after) and int(after[0]) == offset
+        positions[index] = Position(offset, row + 1) if torn else Position(offset + 1)
+    for cover in block.coverage if done else ():
+        mine = columns["partition"] == cover.partition
+        if mine.any() and int(columns["offset"][mine][-1]) == cover.end:
+            positions[cover.partition] = Position(cover.end, int(columns["row"][mine][-1]) + 1)
+        elif cover.end > (positions[cover.partition].offset if cover.partition in positions else -1):
+            positions[cover.partition] = Position(cover.end)
+    first = block.coverage if begin == 0 else ()
+    return Span(
+        columns,
+        trained,
+        positions,
+        {cover.partition: cover.removed for cover in first if cover.removed},
+        {cover.partition: cover.passed for cover in first if cover.passed},
+    )
+
+
+def _joined(parts: list[dict[str, Array]]) -> dict[str, Array]:
+    if len(parts) < 2:
+        return parts[0] if parts else {}
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

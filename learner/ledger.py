@@ -1,0 +1,113 @@
+"""The ledger: exactly one outcome for each event, and offsets that add up.
+
+    end - start = finished + passed + gaps + removed + pending
+
+Events are counted by outcome; offsets are counted by message, since one may hold many events.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ingest.block import Outcome, SkipReason, TopicPartition
+from ingest.messages import Position
+from learner.batches import Span
+from learner.report import PartitionReport
+from learner.version import Trained
+
+
+class PartitionLedger:
+    """The account of one partition."""
+
+    def __init__(self, name: TopicPartition, start: int) -> None:
+        self.name = name
+        self.start = start
+        self.position = Position(start)
+        self.end = start
+        self.gaps = 0
+        self.removed = 0
+        self.passed = 0
+        self.time_ms = 0
+        self.outcomes = np.zeros(len(Outcome), np.int64)
+        self.skipped = np.zeros(len(SkipReason), np.int64)
+
+    @property
+    def trained(self) -> Trained:
+        """How far a version that is published now has learned."""
+        return Trained(self.position.offset - 1, self.name.incarnation, self.time_ms)
+
+    def report(self) -> PartitionReport:
+        """The account as numbers that add up."""
+        here = self.position.offset
+        return PartitionReport(
+            start=self.start,
+            end=max(self.end, here),
+            finished=here - self.start - self.gaps - self.passed - self.removed,
+            passed=self.passed,
+            gaps=self.gaps,
+            removed=self.removed,
+            pending=max(self.end, here) - here,
+            trained_through=here - 1,
+        )
+
+
+class Ledger:
+    """The accounts of all partitions, in the order of the index that blocks carry. Used by one thread."""
+
+    def __init__(self) -> None:
+        self.partitions: list[PartitionLedger] = []
+
+    def take_up(self, name: TopicPartition, start: int) -> None:
+        """Open the account of the partition with the next index."""
+        self.partitions.append(PartitionLedger(name, start))
+
+    def advance(self, span: Span, outcome: Outcome, reason: SkipReason = SkipReason.NONE) -> None:
+        """Settle a span: the rows of the batch get `outcome`, other pending rows were stored only.
+
+        Raises:
+            AssertionError: a row would get a second outcome or offsets go backwards: a bug, never a user's fault.
+        """
+        settled = span.columns["outcome"].copy()
+        reasons = span.columns["reason"].copy()
+        pending = settled == Outcome.PENDING
+        settled[pending & ~span.trained] = np.uint8(Outcome.STORED_ONLY)
+        settled[span.trained] = np.uint8(outcome)
+        reasons[span.trained] = np.uint8(reason)
+        for index, position in span.positions.items():
+            account = self.partitions[index]
+            mine = span.columns["partition"] == index
+            removed, passed = span.removed.get(index, 0), span.passed.get(index, 0)
+            offsets = np.unique(span.columns["offset"][mine])
+            assert not len(offsets) or int(offsets[0]) >= account.position.offset + removed + passed
+            finished = int(np.count_nonzero(np.less(offsets, position.offset)))
+            gaps = position.offset - account.position.offset - removed - passed - finished
+            assert gaps >= 0
+            account.gaps += gaps
+            account.removed += removed
+            account.passed += passed
+            account.position = position
+            account.outcomes += np.bincount(settled[mine], minlength=len(Outcome))
+            account.skipped += np.bincount(reasons[mine], minlength=len(SkipReason))
+            if mine.any():
+                account.time_ms = int(span.columns["time_ms"][mine][-1])
+
+    @property
+    def trained_through(self) -> dict[str, Trained]:
+        """How far all partitions are learned, by `topic:partition`."""
+        return {str(account.name): account.trained for account in self.partitions}
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Events by outcome, over all partitions."""
+        totals = sum((account.outcomes for account in self.partitions), np.zeros(len(Outcome), np.int64))
+        return {outcome.label: int(totals[outcome]) for outcome in Outcome if outcome is not Outcome.PENDING}
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Skipped events by reason, over all partitions."""
+        totals = sum((account.skipped for account in self.partitions), np.zeros(len(SkipReason), np.int64))
+        return {reason.label: int(totals[reason]) for reason in SkipReason if totals[reason] and reason}
+
+    def reports(self) -> Mapping[str, PartitionReport]:
+        """The accounts as numbers that add up, by `topic:partition`."""
+        return {str(account.name): account.report() for account in self.partitions}

@@ -1,0 +1,187 @@
+"""The training loop: takes batches, learns them, settles them, publishes."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ingest.block import Array, Outcome, SkipReason
+from ingest.metrics import IngestMetrics
+from ingest.source import Source
+from learner.batches import Batch, Batches
+from learner.config import LearnerSettings
+from learner.deadline import Deadline
+from learner.guard import GuardSet
+from learner.ledger import Ledger
+from learner.metrics import LearnerMetrics
+from learner.prequential import Prequential
+from learner.publisher import Publisher, Snapshot
+from learner.trainer import StepResult, Trainer
+from replay.metrics import ReplayMetrics
+from replay.store import Store
+
+_COMMIT_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop composes; each is used by the loop's thread alone."""
+
+    source: Source
+    trainer: Trainer
+    store: Store | None
+    guard: GuardSet
+    publisher: Publisher
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The collectors that the loop moves."""
+
+    ingest: IngestMetrics
+    replay: ReplayMetrics
+    learner: LearnerMetrics
+
+
+class Loop:
+    """One rank. `run` returns when the stop event is set; `finish` then publishes and commits what was learned."""
+
+    def __init__(self, settings: LearnerSettings, parts: Parts, metrics: Metrics) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._metrics = metrics
+        self._batches = Batches(parts.source, settings.batch_size, settings.max_delay)
+        self._replay_debt = 0.0
+        self._next_commit = 0.0
+        self.ledger = Ledger()
+        self.prequential = Prequential()
+        self.steps = 0
+        self.rows_new = 0
+        self.rows_replay = 0
+
+    def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
+        """Learn until `stop` is set; `at_boundary` is called between steps.
+
+        Raises:
+            GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
+        """
+        while not stop.is_set():
+            batch = self._batches.next(stop)
+            self._meet_partitions()
+            if batch is not None:
+                self._settle(batch)
+            self._parts.publisher.publish_if_due(self.steps, self._snapshot)
+            self._commit_if_due()
+            at_boundary()
+
+    def finish(self, deadline: Deadline) -> None:
+        """Publish what was learned since the last version and commit positions, before the deadline."""
+        self._parts.publisher.publish_last(self.steps, self._snapshot, deadline)
+        self._next_commit = 0.0
+        self._commit_if_due()
+
+    def _settle(self, batch: Batch) -> None:
+        """Do all that a batch is about, in an order in which a crash costs nothing.
+
+        Nothing here is durable, so a crash anywhere loses the batch whole and the restart begins where it always does.
+
+        1. Draw old events from what is stored now, so that no event is replayed in the step that learns it.
+        2. Test, then train. A step that is not finite leaves the weights as they were.
+        3. Offer the events to the store: after the step, and only if they were learned.
+        4. Put held-out events into the guard set.
+        5. Settle outcomes and positions: from here on a version says that it has learned them.
+        """
+        outcome, reason = Outcome.TRAINED, SkipReason.NONE
+        if len(batch):
+            result = self._step(batch)
+            if not result.finite:
+                outcome, reason = Outcome.SKIPPED, SkipReason.NON_FINITE
+        names = [partition.name for partition in self._parts.source.partitions]
+        if self._parts.store is not None:
+            for columns in (batch.new if outcome is Outcome.TRAINED else {}, batch.stored_only):
+                if columns:
+                    self._parts.store.add(columns, names)
+        self._parts.guard.add(batch.held_out, names)
+        before = [account.outcomes.copy() for account in self.ledger.partitions]
+        for span in batch.spans:
+            self.ledger.advance(span, outcome, reason)
+        for account, counted in zip(self.ledger.partitions, before, strict=True):
+            for kind in np.flatnonzero(account.outcomes - counted).tolist():
+                self._metrics.ingest.rows.labels(
+                    account.name.topic, str(account.name.partition), Outcome(kind).label
+                ).inc(int(account.outcomes[kind] - counted[kind]))
+
+    def _step(self, batch: Batch) -> StepResult:
+        begin = time.perf_counter()
+        trainer = self._parts.trainer
+        old, drawn = None, 0
+        wanted = self._replayed(len(batch))
+        if wanted and self._parts.store is not None:
+            with self._metrics.replay.draw.time():
+                draw = self._parts.store.fetch(self._parts.store.plan(self.steps, wanted))
+            drawn = len(draw)
+            old = trainer.rehearsal(draw.columns) if drawn else None
+        result = trainer.step(trainer.examples(batch.new), old)
+        self.steps += 1
+        self._metrics.learner.steps.inc()
+        self._metrics.learner.step.observe(time.perf_counter() - begin)
+        if not result.finite:
+            self._metrics.learner.non_finite.inc()
+            log.warning(
+                "step %d: loss %s or its gradient is not finite; skipped %s",
+                *(self.steps, result.loss, self._ranges(batch.new)),
+            )
+            return result
+        self.rows_new += len(batch)
+        self.rows_replay += drawn
+        self._metrics.learner.rows.labels("new").inc(len(batch))
+        self._metrics.learner.rows.labels("replay").inc(drawn)
+        self.prequential.add(len(batch), result.score)
+        return result
+
+    def _replayed(self, new: int) -> int:
+        """Return how many events to replay for so many new ones; what rounding leaves is made up for later."""
+        if self._parts.store is None or not len(self._parts.store):
+            return 0
+        self._replay_debt += new * self._settings.replay_ratio
+        whole = int(self._replay_debt)
+        self._replay_debt -= whole
+        return whole
+
+    def _ranges(self, columns: Mapping[str, Array]) -> str:
+        """Name events as `topic[partition]@first..last`, for a person to look them up."""
+        parts = []
+        for index in np.unique(columns["partition"]).tolist():
+            name = self._parts.source.partitions[index].name
+            offsets = columns["offset"][columns["partition"] == index]
+            parts.append(f"{name.topic}[{name.partition}]@{offsets.min()}..{offsets.max()}")
+        return ", ".join(parts)
+
+    def _meet_partitions(self) -> None:
+        """Open an account for each partition that was added, and note how far the broker is."""
+        for index, partition in enumerate(self._parts.source.partitions):
+            if index == len(self.ledger.partitions):
+                self.ledger.take_up(partition.name, partition.start)
+            if partition.end is not None:
+                account = self.ledger.partitions[index]
+                account.end = max(account.end, partition.end)
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            step=self.steps,
+            weights=self._parts.trainer.snapshot(),
+            trained_through=self.ledger.trained_through,
+            guard=self._parts.guard.held,
+            accuracy_now=self.prequential.mean,
+        )
+
+    def _commit_if_due(self) -> None:
+        if time.monotonic() >= self._next_commit:
+            offsets = {index: account.position.offset for index, account in enumerate(self.ledger.partitions)}
+            self._parts.source.commit(offsets)
+            self._next_commit = time.monotonic() + _COMMIT_SECONDS

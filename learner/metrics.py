@@ -1,0 +1,37 @@
+"""Metrics of the training loop and of what it publishes."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class LearnerMetrics:
+    """Collectors of the learner; one object a process, with a registry of its own."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.steps = Counter("anabranch_learner_steps", "Steps.", registry=registry)
+        self.rows = Counter("anabranch_learner_rows_trained", "Events trained on.", ["source"], registry=registry)
+        self.step = Histogram(
+            "anabranch_learner_step_duration_seconds",
+            "Time of a step: draw, forward, backward, update.",
+            buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3),
+            registry=registry,
+        )
+        self.accuracy = Gauge(
+            "anabranch_learner_accuracy_ratio",
+            "Accuracy: now of the newest events before training on them, old and worst class on the guard set.",
+            ["window"],
+            registry=registry,
+        )
+        self.error = Gauge(
+            "anabranch_learner_absolute_error",
+            "Mean absolute error of regression, over the same windows.",
+            ["window"],
+            registry=registry,
+        )
+        self.non_finite = Counter(
+            "anabranch_learner_non_finite_steps", "Steps skipped for a loss or gradient not finite.", registry=registry
+        )
+        self.publish_skipped = Counter(
+            "anabranch_publish_skipped", "Versions that fell due while one was being written.", registry=registry
+        )
+        self.published = Counter("anabranch_versions_published", "Versions published.", registry=registry)
+        self.gate_verdicts = Counter("anabranch_gate_verdicts", "Versions by verdict.", ["verdict"], registry=registry)

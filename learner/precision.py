@@ -1,0 +1,47 @@
+"""Device and arithmetic of the forward pass, from `learner.device` and `learner.precision`."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+from ingest.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the forward pass computes in; weights stay float32."""
+
+    name: str
+    dtype: torch.dtype | None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients need loss scaling, as fp16's do."""
+        return self.dtype is torch.float16
+
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Return the context of the forward pass."""
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=self.dtype)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that the setting names; raises SettingsError when it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(name)
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[device.type]
+    if not present or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+        raise SettingsError(f'learner.device = "{name}": torch {torch.__version__} sees no such device; try "auto"')
+    return device
+
+
+def choose_precision(name: str, device: torch.device) -> Precision:
+    """Return the arithmetic that the setting names; raises SettingsError when the device cannot do it."""
+    if name == "auto":
+        name = "fp32" if device.type != "cuda" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    if name == "fp16" and device.type != "cuda":
+        raise SettingsError(f'learner.precision = "fp16" needs a CUDA device, but the device is {device}; try "auto"')
+    return Precision(name, {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name])

@@ -1,0 +1,193 @@
+"""Publishes versions: a snapshot at a step boundary, everything else in the background."""
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ingest.schema import Schema
+from learner.config import ModelSettings, VersionsSettings
+from learner.deadline import Deadline
+from learner.guard import GuardRows, evaluate
+from learner.metrics import LearnerMetrics
+from learner.task import Task
+from learner.version import Manifest, ModelReference, Trained, Verdict, Versions
+
+_SCORING_SHARE = 50
+"""Scoring may take one part in so many of the time; versions in between have no scores, but for the last of a burst."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a version is made from, copied at one step boundary."""
+
+    step: int
+    weights: Mapping[str, Tensor]
+    trained_through: Mapping[str, Trained]
+    guard: GuardRows
+    accuracy_now: float | None
+
+
+class Publisher:
+    """Writes versions in a thread of its own, one at a time; one that falls due meanwhile is skipped and counted.
+
+    Until the gate exists every version's verdict is `abstain`: served, and marked as not judged.
+    """
+
+    def __init__(
+        self,
+        versions: Versions,
+        settings: VersionsSettings,
+        model_settings: ModelSettings,
+        schema: Schema,
+        model: nn.Module,
+        task: Task,
+        device: torch.device,
+        epoch: int,
+        metrics: LearnerMetrics,
+    ) -> None:
+        self._versions = versions
+        self._settings = settings
+        self._reference = ModelReference(model_settings.factory, dict(model_settings.args), model_settings.task)
+        self._schema = schema
+        self._scored_model = copy.deepcopy(model).eval()
+        self._task = task
+        self._device = device
+        self._epoch = epoch
+        self._metrics = metrics
+        self._every = settings.publish_every.total_seconds()
+        self._due = 0.0
+        self._step = 0
+        self._scored_at, self._scoring_seconds = 0.0, 0.0
+        self._unscored: Snapshot | None = None
+        self._thread: threading.Thread | None = None
+        self.number: int | None = max(versions.numbers(), default=None)
+        """The newest version."""
+        self._highest = max(self.number or 0, *(n or 0 for n in _remembered(versions)))
+        self.scores: dict[str, float] = {}
+        """Scores of the newest version that was scored on the guard set: new, old, worst."""
+        self.ill: str | None = None
+        """One sentence when the last version could not be written."""
+        self.published = 0
+        self.skipped = 0
+
+    def publish_if_due(self, step: int, take: Callable[[], Snapshot]) -> None:
+        """Publish what `take` returns when a version is due; called at every step boundary."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        busy = self._thread is not None and self._thread.is_alive()
+        if step == self._step:
+            if self._unscored is not None and not busy:
+                self._run(self._score, self._unscored, final=True)
+            return
+        self._due = now + self._every
+        if busy:
+            self.skipped += 1
+            self._metrics.publish_skipped.inc()
+            return
+        self._start(take(), final=False)
+
+    def publish_last(self, step: int, take: Callable[[], Snapshot], deadline: Deadline) -> None:
+        """Publish what was learned since the last version, and wait until it is written."""
+        self._wait(deadline)
+        if step != self._step:
+            self._start(take(), final=True)
+            self._wait(deadline)
+
+    def _wait(self, deadline: Deadline) -> None:
+        if self._thread is not None:
+            self._thread.join(deadline.left)
+
+    def _start(self, snapshot: Snapshot, *, final: bool) -> None:
+        self._step = snapshot.step
+        self._run(self._publish, snapshot, final=final)
+
+    def _run(self, work: Callable[..., object], snapshot: Snapshot, *, final: bool) -> None:
+        self._thread = threading.Thread(
+            target=work, args=(snapshot,), kwargs={"final": final}, name="publisher", daemon=True
+        )
+        self._thread.start()
+
+    def _publish(self, snapshot: Snapshot, *, final: bool) -> None:
+        """Score, write, and delete what is old. A full or read-only disk costs this version, never the training."""
+        scores = self._score(snapshot, final=final)
+        number = self._highest + 1
+        now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
+        manifest = Manifest(
+            number=number,
+            epoch=self._epoch,
+            parent=self.number,
+            time=time.time(),
+            step=snapshot.step,
+            trained_through=dict(snapshot.trained_through),
+            metrics=now | scores,
+            schema=self._schema.digest,
+            encoders={
+                name: feature.encode.model_dump(mode="json")
+                for name, feature in self._schema.settings.features.items()
+                if feature.encode is not None
+            },
+            model=self._reference,
+            files={},
+        )
+        try:
+            self._versions.write({name: tensor.cpu() for name, tensor in snapshot.weights.items()}, manifest, _VERDICT)
+            self._prune()
+        except OSError as exc:
+            self.ill = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
+            log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
+            self._versions.clean()
+            return
+        self.ill = None
+        self._highest = self.number = number
+        self.published += 1
+        self._metrics.published.inc()
+        self._metrics.gate_verdicts.labels(_VERDICT.verdict).inc()
+
+    def _score(self, snapshot: Snapshot, *, final: bool) -> dict[str, float]:
+        begin = time.monotonic()
+        if not final and begin - self._scored_at < _SCORING_SHARE * self._scoring_seconds:
+            self._unscored = snapshot
+            return {}
+        self._unscored = None
+        self._scored_model.load_state_dict(dict(snapshot.weights))
+        scores = evaluate(self._scored_model, self._task, self._schema, snapshot.guard, self._device)
+        self._scored_at, self._scoring_seconds = begin, time.monotonic() - begin
+        self.scores = scores or self.scores
+        return scores
+
+    def _prune(self) -> None:
+        """Delete what is beyond `keep` and `keep_hourly`, never what serving needs."""
+        numbers = self._versions.numbers()
+        older = numbers[: -self._settings.keep]
+        if not older:
+            return
+        state = self._versions.state()
+        needed = {state.serving, state.previous, state.pinned} | self._hourly(older)
+        for number in older:
+            if number not in needed:
+                self._versions.delete(number)
+
+    def _hourly(self, numbers: list[int]) -> set[int]:
+        """Return the last version of each of the newest `keep_hourly` hours among `numbers`."""
+        last: dict[int, int] = {}
+        for number in numbers:
+            last[int(self._versions.manifest(number).time // 3600)] = number
+        return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
+
+
+_VERDICT = Verdict("abstain", ["there is no gate yet: this version was not judged"])
+
+
+def _remembered(versions: Versions) -> tuple[int | None, ...]:
+    """Numbers that were given before, also when their directories are gone."""
+    state = versions.state()
+    return (state.serving, state.previous, state.pinned, *state.rolled_back)

@@ -1,0 +1,112 @@
+"""Tells how the learner does: `learner.json` about once a second, and the gauges of `/metrics`."""
+
+import os
+import time
+from pathlib import Path
+
+from ingest.source import Source
+from learner.guard import GuardSet
+from learner.loop import Loop, Metrics
+from learner.publisher import Publisher
+from learner.report import LearnerReport, write_report
+from replay.store import Store
+
+_EVERY_SECONDS = 0.5
+
+
+class Reporter:
+    """Called by the loop's thread at step boundaries, where all numbers belong to the same moment."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        epoch: int,
+        loop: Loop,
+        source: Source,
+        store: Store | None,
+        guard: GuardSet,
+        publisher: Publisher,
+        metrics: Metrics,
+        *,
+        classification: bool,
+    ) -> None:
+        self._state_dir = state_dir
+        self._epoch = epoch
+        self._loop = loop
+        self._source = source
+        self._store = store
+        self._guard = guard
+        self._publisher = publisher
+        self._metrics = metrics
+        self._classification = classification
+        self._started = time.time()
+        self._due = 0.0
+        self._last = (time.monotonic(), 0, 0, 0)
+
+    def ill(self) -> list[str]:
+        """One sentence for each part that does not work as it should."""
+        return [sentence for sentence in (self._source.ill, self._publisher.ill) if sentence]
+
+    def report_if_due(self) -> None:
+        """Report when half a second has passed since the last time."""
+        if time.monotonic() >= self._due:
+            self.report()
+            self._due = time.monotonic() + _EVERY_SECONDS
+
+    def report(self) -> None:
+        """Report now."""
+        loop, publisher, store = self._loop, self._publisher, self._store
+        windows = self._windows()
+        report = LearnerReport(
+            pid=os.getpid(),
+            epoch=self._epoch,
+            started=self._started,
+            time=time.time(),
+            steps=loop.steps,
+            ill=self.ill(),
+            outcomes=loop.ledger.outcomes,
+            skipped=loop.ledger.skipped,
+            unknown_fields=self._source.unknown_fields,
+            partitions=dict(loop.ledger.reports()),
+            accuracy=windows if self._classification else {},
+            error={} if self._classification else {name: -score for name, score in windows.items()},
+            rates=self._rates(),
+            replay_rows=store.rows if store is not None else {},
+            replay_bytes=store.bytes if store is not None else {},
+            guard_rows=len(self._guard.held),
+            version=publisher.number,
+            versions_published=publisher.published,
+            publish_skipped=publisher.skipped,
+        )
+        self._set_gauges(report)
+        write_report(self._state_dir, report)
+
+    def _windows(self) -> dict[str, float]:
+        """Mean scores: now of the newest events before training on them, old and worst of the guard set."""
+        windows: dict[str, float] = {
+            name: self._publisher.scores[name] for name in ("worst", "old") if name in self._publisher.scores
+        }
+        now = self._loop.prequential.mean
+        if now is not None:
+            windows["now"] = now
+        return windows
+
+    def _rates(self) -> dict[str, float]:
+        now = (time.monotonic(), self._loop.steps, self._loop.rows_new, self._loop.rows_replay)
+        seconds = max(1e-6, now[0] - self._last[0])
+        names = ("steps", "rows_new", "rows_replay")
+        rates = {name: (now[i] - self._last[i]) / seconds for i, name in enumerate(names, start=1)}
+        self._last = now
+        return rates
+
+    def _set_gauges(self, report: LearnerReport) -> None:
+        for name, partition in report.partitions.items():
+            topic, _, number = name.rpartition(":")
+            self._metrics.ingest.lag.labels(topic, number).set(partition.pending)
+        for window, value in report.accuracy.items():
+            self._metrics.learner.accuracy.labels(window).set(value)
+        for window, value in report.error.items():
+            self._metrics.learner.error.labels(window).set(value)
+        for tier, rows in report.replay_rows.items():
+            self._metrics.replay.rows.labels(tier).set(rows)
+            self._metrics.replay.bytes.labels(tier).set(report.replay_bytes[tier])
