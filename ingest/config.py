@@ -2,10 +2,21 @@
 
 import difflib
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SecretStr,
+    Tag,
+    model_validator,
+)
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 TopicName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,249}$")]
@@ -15,7 +26,7 @@ Number = Literal[
 
 
 def _start(value: object) -> object:
-    if isinstance(value, datetime):
+    if isinstance(value, date):
         return value.isoformat()
     if isinstance(value, str) and value not in ("earliest", "latest"):
         try:
@@ -112,8 +123,10 @@ class StreamSettings(Section):
     def _dead_letters_go_elsewhere(self) -> Self:
         if len(set(self.topics)) != len(self.topics):
             raise ValueError("topics names a topic twice")
-        if self.dead_letter_topic in self.topics:
-            raise ValueError("dead_letter_topic must not be one of topics")
+        if self.resolved("").dead_letter_topic in self.topics:
+            raise ValueError(
+                "dead_letter_topic, by default the first topic with .dead after it, must not be one of topics"
+            )
         return self
 
 
@@ -123,12 +136,32 @@ class Vocabulary(Section):
     vocab: Annotated[tuple[str, ...], Field(min_length=1)]
     """The known strings."""
 
+    @model_validator(mode="after")
+    def _words_differ(self) -> Self:
+        if len(set(self.vocab)) != len(self.vocab):
+            raise ValueError("vocab names a string twice")
+        return self
+
 
 class HashBuckets(Section):
     """A string becomes the number of a hash bucket."""
 
     hash: Annotated[int, Field(ge=2, le=2**31)]
     """Number of buckets; ids are in `[0, hash)`."""
+
+
+def _encoding(value: object) -> str | None:
+    if isinstance(value, Vocabulary) or (isinstance(value, dict) and "vocab" in value):
+        return "vocabulary"
+    if isinstance(value, HashBuckets) or (isinstance(value, dict) and "hash" in value):
+        return "buckets"
+    return None
+
+
+Encoding = Annotated[
+    Annotated[Vocabulary, Tag("vocabulary")] | Annotated[HashBuckets, Tag("buckets")],
+    Discriminator(_encoding, custom_error_type="encoding", custom_error_message="write {vocab = [...]} or {hash = N}"),
+]
 
 
 class FeatureSettings(Section):
@@ -138,7 +171,7 @@ class FeatureSettings(Section):
     """Any numpy number, `bool`, or `string` (with `encode`)."""
     shape: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Shape of one event's value; `[]` is a single number."""
-    encode: Vocabulary | HashBuckets | None = None
+    encode: Encoding | None = None
     """How strings become integers (int64): `{vocab = [...]}` or `{hash = N}`."""
     default: bool | int | float | str | list[object] | None = None
     """Value of events that lack the feature; without one the feature is required."""

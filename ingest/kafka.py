@@ -226,11 +226,11 @@ def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
 
 def _explain(servers: str, error: Exception, heard: Sequence[BaseException]) -> str:
     for kind, sentence in (
-        (kafka_errors.SaslAuthenticationFailedError, "refuses the credentials in stream.properties (sasl.username, "),
-        (kafka_errors.UnsupportedSaslMechanismError, "does not take the SASL mechanism in stream.properties"),
+        (kafka_errors.SaslAuthenticationFailedError, "refuses the credentials in stream.properties (sasl.username)"),
+        (kafka_errors.UnsupportedSaslMechanismError, "does not take the sasl.mechanism in stream.properties"),
     ):
         if any(isinstance(cause, kind) for cause in heard):
-            return f"the Kafka broker at {servers} {sentence}" + ("sasl.password)" if sentence.endswith(", ") else "")
+            return f"the Kafka broker at {servers} {sentence}"
     for server in servers.split(","):
         host, _, port = server.strip().rpartition(":")
         try:
@@ -239,10 +239,10 @@ def _explain(servers: str, error: Exception, heard: Sequence[BaseException]) -> 
             return f'stream.bootstrap_servers: "{server.strip()}" is not HOST:PORT'
         except OSError as exc:
             return f"no Kafka broker can be reached at {server.strip()}: {exc.strerror or exc}"
-    last = _brief(heard[-1]) if heard else _brief(error)
+    # A broker often hangs up before its refusal of a mechanism is read, so that nothing more exact can be told.
     return (
         f"something listens at {servers}, but it does not answer as a Kafka broker with these stream.properties "
-        f"(security.protocol?): {last}"
+        f"(security.protocol, sasl.mechanism?): {_brief(heard[-1] if heard else error)}"
     )
 
 

@@ -14,7 +14,6 @@ from ingest.config import StreamSettings
 from ingest.errors import AnabranchError, BrokerError, SettingsError
 from ingest.kafka import connect
 
-MISSING_TOPIC = "topic {topic!r} does not exist at {servers}; --create-topic makes it"
 _WAITING_BYTES = 32_000_000
 _UNKNOWN_TOPIC = kafka_errors.UnknownTopicOrPartitionError.errno
 _TOO_LARGE = (kafka_errors.MessageSizeTooLargeError, kafka_errors.RecordListTooLargeError)
@@ -61,7 +60,9 @@ class EventProducer:
         """
         found = partition_counts(self._settings, [self._topic])
         if not found:
-            raise BrokerError(MISSING_TOPIC.format(topic=self._topic, servers=self._settings.bootstrap_servers))
+            raise BrokerError(
+                f'topic "{self._topic}" does not exist on {self._settings.bootstrap_servers}; --create-topic makes it'
+            )
         self._partitions = list(range(found[self._topic]))
         patience_ms = int(self._patience.total_seconds() * 1000)
         self._client = connect(

@@ -63,8 +63,13 @@ class Schema:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns."""
-        text = json.dumps(self.settings.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns.
+
+        What has its default is left out, so that a setting which is added later changes no digest.
+        """
+        text = json.dumps(
+            self.settings.model_dump(mode="json", exclude_defaults=True), sort_keys=True, separators=(",", ":")
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
     def payload(self) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
@@ -104,7 +109,11 @@ def _default(
             value = flat.reshape(value.shape)
         elif value.dtype.kind not in "biuf":
             raise ValueError("it is not a number")
-        elif not np.array_equal(value, value.astype(dtype).astype(value.dtype)) and dtype.kind != "f":
+        elif dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                if not np.isfinite(value.astype(dtype)).all():
+                    raise ValueError(f"it is not a finite {dtype}")
+        elif value.dtype.kind == "f" or not np.array_equal(value, value.astype(dtype).astype(value.dtype)):
             raise ValueError(f"it is not a {dtype}")
         return np.broadcast_to(value.astype(dtype), settings.shape)
     except (ValueError, OverflowError) as exc:

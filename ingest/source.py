@@ -178,7 +178,7 @@ class Source:
     def _take(self, message: FromIngest) -> Block | None:
         match message:
             case Opened(partitions, starts):
-                self._opened = True
+                self._opened, self.ill = True, None
                 for name, start in zip(partitions, starts, strict=True):
                     self._starts.setdefault(name, start)
                     self._received.setdefault(name, Position(start))

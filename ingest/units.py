@@ -19,17 +19,19 @@ def parse_duration(value: object) -> timedelta:
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError('write a duration as a number and a unit (ms, s, m, h, d), such as "30s"')
-    return timedelta(seconds=float(match[1]) * _UNITS[match[2]])
+    try:
+        return timedelta(seconds=float(match[1]) * _UNITS[match[2]])
+    except OverflowError:
+        raise ValueError("is longer than a duration can be") from None
 
 
 def format_duration(value: timedelta) -> str:
     """Write a duration in the largest unit that leaves a whole number, as in `pipeline.toml`."""
-    milliseconds = round(value.total_seconds() * 1000)
     for unit, scale in reversed(_UNITS.items()):
-        size = round(scale * 1000)
-        if milliseconds and milliseconds % size == 0:
-            return f"{milliseconds // size}{unit}"
-    return f"{milliseconds}ms"
+        count, rest = divmod(value, timedelta(seconds=scale))
+        if count and not rest:
+            return f"{count}{unit}"
+    return f"{value.total_seconds() * 1000:g}ms"
 
 
 Duration = Annotated[

@@ -63,6 +63,7 @@ class Worker:
         self._table: list[TopicPartition] = []
         self._next: list[Position] = []
         self._ill: str | None = None
+        self._next_lag = 0.0
 
     def run(self, positions: Sequence[tuple[TopicPartition, Position]]) -> None:
         """Read from `positions` on, and where there are none from `stream.start`, until the learner says stop.
@@ -73,9 +74,12 @@ class Worker:
         """
         self._client.open()
         self._take_up(positions, self._stream.start)
-        next_lag, next_partitions, backoff = 0.0, time.monotonic() + _PARTITIONS_SECONDS, 0.0
+        next_partitions, backoff = time.monotonic() + _PARTITIONS_SECONDS, 0.0
         while True:
-            self._listen(wait=self._paused or not self._free)
+            while self._paused or not self._free:
+                self._listen(wait=True)
+                self._report_lag_if_due()
+            self._listen(wait=False)
             try:
                 fetched = self._client.poll(_POLL, self._ring.rows)
                 backoff = 0.0
@@ -89,11 +93,8 @@ class Worker:
             ]
             self._send_letters([letter for batch in batches for letter in batch.letters])
             self._hand_over(batches)
-            now = time.monotonic()
-            if now >= next_lag:
-                self._report(self._client.lag())
-                next_lag = time.monotonic() + _LAG_SECONDS
-            if now >= next_partitions and not self._ill:
+            self._report_lag_if_due()
+            if time.monotonic() >= next_partitions and not self._ill:
                 self._take_up(list(zip(self._table, self._next, strict=True)), "earliest")
                 next_partitions = time.monotonic() + _PARTITIONS_SECONDS
 
@@ -111,7 +112,7 @@ class Worker:
         send(self._connection, Opened(self._table, [position.offset for position in self._next]))
 
     def _listen(self, *, wait: bool) -> None:
-        """Hear what the learner says; with `wait`, until it says something."""
+        """Hear what the learner says; with `wait`, until it says something, or for a second."""
         while self._connection.poll(_LAG_SECONDS if wait else 0):
             try:
                 self._obey(receive_in_ingest(self._connection))
@@ -157,6 +158,7 @@ class Worker:
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
                 self._listen(wait=True)
+                self._report_lag_if_due()
             slot = self._free.pop()
             self._ring.write(slot, columns, begin, end)
             coverage = tuple(self._cover(batches, columns, begin, end, last=end == total))
@@ -195,6 +197,12 @@ class Worker:
             if self._connection.poll(left):
                 self._listen(wait=False)
         return seconds
+
+    def _report_lag_if_due(self) -> None:
+        """Lag is told also while nothing is read: that is when it grows."""
+        if time.monotonic() >= self._next_lag:
+            self._report(self._client.lag())
+            self._next_lag = time.monotonic() + _LAG_SECONDS
 
     def _report(self, lag: Lag) -> None:
         if lag.ill != self._ill and lag.ill is None:

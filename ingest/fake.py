@@ -1,0 +1,103 @@
+"""A Kafka client without Kafka: topics as lists in memory, and faults on demand. For tests of what uses a client."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from ingest.block import TopicPartition
+from ingest.client import DeadLetter, Lag, Messages
+from ingest.errors import BrokerError
+
+
+@dataclass
+class FakePartition:
+    """Messages at their offsets; offsets without a message are gaps."""
+
+    messages: dict[int, bytes | None] = field(default_factory=dict)
+    end: int = 0
+
+    def append(self, value: bytes | None) -> int:
+        """Add a message and return its offset."""
+        self.messages[self.end] = value
+        self.end += 1
+        return self.end - 1
+
+    def skip(self, offsets: int = 1) -> None:
+        """Leave offsets without a message, as transaction markers do."""
+        self.end += offsets
+
+
+class FakeClient:
+    """Serves `topics`; `away` makes every request fail, `refused_letters` that many dead letters."""
+
+    def __init__(self, topics: Mapping[TopicPartition, FakePartition]) -> None:
+        self.topics = dict(topics)
+        self.letters: list[DeadLetter] = []
+        self.committed: dict[TopicPartition, int] = {}
+        self.away = False
+        self.refused_letters = 0
+        self._positions: dict[TopicPartition, int] = {}
+
+    def open(self) -> None:
+        """Raise BrokerError when away."""
+        self._reach()
+
+    def partitions(self) -> list[TopicPartition]:
+        """All topics that there are."""
+        return list(self.topics)
+
+    def first_offsets(
+        self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
+    ) -> dict[TopicPartition, int]:
+        """The first or the next offset of each partition; moments are not known here."""
+        assert moment is None
+        return {p: self.topics[p].end if start == "latest" else 0 for p in partitions}
+
+    def assign(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Read from these offsets on."""
+        self._positions = dict(positions)
+
+    def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
+        """Return up to `limit` messages of each partition, at once."""
+        del timeout
+        self._reach()
+        return [self._messages(p, limit) for p, position in self._positions.items() if position < self.topics[p].end]
+
+    def lag(self) -> Lag:
+        """The end of each partition."""
+        return Lag({}, "away") if self.away else Lag({p: topic.end for p, topic in self.topics.items()})
+
+    def commit(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Remember the positions."""
+        self.committed.update(positions)
+
+    def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
+        """Keep the letters, but for those that are to be refused once."""
+        del timeout
+        taken = max(0, len(letters) - self.refused_letters)
+        self.refused_letters = 0
+        self.letters += letters[:taken]
+        return taken
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _reach(self) -> None:
+        if self.away:
+            raise BrokerError("the fake broker is away")
+
+    def _messages(self, partition: TopicPartition, limit: int) -> Messages:
+        topic, position = self.topics[partition], self._positions[partition]
+        offsets = [offset for offset in sorted(topic.messages) if offset >= position]
+        end = topic.end if len(offsets) <= limit else offsets[limit]
+        offsets = offsets[:limit]
+        self._positions[partition] = end
+        return Messages(
+            partition,
+            offsets,
+            [1_700_000_000_000 + offset for offset in offsets],
+            [b"key-%d" % offset for offset in offsets],
+            [topic.messages[offset] for offset in offsets],
+            [[("trace", b"%d" % offset)] for offset in offsets],
+            end,
+        )

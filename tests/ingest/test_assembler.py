@@ -1,0 +1,118 @@
+"""From messages to rows of a block."""
+
+import numpy as np
+import pytest
+
+from ingest.assembler import Assembled, Assembler
+from ingest.block import Outcome, SkipReason, TopicPartition
+from ingest.client import Messages
+from ingest.config import HoldOut, StreamSettings
+from ingest.messages import Position
+from ingest.rows import pack_rows
+from ingest.schema import Schema
+
+PARTITION = TopicPartition("events", 3)
+GOOD = b'{"x": [1, 2, 3], "y": 1}'
+
+
+def assemble(
+    schema: Schema,
+    values: list[bytes | None],
+    *,
+    fraction: float = 0.0,
+    begin: Position | None = None,
+    kind: str = "json",
+    **stream: object,
+) -> Assembled:
+    settings = StreamSettings.model_validate({"topics": ["events"], "format": kind, **stream}).resolved("test")
+    offsets = range(100, 100 + len(values))
+    messages = Messages(
+        PARTITION,
+        offsets,
+        [offset * 10 for offset in offsets],
+        [b"key-%d" % offset for offset in offsets],
+        values,
+        [[("trace", b"abc")] for _ in offsets],
+        100 + len(values),
+    )
+    return Assembler(schema, settings, HoldOut(fraction=fraction, seed=1)).assemble(messages, 5, begin or Position(0))
+
+
+def test_every_message_is_a_row_with_its_identity(schema: Schema) -> None:
+    rows = assemble(schema, [GOOD, b"bad", GOOD]).columns
+    assert rows["offset"].tolist() == [100, 101, 102]
+    assert rows["row"].tolist() == [0, 0, 0]
+    assert rows["partition"].tolist() == [5, 5, 5]
+    assert rows["time_ms"].tolist() == [1000, 1010, 1020]
+    assert rows["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
+    assert rows["feature.x"].tolist() == [[1, 2, 3], [0, 0, 0], [1, 2, 3]]
+
+
+def test_a_dead_letter_is_the_message_with_its_reason_and_source(schema: Schema) -> None:
+    (letter,) = assemble(schema, [GOOD, b"bad"]).letters
+    assert (letter.key, letter.value) == (b"key-101", b"bad")
+    headers = dict(letter.headers)
+    assert headers.pop("anabranch-error").startswith(b"JSON is malformed")
+    assert headers == {"trace": b"abc", "anabranch-source": b"events[3]@101", "anabranch-time": b"1010"}
+
+
+def test_a_null_value_is_dead_lettered(schema: Schema) -> None:
+    assembled = assemble(schema, [None, GOOD])
+    assert assembled.columns["outcome"].tolist() == [Outcome.DEAD_LETTERED, Outcome.PENDING]
+    assert assembled.letters[0].value is None
+    assert dict(assembled.letters[0].headers)["anabranch-error"] == b"null value"
+
+
+def test_an_oversized_value_is_dead_lettered_before_it_is_parsed(schema: Schema) -> None:
+    assembled = assemble(schema, [GOOD, GOOD + b" " * 1000, GOOD], max_message_bytes="1kB")
+    assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
+    assert dict(assembled.letters[0].headers)["anabranch-error"] == b"oversized: 1024 bytes"
+
+
+def test_bad_rows_of_a_good_message_make_one_dead_letter_that_names_them(schema: Schema) -> None:
+    good, bad = {"x": [1, 2, 3], "y": 1}, {"x": [1, 2, np.nan], "y": 1}
+    assembled = assemble(schema, [pack_rows(schema, [good, bad, good, bad]), b"torn"], kind="rows")
+    outcomes = assembled.columns["outcome"]
+    dead = Outcome.DEAD_LETTERED
+    assert outcomes.tolist() == [Outcome.PENDING, dead, Outcome.PENDING, dead, dead]
+    assert assembled.columns["row"].tolist() == [0, 1, 2, 3, 0]
+    first, second = (dict(letter.headers) for letter in assembled.letters)
+    assert first["anabranch-rows"] == b"1,3"
+    assert "anabranch-rows" not in second
+
+
+@pytest.mark.parametrize(
+    ("unlabelled", "outcome", "reason"),
+    [("skip", Outcome.SKIPPED, SkipReason.UNLABELLED), ("store", Outcome.PENDING, SkipReason.NONE)],
+)
+def test_events_without_a_label_are_skipped_or_left_to_be_stored(
+    schema: Schema, unlabelled: str, outcome: Outcome, reason: SkipReason
+) -> None:
+    rows = assemble(schema, [b'{"x": [1, 2, 3]}', GOOD], unlabelled=unlabelled).columns
+    assert rows["outcome"].tolist() == [outcome, Outcome.PENDING]
+    assert rows["reason"].tolist() == [reason, SkipReason.NONE]
+
+
+def test_held_out_events_are_about_the_fraction_and_always_the_same(schema: Schema) -> None:
+    first = assemble(schema, [GOOD] * 4000, fraction=0.1).columns["outcome"]
+    again = assemble(schema, [GOOD] * 4000, fraction=0.1).columns["outcome"]
+    assert (first == again).all()
+    assert 300 < np.count_nonzero(first == Outcome.HELD_OUT) < 500
+
+
+def test_all_events_of_a_group_are_held_out_or_none(make_schema) -> None:  # type: ignore[no-untyped-def]
+    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, group={"name": "g"})
+    values = [b'{"x": 1, "y": 1, "g": %d}' % (i % 40) for i in range(2000)]
+    rows = assemble(schema, values, fraction=0.3).columns  # type: ignore[arg-type]
+    held = rows["outcome"] == Outcome.HELD_OUT
+    groups = np.arange(2000) % 40
+    shares = {held[groups == group].mean() for group in range(40)}
+    assert shares == {0.0, 1.0}
+
+
+def test_rows_before_the_position_are_left_out(schema: Schema) -> None:
+    event = {"x": [1, 2, 3], "y": 1}
+    rows = assemble(
+        schema, [pack_rows(schema, [event] * 3), pack_rows(schema, [event])], kind="rows", begin=Position(100, 2)
+    ).columns
+    assert list(zip(rows["offset"].tolist(), rows["row"].tolist(), strict=True)) == [(100, 2), (101, 0)]

@@ -1,0 +1,291 @@
+"""The whole of ingest against a real Kafka-protocol broker: what arrives, what does not, and how it fails."""
+
+import contextlib
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from kafka import KafkaAdminClient, KafkaProducer, TopicPartition
+
+from ingest.block import Outcome
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import BrokerError, GapError, SettingsError
+from ingest.source import Source
+
+GOOD = {"x": [1, 2, 3], "y": 1}
+SCHEMA = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+
+
+@contextlib.contextmanager
+def opened(bootstrap: str, topic: str, schema: dict[str, Any] | None = None, **stream: Any) -> Iterator[Source]:
+    settings = {"bootstrap_servers": bootstrap, "topics": [topic], **stream}
+    source = Source(
+        StreamSettings.model_validate(settings).resolved("test"),
+        SchemaSettings.model_validate(schema or SCHEMA),
+        HoldOut(fraction=0, seed=0),
+    )
+    try:
+        source.open()
+        yield source
+    finally:
+        source.close()
+
+
+def read(source: Source, events: int) -> list[tuple[int, int, int, Outcome]]:
+    """Return (partition, offset, row, outcome) of so many events, in the order of arrival."""
+    seen: list[tuple[int, int, int, Outcome]] = []
+    deadline = time.monotonic() + 60
+    while len(seen) < events:
+        assert time.monotonic() < deadline, f"{len(seen)} events of {events} after 60 s; ill: {source.ill}"
+        block = source.poll(timedelta(seconds=1))
+        if block is not None:
+            columns = (block.columns[name].tolist() for name in ("partition", "offset", "row", "outcome"))
+            seen += [(p, o, r, Outcome(k)) for p, o, r, k in zip(*columns, strict=True)]
+            source.release(block)
+    return seen
+
+
+BAD = {
+    "bad JSON": (b"not json", "malformed"),
+    "wrong shape": ({"x": [1, 2], "y": 1}, "length >= 3"),
+    "wrong type": ({"x": [1, 2, "3"], "y": 1}, "got `str`"),
+    "label out of range": ({"x": [1, 2, 3], "y": 3}, "<= 2"),
+    "NaN": (b'{"x": [1, 2, NaN], "y": 1}', "malformed"),
+    "infinity": ({"x": [1, 2, 1e39], "y": 1}, "infinite"),
+    "missing field": ({"y": 1}, "missing required field `x`"),
+    "oversized": (json.dumps(GOOD).encode() + b" " * 2000, "oversized"),
+    "null value": (None, "null value"),
+}
+
+
+def test_each_kind_of_bad_message_goes_to_the_dead_letter_topic(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], consume_all: Callable[..., list[Any]]
+) -> None:
+    topic = make_topic()
+    values = [value for bad, _ in BAD.values() for value in (GOOD, bad)]
+    produce(kafka.bootstrap, topic, values, key=b"k", headers=[("trace", b"1")])
+    with opened(kafka.bootstrap, topic, max_message_bytes="1kB") as source:
+        seen = read(source, len(values))
+        assert [outcome for *_, outcome in seen] == [Outcome.PENDING, Outcome.DEAD_LETTERED] * len(BAD)
+        letters = consume_all(kafka.bootstrap, f"{topic}.dead", len(BAD))
+    assert len(letters) == len(BAD)
+    for letter, (place, (value, reason)) in zip(letters, enumerate(BAD.values()), strict=True):
+        headers = dict(letter.headers)
+        assert letter.key == b"k"
+        assert letter.value == (value if value is None or isinstance(value, bytes) else json.dumps(value).encode())
+        assert reason in headers["anabranch-error"].decode()
+        assert headers["anabranch-source"].decode() == f"{topic}[0]@{2 * place + 1}"
+        assert headers["anabranch-time"].isdigit()
+        assert headers["trace"] == b"1"
+
+
+def test_every_event_of_every_partition_comes_once_and_in_order(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic(partitions=3)
+    for partition in range(3):
+        produce(kafka.bootstrap, topic, [GOOD] * 200, partition=partition)
+    with opened(kafka.bootstrap, topic) as source:
+        seen = read(source, 600)
+        names = [str(partition.name) for partition in source.partitions]
+    assert names == [f"{topic}:{number}" for number in range(3)]
+    for partition in range(3):
+        assert [offset for index, offset, *_ in seen if index == partition] == list(range(200))
+
+
+def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic(partitions=2)
+    for partition in range(2):
+        produce(kafka.bootstrap, topic, [GOOD] * 3000, partition=partition)
+    with opened(kafka.bootstrap, topic, buffer_bytes="1MB") as source:
+        seen = read(source, 1)
+        for _ in range(3):
+            assert source._process is not None
+            source._process.kill()
+            source._process.wait()
+            seen += read(source, 500)
+        seen += read(source, 6000 - len(seen))
+        assert source.ill is None
+    assert Counter((p, o) for p, o, *_ in seen) == Counter((p, o) for p in range(2) for o in range(3000))
+
+
+@pytest.mark.parametrize("start", ["latest", "time"])
+def test_reading_starts_where_it_is_told_to(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], start: str
+) -> None:
+    topic = make_topic()
+    moment = datetime(2026, 1, 2, tzinfo=UTC)
+    before, after = (int((moment + timedelta(hours=hours)).timestamp() * 1000) for hours in (-1, 1))
+    produce(kafka.bootstrap, topic, [GOOD] * 5, timestamp_ms=before)
+    if start == "time":
+        if kafka.kind == "embedded":
+            pytest.skip("the embedded broker looks offsets up by its own clock")
+        produce(kafka.bootstrap, topic, [GOOD], timestamp_ms=after)
+    with opened(kafka.bootstrap, topic, start=start if start == "latest" else moment.isoformat()) as source:
+        assert source.partitions[0].start == 5
+        if start == "latest":
+            produce(kafka.bootstrap, topic, [GOOD])
+        assert [offset for _, offset, *_ in read(source, 1)] == [5]
+
+
+def test_aborted_and_open_transactions_are_gaps(
+    kafka: Any, make_topic: Callable[..., str], consume_all: Callable[..., list[Any]]
+) -> None:
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker has no transactions")
+    topic = make_topic()
+    value = json.dumps(GOOD).encode()
+    with contextlib.closing(KafkaProducer(bootstrap_servers=kafka.bootstrap, transactional_id=topic)) as producer:
+        producer.init_transactions()
+        for commits in (True, False, True):
+            producer.begin_transaction()
+            for _ in range(2):
+                producer.send(topic, value)
+            producer.flush()
+            producer.commit_transaction() if commits else producer.abort_transaction()
+    with opened(kafka.bootstrap, topic) as source:
+        seen = read(source, 4)
+    # Two events and a marker each: the aborted two and all markers are offsets without an event.
+    assert [offset for _, offset, *_ in seen] == [0, 1, 6, 7]
+
+
+class TestFailures:
+    def test_nothing_listens(self, free_port: Callable[[], int]) -> None:
+        server = f"127.0.0.1:{free_port()}"
+        with pytest.raises(BrokerError, match=f"no Kafka broker can be reached at {server}"), opened(server, "t"):
+            pass
+
+    def test_no_such_host(self) -> None:
+        with pytest.raises(BrokerError, match=r"no Kafka broker can be reached at no-such-host.invalid:9092"):
+            with opened("no-such-host.invalid:9092", "t"):
+                pass
+
+    def test_something_else_listens(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            with pytest.raises(BrokerError, match=f"something listens at {address}"), opened(address, "t"):
+                pass
+
+    def test_the_address_has_no_port(self) -> None:
+        with pytest.raises(BrokerError, match='"localhost" is not HOST:PORT'), opened("localhost", "t"):
+            pass
+
+    def test_a_missing_topic_is_named(self, kafka: Any, make_topic: Callable[..., str]) -> None:
+        with pytest.raises(BrokerError, match=r'topic "no-such-topic" does not exist on .*; create it'):
+            with opened(kafka.bootstrap, "no-such-topic"):
+                pass
+        with pytest.raises(BrokerError, match=r'topic "no-dead-letters" does not exist'):
+            with opened(kafka.bootstrap, make_topic(), dead_letter_topic="no-dead-letters"):
+                pass
+
+    @pytest.mark.parametrize(("user", "password"), [("alice", "wrong"), ("bob", "secret")])
+    def test_wrong_credentials_are_told_as_such(self, sasl_kafka: Any, user: str, password: str) -> None:
+        properties = {
+            "security.protocol": "sasl_plaintext",
+            "sasl.mechanism": "PLAIN",
+            "sasl.username": user,
+            "sasl.password": password,
+        }
+        with pytest.raises(BrokerError, match="refuses the credentials") as caught:
+            with opened(sasl_kafka.bootstrap, "t", properties=properties):
+                pass
+        assert password not in str(caught.value)
+
+    def test_an_unknown_mechanism_is_told_as_such(self, sasl_kafka: Any) -> None:
+        properties = {
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "SCRAM-SHA-256",
+            "sasl.username": "alice",
+            "sasl.password": "secret",
+        }
+        with (
+            pytest.raises(BrokerError, match=r"sasl\.mechanism"),
+            opened(sasl_kafka.bootstrap, "t", properties=properties),
+        ):
+            pass
+
+    def test_a_missing_security_protocol_is_guessed_at(self, sasl_kafka: Any) -> None:
+        with pytest.raises(BrokerError, match=r"security\.protocol"), opened(sasl_kafka.bootstrap, "t"):
+            pass
+
+    def test_right_credentials_read(
+        self, sasl_kafka: Any, create_topic: Callable[..., None], produce: Callable[..., list[int]]
+    ) -> None:
+        for topic in ("sasl-events", "sasl-events.dead"):
+            create_topic(sasl_kafka.plain, topic)
+        produce(sasl_kafka.plain, "sasl-events", [GOOD, b"bad"])
+        properties = {
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "PLAIN",
+            "sasl.username": sasl_kafka.user,
+            "sasl.password": sasl_kafka.password,
+        }
+        with opened(sasl_kafka.bootstrap, "sasl-events", properties=properties) as source:
+            assert [outcome for *_, outcome in read(source, 2)] == [Outcome.PENDING, Outcome.DEAD_LETTERED]
+
+    def test_rows_refuse_a_schema_with_strings(self, kafka: Any, make_topic: Callable[..., str]) -> None:
+        schema = {
+            "features": {"c": {"dtype": "string", "encode": {"hash": 8}}},
+            "label": {"name": "y", "classes": 3},
+        }
+        with pytest.raises(SettingsError, match=r"cannot hold schema.features.c"):
+            with opened(kafka.bootstrap, make_topic(), schema, format="rows"):
+                pass
+
+
+class TestGaps:
+    """Offsets that retention removes between two reads."""
+
+    @pytest.fixture
+    def shortened(
+        self, kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+    ) -> Callable[[Source, str], None]:
+        if kafka.kind == "embedded":
+            pytest.skip("the embedded broker cannot delete records")
+
+        def shorten(source: Source, topic: str) -> None:
+            """Let the source fall behind, and delete what it has not read."""
+            source.pause()
+            produce(kafka.bootstrap, topic, [GOOD] * 10)
+            with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+                admin.delete_records({TopicPartition(topic, 0): 8})
+            source.resume()
+
+        return shorten
+
+    def test_fail_stops_with_one_sentence(
+        self, kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], shortened: Any
+    ) -> None:
+        topic = make_topic()
+        produce(kafka.bootstrap, topic, [GOOD] * 2)
+        with opened(kafka.bootstrap, topic) as source:
+            read(source, 2)
+            shortened(source, topic)
+            with pytest.raises(GapError, match=r"removed by retention before they were read.*on_gap"):
+                read(source, 10)
+
+    def test_earliest_goes_on_and_counts_the_hole(
+        self, kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], shortened: Any
+    ) -> None:
+        topic = make_topic()
+        produce(kafka.bootstrap, topic, [GOOD] * 2)
+        removed = 0
+        with opened(kafka.bootstrap, topic, on_gap="earliest") as source:
+            read(source, 2)
+            shortened(source, topic)
+            seen: list[int] = []
+            deadline = time.monotonic() + 30
+            while len(seen) < 4 and time.monotonic() < deadline:
+                block = source.poll(timedelta(seconds=1))
+                if block is not None:
+                    seen += block.columns["offset"].tolist()
+                    removed += sum(cover.removed for cover in block.coverage)
+                    source.release(block)
+        assert (seen, removed) == ([8, 9, 10, 11], 6)

@@ -1,0 +1,208 @@
+"""The ingest process' loop against a client without Kafka, with a real ring and a real connection."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.assembler import Assembler
+from ingest.block import Block, BlockLayout, TopicPartition
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.fake import FakeClient, FakePartition
+from ingest.messages import (
+    Broker,
+    Commit,
+    Filled,
+    FromIngest,
+    Opened,
+    Pause,
+    Position,
+    Release,
+    Resume,
+    Stop,
+    receive_in_learner,
+    send,
+)
+from ingest.ring import Ring
+from ingest.rows import pack_rows
+from ingest.schema import Schema
+from ingest.worker import StoppedError, Worker
+
+P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
+SCHEMA = Schema(
+    SchemaSettings.model_validate(
+        {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+    )
+)
+STREAM = StreamSettings.model_validate({"topics": ["events"], "format": "rows"}).resolved("test")
+
+
+class Learner:
+    """The other end of a worker that runs in a thread."""
+
+    def __init__(self, client: FakeClient, ring: Ring, positions: list[tuple[TopicPartition, Position]]) -> None:
+        ours, theirs = socket.socketpair()
+        self.connection, connection = Connection(ours.detach()), Connection(theirs.detach())
+        self.ring = ring
+        self.broker: list[Broker] = []
+        assembler = Assembler(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
+        worker = Worker(STREAM, client, assembler, ring, connection)
+
+        def run() -> None:
+            with pytest.raises(StoppedError):
+                worker.run(positions)
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def hear(self, wanted: Callable[[FromIngest], bool]) -> FromIngest:
+        while True:
+            assert self.connection.poll(20), "the worker says nothing"
+            message = receive_in_learner(self.connection)
+            if isinstance(message, Broker):
+                self.broker.append(message)
+            if wanted(message):
+                return message
+
+    def block(self) -> tuple[Block, int]:
+        filled = self.hear(lambda message: isinstance(message, Filled))
+        assert isinstance(filled, Filled)
+        views = self.ring.views(filled.slot, filled.rows)
+        copied = {name: column.copy() for name, column in views.items()}
+        return Block(copied, filled.coverage), filled.slot
+
+
+@contextmanager
+def learner(
+    client: FakeClient, buffer_bytes: int = 1_000_000, positions: list[tuple[TopicPartition, Position]] | None = None
+) -> Iterator[Learner]:
+    ring = Ring(BlockLayout(SCHEMA), buffer_bytes)
+    end = Learner(client, ring, positions or [])
+    try:
+        yield end
+    finally:
+        send(end.connection, Stop())
+        end.thread.join(20)
+        assert not end.thread.is_alive()
+        ring.close()
+
+
+def message(first: int, rows: int) -> bytes:
+    return pack_rows(SCHEMA, [{"x": [first + i, 0, 0], "y": 1} for i in range(rows)])
+
+
+def test_blocks_cover_messages_and_gaps() -> None:
+    partition = FakePartition()
+    partition.append(message(0, 1))
+    partition.skip(3)
+    partition.append(message(1, 1))
+    partition.skip()
+    with learner(FakeClient({P0: partition})) as end:
+        opened = end.hear(lambda each: isinstance(each, Opened))
+        assert opened == Opened([P0], [0])
+        block, _ = end.block()
+    assert block.columns["offset"].tolist() == [0, 4]
+    (cover,) = block.coverage
+    assert (cover.start, cover.end, cover.removed) == (0, 6, 0)
+
+
+def test_a_full_ring_stops_the_reading_until_a_slot_is_released() -> None:
+    partition = FakePartition()
+    with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
+        rows = end.ring.rows
+        total = end.ring.slots + 3
+        for _ in range(total):
+            partition.append(message(0, rows))
+        slots = [end.block()[1] for _ in range(end.ring.slots)]
+        # Reports go on while the ring is full, blocks do not.
+        assert isinstance(end.hear(lambda each: isinstance(each, Broker | Filled)), Broker)
+        send(end.connection, Release(slots[2]))
+        assert end.block()[1] == slots[2]
+
+
+def test_pause_stops_the_reading_and_resume_goes_on() -> None:
+    partition = FakePartition()
+    client = FakeClient({P0: partition})
+    with learner(client) as end:
+        end.hear(lambda each: isinstance(each, Opened))
+        send(end.connection, Pause())
+        send(end.connection, Commit([(0, 7)]))
+        send(end.connection, Resume())
+        partition.append(message(0, 1))
+        assert end.block()[0].columns["offset"].tolist() == [0]
+    assert client.committed == {P0: 7}
+
+
+def test_a_block_comes_only_after_its_dead_letters_are_acknowledged() -> None:
+    partition = FakePartition()
+    client = FakeClient({P0: partition})
+    client.refused_letters = 1
+    partition.append(b"torn")
+    partition.append(message(0, 1))
+    with learner(client) as end:
+        block, _ = end.block()
+        assert len(block) == 2
+        assert [letter.value for letter in client.letters] == [b"torn"]
+    assert any(each.ill and "events.dead" in each.ill for each in end.broker)
+
+
+def test_a_broker_that_is_away_is_said_and_waited_for() -> None:
+    partition = FakePartition()
+    client = FakeClient({P0: partition})
+    with learner(client) as end:
+        end.hear(lambda each: isinstance(each, Opened))
+        client.away = True
+        end.hear(lambda each: isinstance(each, Broker) and each.ill is not None)
+        partition.append(message(0, 1))
+        client.away = False
+        assert len(end.block()[0]) == 1
+        end.hear(lambda each: isinstance(each, Broker) and each.ill is None)
+
+
+def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> None:
+    client = FakeClient({P0: FakePartition(), P1: FakePartition()})
+    client.topics[P0].append(message(0, 1))
+    client.topics[P1].append(message(0, 1))
+    with learner(client, positions=[(P1, Position(0))]) as end:
+        assert end.hear(lambda each: isinstance(each, Opened)) == Opened([P1, P0], [0, 0])
+        block, _ = end.block()
+        assert sorted(block.columns["partition"].tolist()) == [0, 1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=30))
+def test_blocks_hold_every_event_once_and_say_how_far_they_go(plan: list[tuple[int, int, int]]) -> None:
+    """Messages of many rows over two partitions with gaps, cut into tiny slots: nothing is lost or comes twice."""
+    partitions = {P0: FakePartition(), P1: FakePartition()}
+    expected: list[tuple[int, int, int]] = []
+    for where, rows, gap in plan:
+        target = partitions[(P0, P1)[where]]
+        offset = target.append(message(0, rows))
+        expected += [(where, offset, row) for row in range(max(rows, 1))]
+        target.skip(gap)
+    seen: list[tuple[int, int, int]] = []
+    position = {0: (0, 0), 1: (0, 0)}
+    with learner(FakeClient(partitions), buffer_bytes=7_000) as end:
+        while any(position[i][0] < topic.end for i, topic in enumerate(partitions.values())):
+            block, slot = end.block()
+            for cover in block.coverage:
+                assert cover.start == position[cover.partition][0]
+                mine = block.columns["partition"] == cover.partition
+                places = list(
+                    zip(block.columns["offset"][mine].tolist(), block.columns["row"][mine].tolist(), strict=True)
+                )
+                assert places == sorted(places)
+                torn = places and places[-1][0] == cover.end
+                position[cover.partition] = (cover.end, places[-1][1] + 1 if torn else 0)
+            seen += [
+                (int(p), int(o), int(r))
+                for p, o, r in zip(*(block.columns[name] for name in ("partition", "offset", "row")), strict=True)
+            ]
+            send(end.connection, Release(slot))
+    assert sorted(seen) == sorted(expected)
+    assert len(set(seen)) == len(seen)
