@@ -1,12 +1,17 @@
-"""A Kafka client without Kafka: topics as lists in memory, and faults on demand. For tests of what uses a client."""
+"""Ingest without Kafka: topics as lists in memory, faults on demand, and blocks out of nothing. For tests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from ingest.block import TopicPartition
+import numpy as np
+
+from ingest.block import Array, BlockLayout, TopicPartition
 from ingest.client import DeadLetter, Lag, Messages
 from ingest.errors import BrokerError
+from ingest.schema import Schema
+
+Columns = dict[str, Array]
 
 
 @dataclass
@@ -101,3 +106,18 @@ class FakeClient:
             [[("trace", b"%d" % offset)] for offset in offsets],
             end,
         )
+
+
+def fake_columns(schema: Schema, offsets: Sequence[int], label: Sequence[int] = (0,), partition: int = 0) -> Columns:
+    """Columns of a block of labelled events; feature values count up from the offset, labels repeat."""
+    columns = BlockLayout(schema).empty(len(offsets))
+    columns["offset"] = np.array(offsets, np.int64)
+    columns["partition"] = np.full(len(offsets), partition, np.int32)
+    columns["time_ms"] = columns["offset"] * 10
+    columns["label"] = np.resize(np.array(label), len(offsets)).astype(schema.label.dtype)
+    columns["labelled"] = np.ones(len(offsets), np.bool_)
+    columns["weight"] = np.ones(len(offsets), np.float32)
+    for feature in schema.features:
+        flat = columns[f"feature.{feature.name}"].reshape(len(offsets), -1)
+        flat[:] = (np.array(offsets)[:, None] + np.arange(flat.shape[1])) % 100
+    return columns

@@ -28,7 +28,7 @@ class StepResult:
     """What a step did.
 
     Attributes:
-        finite: False when loss or gradient was not finite; the weights are then as before.
+        finite: False when loss, gradient or running statistics were not finite; weights and statistics are as before.
         loss: of the step, a number.
         score: sum over the B new events of the task's score, by the predictions made before training on them.
     """
@@ -60,7 +60,7 @@ class Trainer:
         self._max_grad_norm = settings.max_grad_norm
         self._optimizer = build_optimizer(settings.optimizer, model.parameters())
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
-        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self._buffers = list(model.buffers())
 
     def examples(self, columns: Mapping[str, Array]) -> Examples:
         """Move the columns of B labelled events to the device."""
@@ -90,8 +90,8 @@ class Trainer:
         buffers = [buffer.clone() for buffer in self._buffers]
         finite, total, score = False, 0.0, 0.0
         for _ in range(_SCALE_RETRIES if self._precision.scaled else 1):
-            total, norm, score = self._backward(new, old)
-            finite = math.isfinite(total) and math.isfinite(norm)
+            total, norm, statistics, score = self._backward(new, old)
+            finite = math.isfinite(total) and math.isfinite(norm) and math.isfinite(statistics)
             if finite:
                 self._scaler.step(self._optimizer)
             if self._precision.scaled:
@@ -105,7 +105,12 @@ class Trainer:
         return StepResult(finite, total, score)
 
     def _backward(self, new: Examples, old: Examples | None) -> list[float]:
-        """Compute the gradient, clipped; return the loss, the gradient's norm and the score of the new events."""
+        """Compute the gradient, clipped.
+
+        Returns:
+            The loss, the gradient's norm, the sum of the running statistics (which an overflow can spoil while loss and
+            gradient look well), and the score of the new events.
+        """
         self._optimizer.zero_grad(set_to_none=True)
         with self._precision.autocast(self.device):
             loss = self._strategy.loss(lambda features: forward(self.model, features), self.task, new, old)
@@ -114,8 +119,9 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         with torch.no_grad():
             score = self.task.score(loss.output_B, new.label_B).sum()
+            statistics = sum((buffer.sum(dtype=torch.float32) for buffer in self._buffers), torch.zeros_like(score))
             # The one wait for the device in a step: whether its events were learned is settled before the next.
-            numbers: list[float] = torch.stack([loss.total.float(), norm.float(), score.float()]).tolist()
+            numbers: list[float] = torch.stack([loss.total.float(), norm.float(), statistics, score.float()]).tolist()
         return numbers
 
     def snapshot(self) -> dict[str, Tensor]:

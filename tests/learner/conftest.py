@@ -1,0 +1,31 @@
+"""A schema and a small model for the tests of the learner."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ingest.config import SchemaSettings
+from ingest.schema import Schema
+
+
+@pytest.fixture(scope="session")
+def schema() -> Schema:
+    """Three numbers, one of three classes."""
+    return Schema(
+        SchemaSettings.model_validate(
+            {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+        )
+    )
+
+
+@pytest.fixture
+def make_model() -> Callable[[], nn.Module]:
+    """The same small classifier, with the same weights, at each call."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+    return make

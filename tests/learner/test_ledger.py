@@ -1,0 +1,180 @@
+"""Batches and the ledger together: whatever way the stream is cut, every event is settled once and offsets add up."""
+
+import threading
+from collections import Counter, deque
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.block import Block, Coverage, Outcome, SkipReason, TopicPartition
+from ingest.fake import fake_columns
+from ingest.messages import Position
+from ingest.schema import Schema
+from learner.batches import Batch, Batches
+from learner.ledger import Ledger
+
+NAMES = [TopicPartition("events", 0), TopicPartition("events", 1)]
+
+
+class Queue:
+    """A source of prepared blocks."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.blocks = deque(blocks)
+        self.out: list[Block] = []
+        self.released: list[Block] = []
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        if not self.blocks:
+            return None
+        self.out.append(self.blocks.popleft())
+        return self.out[-1]
+
+    def release(self, block: Block) -> None:
+        self.released.append(block)
+        for column in block.columns.values():
+            column[:] = 0  # what is looked at after its release is another block's by then
+
+
+def block(schema: Schema, rows: list[tuple[int, int, int, Outcome]], coverage: list[Coverage]) -> Block:
+    """Rows of (partition, offset, row, outcome)."""
+    columns = fake_columns(schema, [offset for _, offset, _, _ in rows])
+    columns["partition"] = np.array([partition for partition, *_ in rows], np.int32)
+    columns["row"] = np.array([row for _, _, row, _ in rows], np.int32)
+    columns["outcome"] = np.array([outcome for *_, outcome in rows], np.uint8)
+    return Block(columns, tuple(coverage))
+
+
+def ledger() -> Ledger:
+    accounts = Ledger()
+    for name in NAMES:
+        accounts.take_up(name, 0)
+    return accounts
+
+
+def drain(queue: Queue, batch_size: int) -> list[Batch]:
+    batches = Batches(queue, batch_size, timedelta(0))
+    found = []
+    while (batch := batches.next(threading.Event())) is not None:
+        found.append(batch)
+    return found
+
+
+def adds_up(accounts: Ledger) -> bool:
+    return all(
+        report.end - report.start == report.finished + report.passed + report.gaps + report.removed + report.pending
+        for report in accounts.reports().values()
+    )
+
+
+SETTLED = [Outcome.PENDING, Outcome.PENDING, Outcome.PENDING, Outcome.HELD_OUT, Outcome.DEAD_LETTERED, Outcome.SKIPPED]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cut(
+    schema: Schema, data: st.DataObject
+) -> None:
+    """Messages of one or many rows over two partitions, with gaps, in blocks and batches of any size."""
+    stream: list[tuple[int, int, int, Outcome]] = []
+    ends = [0, 0]
+    gaps = [0, 0]
+    for partition, rows, gap in data.draw(
+        st.lists(st.tuples(st.integers(0, 1), st.integers(1, 4), st.integers(0, 2)), max_size=25)
+    ):
+        stream += [(partition, ends[partition], row, data.draw(st.sampled_from(SETTLED))) for row in range(rows)]
+        ends[partition] += 1 + gap
+        gaps[partition] += gap
+    blocks, reached, begin = [], [0, 0], 0
+    while begin < len(stream):
+        end = min(len(stream), begin + data.draw(st.integers(1, 9)))
+        coverage = []
+        for partition in (0, 1):
+            mine = [row for row in stream[begin:end] if row[0] == partition]
+            later = [row for row in stream[end:] if row[0] == partition]
+            if mine:
+                upto = later[0][1] if later else ends[partition]
+                coverage.append(Coverage(partition, reached[partition], upto))
+                reached[partition] = upto
+        blocks.append(block(schema, stream[begin:end], coverage))
+        begin = end
+    queue, accounts = Queue(blocks), ledger()
+    trained: list[int] = []
+    settled = 0
+    for batch in drain(queue, batch_size := data.draw(st.integers(1, 7))):
+        assert len(batch) <= batch_size
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)
+            settled += len(span.trained)
+        trained += batch.new["offset"].tolist() if batch.new else []
+        assert adds_up(accounts)
+        # The position is the first event without an outcome: exactly the events before it are settled.
+        for partition, account in enumerate(accounts.partitions):
+            place = (account.position.offset, account.position.row)
+            mine = [row for row in stream[:settled] if row[0] == partition]
+            assert all(row[1:3] < place for row in mine)
+            assert all(row[1:3] >= place for row in stream[settled:] if row[0] == partition)
+    expected = Counter(outcome for *_, outcome in stream)
+    assert accounts.outcomes == {
+        "trained": expected[Outcome.PENDING],
+        "stored_only": 0,
+        "held_out": expected[Outcome.HELD_OUT],
+        "dead_lettered": expected[Outcome.DEAD_LETTERED],
+        "skipped": expected[Outcome.SKIPPED],
+    }
+    assert trained == [offset for _, offset, _, outcome in stream if outcome is Outcome.PENDING]
+    assert [account.position for account in accounts.partitions] == [Position(end) for end in ends]
+    assert [account.gaps for account in accounts.partitions] == gaps
+    assert len(queue.released) == len(queue.out)
+
+
+def test_removed_and_passed_offsets_are_counted_apart_from_gaps(schema: Schema) -> None:
+    rows = [(0, 12, 0, Outcome.PENDING)]
+    accounts = ledger()
+    for batch in drain(Queue([block(schema, rows, [Coverage(0, 10, 14, removed=7, passed=3)])]), 4):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)
+    report = accounts.partitions[0].report()
+    assert (report.removed, report.passed, report.gaps, report.finished) == (7, 3, 3, 1)
+    assert report.trained_through == 13
+    assert adds_up(accounts)
+
+
+def test_a_skipped_batch_is_counted_with_its_reason(schema: Schema) -> None:
+    rows = [(0, offset, 0, Outcome.PENDING) for offset in range(3)]
+    accounts = ledger()
+    for batch in drain(Queue([block(schema, rows, [Coverage(0, 0, 3)])]), 8):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.SKIPPED, SkipReason.NON_FINITE)
+    assert accounts.outcomes["skipped"] == 3
+    assert accounts.skipped == {"non_finite": 3}
+
+
+def test_events_without_a_label_are_stored_only(schema: Schema) -> None:
+    made = block(schema, [(0, offset, 0, Outcome.PENDING) for offset in range(4)], [Coverage(0, 0, 4)])
+    made.columns["labelled"][1:3] = False
+    accounts = ledger()
+    (batch,) = drain(Queue([made]), 8)
+    assert batch.new["offset"].tolist() == [0, 3]
+    assert batch.stored_only["offset"].tolist() == [1, 2]
+    for span in batch.spans:
+        accounts.advance(span, Outcome.TRAINED)
+    assert accounts.outcomes["trained"] == accounts.outcomes["stored_only"] == 2
+
+
+def test_settling_a_span_twice_is_a_bug_that_is_noticed(schema: Schema) -> None:
+    accounts = ledger()
+    (batch,) = drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 1)])]), 1)
+    accounts.advance(batch.spans[0], Outcome.TRAINED)
+    with pytest.raises(AssertionError):
+        accounts.advance(batch.spans[0], Outcome.TRAINED)
+
+
+def test_pending_is_what_the_broker_has_beyond_the_position(schema: Schema) -> None:
+    accounts = ledger()
+    accounts.partitions[1].end = 40
+    assert accounts.reports()["events:1"].pending == 40
+    assert accounts.trained_through["events:1"].offset == -1

@@ -1,0 +1,168 @@
+"""A step against a plain PyTorch loop, bit for bit, and what happens when numbers are not finite."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ingest.errors import SettingsError
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner.config import LearnerSettings
+from learner.precision import choose_device, choose_precision
+from learner.strategy import STRATEGIES
+from learner.task import Classification
+from learner.trainer import Examples, Trainer
+
+CPU = torch.device("cpu")
+MakeModel = Callable[[], nn.Module]
+
+
+def make_trainer(schema: Schema, model: nn.Module, strategy: str = "er", **settings: object) -> Trainer:
+    options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, **settings})
+    precision = choose_precision(options.precision, CPU)
+    return Trainer(model, Classification(), STRATEGIES[strategy](), schema, options, CPU, precision)
+
+
+def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model: MakeModel) -> None:
+    trainer = make_trainer(schema, make_model(), max_grad_norm=0.5)
+    plain = make_model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(20):
+        new = trainer.examples(fake_columns(schema, range(step * 8, step * 8 + 8), label=[0, 1, 2]))
+        old = None
+        if step:
+            drawn = fake_columns(schema, range(100 + step, 104 + step), label=[2, 1])
+            old = trainer.rehearsal(
+                {name: torch.from_numpy(column) for name, column in drawn.items() if name != "key_hash"}
+            )
+        result = trainer.step(new, old)
+
+        x = new.features["x"] if old is None else torch.cat([new.features["x"], old.features["x"]])
+        y = new.label_B if old is None else torch.cat([new.label_B, old.label_B])
+        optimizer.zero_grad()
+        output = plain(x)
+        loss = functional.cross_entropy(output, y, reduction="sum") / len(y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        assert result.finite
+        assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+        assert result.score == (output[:8].argmax(1) == new.label_B).sum().item()
+    for name, value in trainer.snapshot().items():
+        assert torch.allclose(value, plain.state_dict()[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_the_weight_of_an_event_is_its_share_of_the_loss(schema: Schema, make_model: MakeModel) -> None:
+    trainer = make_trainer(schema, make_model(), "none", max_grad_norm=math.inf)
+    columns = fake_columns(schema, range(4), label=[0, 1])
+    columns["weight"][:] = [1, 0, 3, 0]
+    x, y = torch.from_numpy(columns["feature.x"]), torch.from_numpy(columns["label"])
+    losses = functional.cross_entropy(make_model()(x), y, reduction="none")
+    expected = (losses[0] + 3 * losses[2]) / 4
+    assert trainer.step(trainer.examples(columns), None).loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_rehearsed_events_without_a_label_add_nothing_to_the_loss(schema: Schema, make_model: MakeModel) -> None:
+    drawn = fake_columns(schema, range(10, 16), label=[2])
+    results = []
+    for count in (3, 6):
+        trainer = make_trainer(schema, nn.Linear(3, 3))
+        torch.nn.init.ones_(trainer.model.weight)  # type: ignore[arg-type]
+        torch.nn.init.zeros_(trainer.model.bias)  # type: ignore[arg-type]
+        columns = {name: torch.from_numpy(column[:count]) for name, column in drawn.items() if name != "key_hash"}
+        columns["labelled"] = columns["labelled"].clone()
+        columns["labelled"][3:] = False
+        columns["label"] = torch.where(columns["labelled"], columns["label"], -1)
+        results.append(trainer.step(trainer.examples(fake_columns(schema, range(4))), trainer.rehearsal(columns)).loss)
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("poison", [math.inf, 1e38])
+def test_a_step_that_is_not_finite_leaves_weights_and_statistics_as_they_were(
+    schema: Schema, make_model: MakeModel, poison: float
+) -> None:
+    trainer = make_trainer(schema, make_model())
+    good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
+    trainer.step(good, None)
+    before = trainer.snapshot()
+    x = good.features["x"].clone()
+    x[3] = poison
+    result = trainer.step(Examples({"x": x}, good.label_B, good.weight_B), None)
+    assert not result.finite
+    for name, value in trainer.snapshot().items():
+        assert torch.equal(value, before[name]), name
+    assert trainer.step(good, None).finite
+
+
+def test_a_snapshot_is_not_changed_by_later_steps(schema: Schema, make_model: MakeModel) -> None:
+    trainer = make_trainer(schema, make_model())
+    before = trainer.snapshot()
+    copied = {name: value.clone() for name, value in before.items()}
+    trainer.step(trainer.examples(fake_columns(schema, range(8))), None)
+    assert all(torch.equal(before[name], copied[name]) for name in before)
+    assert any(not torch.equal(before[name], value) for name, value in trainer.snapshot().items())
+
+
+def test_bf16_learns_a_separable_stream(schema: Schema, make_model: MakeModel) -> None:
+    trainer = make_trainer(schema, make_model(), precision="bf16")
+    score = 0.0
+    for step in range(150):
+        columns = fake_columns(schema, range(step * 12, step * 12 + 12), label=[0, 1, 2])
+        columns["feature.x"][:] = torch.eye(3)[torch.from_numpy(columns["label"])].numpy()
+        score = trainer.step(trainer.examples(columns), None).score
+    assert score == 12
+
+
+class TestSettings:
+    def test_fp16_without_cuda_is_refused(self) -> None:
+        with pytest.raises(SettingsError, match=r'learner.precision = "fp16" needs a CUDA device'):
+            choose_precision("fp16", CPU)
+
+    def test_auto_is_fp32_on_a_cpu(self) -> None:
+        assert choose_precision("auto", CPU).dtype is None
+
+    def test_a_device_that_is_not_there_is_refused(self) -> None:
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device")
+        with pytest.raises(SettingsError, match=r'learner.device = "cuda:7"'):
+            choose_device("cuda:7")
+
+    @pytest.mark.parametrize(
+        ("optimizer", "message"),
+        [
+            ({"name": "adamw", "lr": 1e-3, "momentum": 0.9}, "adamw has no 'momentum'; it takes lr, betas"),
+            ({"name": "adamw", "lr": 1e-3, "betas": [2, 3]}, "adamw refuses"),
+        ],
+    )
+    def test_an_optimizer_argument_that_does_not_fit_is_named(
+        self, schema: Schema, make_model: MakeModel, optimizer: dict[str, object], message: str
+    ) -> None:
+        with pytest.raises(SettingsError, match=message):
+            make_trainer(schema, make_model(), optimizer=optimizer)
+
+    def test_a_model_without_parameters_is_refused(self, schema: Schema) -> None:
+        with pytest.raises(SettingsError, match="no parameters"):
+            make_trainer(schema, nn.Identity())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_gpu_learns_a_separable_stream(schema: Schema, make_model: MakeModel, precision: str) -> None:
+    cuda = torch.device("cuda")
+    options = LearnerSettings.model_validate({"precision": precision, "optimizer": {"name": "adamw", "lr": 1e-2}})
+    trainer = Trainer(
+        *(make_model().to(cuda), Classification(), STRATEGIES["er"](), schema, options, cuda),
+        choose_precision(precision, cuda),
+    )
+    score = 0.0
+    for step in range(300):
+        columns = fake_columns(schema, range(step * 12, step * 12 + 12), label=[0, 1, 2])
+        columns["feature.x"][:] = torch.eye(3)[torch.from_numpy(columns["label"])].numpy()
+        result = trainer.step(trainer.examples(columns), None)
+        assert result.finite
+        score = result.score
+    assert score == 12

@@ -1,0 +1,228 @@
+"""What the store holds and what it draws."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.block import TopicPartition
+from ingest.config import SchemaSettings
+from ingest.errors import SettingsError
+from ingest.fake import Columns, fake_columns
+from ingest.identity import identity_hash, partition_base
+from ingest.schema import Schema
+from replay.admission import priorities
+from replay.config import ReplaySettings
+from replay.store import BURST, Store, build_store
+
+PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
+MakeStore = Callable[..., Store]
+
+
+def held(store: Store) -> set[tuple[int, int]]:
+    """Return (partition, offset) of what is held, read back from a draw of everything through the index."""
+    index = store._index[: len(store)]
+    return set(zip(index["partition"].tolist(), index["offset"].tolist(), strict=True))
+
+
+def everything(store: Store) -> dict[str, torch.Tensor]:
+    return dict(store.fetch(store.plan(0, len(store))).columns)
+
+
+def k_smallest(schema: Schema, events: Iterable[tuple[int, int]], k: int, seed: int) -> set[tuple[int, int]]:
+    """The plain definition: the k events with the smallest priorities of all that were ever offered."""
+    unique = sorted(set(events))
+    partition, offset = (np.array(column) for column in zip(*unique, strict=True))
+    bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[partition]
+    identity = identity_hash(bases, offset.astype(np.int64), np.zeros(len(offset), np.int32), seed)
+    order = np.argsort(priorities(identity, np.ones(len(offset), np.float32)), kind="stable")
+    return {unique[place] for place in order[:k]}
+
+
+def test_a_drawn_event_is_the_event_that_was_added(schema: Schema, make_store: MakeStore) -> None:
+    store = make_store(100)
+    columns = fake_columns(schema, range(50), label=[0, 1, 2, 3])
+    store.add(columns, PARTITIONS)
+    drawn = everything(store)
+    order = drawn["feature.n"].argsort()
+    for name in ("feature.x", "feature.n", "label", "labelled", "weight"):
+        assert drawn[name][order].numpy().tolist() == columns[name].tolist()
+        assert drawn[name].numpy().dtype == columns[name].dtype
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float64"]
+)
+def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: str) -> None:
+    schema = Schema(
+        SchemaSettings.model_validate(
+            {
+                "features": {"a": {"dtype": dtype, "shape": [3, 5]}, "b": {"dtype": "bool"}, "c": {"dtype": dtype}},
+                "label": {"name": "y", "dtype": "float32"},
+            }
+        )
+    )
+    store = build_store(ReplaySettings(capacity=20), schema, torch.device("cpu"), 0)
+    columns = fake_columns(schema, range(20))
+    raw = np.random.default_rng(0).integers(0, 2, columns["feature.a"].shape) * 100
+    columns["feature.a"][:] = raw.astype(dtype)
+    store.add(columns, PARTITIONS)
+    place = store._index["offset"][: len(store)].argsort()
+    drawn = store.fetch(type(store.plan(0, 1))(0, place)).columns
+    for name in ("feature.a", "feature.b", "feature.c", "label"):
+        assert drawn[name].numpy().tobytes() == columns[name].tobytes()
+
+
+def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: MakeStore) -> None:
+    store = make_store(320)
+    for begin in range(0, 20_000, 500):
+        store.add(fake_columns(schema, range(begin, begin + 500)), PARTITIONS)
+        assert len(store) <= 330
+    assert len(store) >= 320
+    assert store.rows == {"device": len(store)}
+    assert store.bytes["device"] == len(store) * store._tier.row_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 400), st.integers(1, 120), st.booleans()), min_size=1, max_size=25
+    ),
+    st.integers(1, 60),
+    st.integers(0, 3),
+)
+def test_the_k_smallest_of_all_that_was_offered_are_held(
+    schema: Schema, batches: list[tuple[int, int, int, bool]], k: int, seed: int
+) -> None:
+    """In any order, with any repetition, within and across batches."""
+    store = build_store(ReplaySettings(capacity=k), schema, torch.device("cpu"), seed)
+    offered: list[tuple[int, int]] = []
+    for partition, begin, count, backwards in batches:
+        offsets = [*range(begin, begin + count), begin]
+        store.add(fake_columns(schema, offsets[::-1] if backwards else offsets, partition=partition), PARTITIONS)
+        offered += [(partition, offset) for offset in offsets]
+        contents = held(store)
+        assert k_smallest(schema, offered, k, seed) <= contents <= set(offered)
+        assert len(contents) == len(store), "an event is held twice"
+    drawn = everything(store)
+    assert sorted(drawn["feature.n"].tolist()) == sorted(offset % 100 for _, offset in held(store))
+
+
+def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:
+    store = make_store(50)
+    for begin in range(0, 2000, 100):
+        store.add(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
+    before = held(store)
+    for begin in range(1500, 2000, 100):
+        assert store.add(fake_columns(schema, range(begin, begin + 100)), PARTITIONS) == 0
+    assert held(store) == before
+
+
+def test_a_burst_larger_than_the_room_for_it_is_taken_in_pieces(schema: Schema, make_store: MakeStore) -> None:
+    store = make_store(10)
+    store.add(fake_columns(schema, range(3 * BURST + 7)), PARTITIONS)
+    assert held(store) >= k_smallest(schema, [(0, offset) for offset in range(3 * BURST + 7)], 10, 0)
+    assert len(store) == 10
+
+
+def test_two_reservoirs_merge_to_the_one_of_the_whole_stream(schema: Schema, make_store: MakeStore) -> None:
+    whole, left, right = make_store(64), make_store(64), make_store(64)
+    for begin in range(0, 4000, 200):
+        columns = fake_columns(schema, range(begin, begin + 200))
+        whole.add(columns, PARTITIONS)
+        (left if begin % 400 else right).add(columns, PARTITIONS)
+    union = held(left) | held(right)
+    assert k_smallest(schema, union, 64, 0) == k_smallest(schema, [(0, o) for o in range(4000)], 64, 0) <= held(whole)
+
+
+def test_heavy_events_are_kept_in_proportion_and_weightless_ones_never(schema: Schema) -> None:
+    kept = np.zeros(3)
+    weights = np.array([0.0, 1.0, 3.0], np.float32)
+    for seed in range(60):
+        store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), seed)
+        columns = fake_columns(schema, range(5000), label=[0, 1, 2])
+        columns["weight"] = weights[columns["label"]]
+        store.add(columns, PARTITIONS)
+        kept += np.bincount(everything(store)["label"].numpy(), minlength=3)
+    assert kept[0] == 0
+    assert 2.6 < kept[2] / kept[1] < 3.4
+
+
+class TestDraws:
+    def test_an_event_comes_once_in_a_draw(self, schema: Schema, make_store: MakeStore) -> None:
+        store = make_store(100)
+        store.add(fake_columns(schema, range(80)), PARTITIONS)
+        for step in range(50):
+            positions = store.plan(step, 60).positions
+            assert len(set(positions.tolist())) == 60
+
+    def test_a_draw_is_no_larger_than_the_store(self, schema: Schema, make_store: MakeStore) -> None:
+        store = make_store(100)
+        assert len(store.fetch(store.plan(0, 10))) == 0
+        store.add(fake_columns(schema, range(7)), PARTITIONS)
+        assert len(store.fetch(store.plan(0, 10))) == 7
+
+    def test_the_same_step_over_the_same_contents_is_the_same_draw(self, schema: Schema, make_store: MakeStore) -> None:
+        one, two = make_store(100), make_store(100)
+        for store in (one, two):
+            store.add(fake_columns(schema, range(80)), PARTITIONS)
+        two.plan(3, 20)
+        assert one.plan(9, 20).positions.tolist() == two.plan(9, 20).positions.tolist()
+        assert one.plan(9, 20).positions.tolist() != one.plan(10, 20).positions.tolist()
+
+    def test_uniform_means_uniform(self, schema: Schema, make_store: MakeStore) -> None:
+        """Chi-square over 64 events: the statistic of 63 degrees of freedom exceeds 110 once in 5,000 fair trials."""
+        store = make_store(64)
+        store.add(fake_columns(schema, range(64)), PARTITIONS)
+        counts = np.zeros(64)
+        for step in range(4000):
+            counts += np.bincount(store.plan(step, 8).positions, minlength=64)
+        expected = counts.sum() / 64
+        assert ((counts - expected) ** 2 / expected).sum() < 110
+
+    def test_what_is_held_is_a_uniform_sample_of_the_stream(self, schema: Schema, make_store: MakeStore) -> None:
+        """Each tenth of the stream has the same share, over many seeds: 9 degrees of freedom, 33 once in 8,000."""
+        counts = np.zeros(10)
+        for seed in range(40):
+            store = make_store(100, seed)
+            for begin in range(0, 4000, 250):
+                store.add(fake_columns(schema, range(begin, begin + 250)), PARTITIONS)
+            counts += np.bincount(store._index["offset"][: len(store)] // 400, minlength=10)
+        expected = counts.sum() / 10
+        assert ((counts - expected) ** 2 / expected).sum() < 33
+
+
+def test_bytes_decide_where_they_hold_less_than_the_capacity(schema: Schema, caplog: pytest.LogCaptureFixture) -> None:
+    store = build_store(ReplaySettings(capacity=10**6, device_bytes="100kB"), schema, torch.device("cpu"), 0)
+    assert store._tier.slots * store._tier.row_bytes <= 100_000
+    assert "not 1000000" in caplog.text
+
+
+def test_bytes_that_hold_no_event_are_refused(schema: Schema) -> None:
+    with pytest.raises(SettingsError, match=r"replay.device_bytes = 1000 is too small"):
+        build_store(ReplaySettings(device_bytes="1kB"), schema, torch.device("cpu"), 0)
+
+
+def test_columns_may_be_reused_after_they_were_added(schema: Schema, make_store: MakeStore) -> None:
+    store = make_store(10)
+    columns: Columns = fake_columns(schema, range(5))
+    store.add(columns, PARTITIONS)
+    for column in columns.values():
+        column[:] = 0
+    assert sorted(everything(store)["feature.n"].tolist()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.gpu
+def test_a_store_on_the_gpu_draws_what_one_in_memory_draws(schema: Schema) -> None:
+    on_host, on_gpu = (
+        build_store(ReplaySettings(capacity=200), schema, torch.device(name), 0) for name in ("cpu", "cuda")
+    )
+    for store in (on_host, on_gpu):
+        store.add(fake_columns(schema, range(1000), label=[0, 1, 2, 3]), PARTITIONS)
+    for step in range(5):
+        expected = on_host.fetch(on_host.plan(step, 32)).columns
+        drawn = on_gpu.fetch(on_gpu.plan(step, 32)).columns
+        assert all(drawn[name].is_cuda and drawn[name].cpu().equal(value) for name, value in expected.items())
