@@ -1,0 +1,273 @@
+"""The learner as a process: what it learns, how it ends, and how it fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.lock import hold_state_directory
+from learner.report import LearnerReport, read_report
+from learner.version import Versions
+
+CONFIG = """
+name = "test"
+[stream]
+bootstrap_servers = "{bootstrap}"
+topics = ["{topic}"]
+[schema.features.x]
+dtype = "float32"
+shape = [3]
+[schema.label]
+name = "y"
+classes = 3
+[model]
+factory = "tiny_model:build"
+[learner]
+batch_size = 16
+status = "127.0.0.1:{port}"
+stop_timeout = "20s"
+[versions]
+publish_every = "100ms"
+[gate]
+guard_fraction = 0.1
+"""
+MODEL = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
+OVERFLOWING = """
+from torch import nn
+class Overflowing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x * 100)
+def build():
+    return Overflowing(3, 3)
+"""
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, free_port: Callable[[], int]) -> Callable[..., Path]:
+    """Writes a pipeline and returns the path of its config."""
+
+    def write(bootstrap: str, topic: str, extra: str = "", model: str = MODEL) -> Path:
+        path = tmp_path / "pipeline.toml"
+        path.write_text(CONFIG.format(bootstrap=bootstrap, topic=topic, port=free_port()) + extra)
+        (tmp_path / "tiny_model.py").write_text(model)
+        return path
+
+    return write
+
+
+class Learner:
+    """A learner process that is killed at the end of its test."""
+
+    def __init__(self, config: Path, **environment: str) -> None:
+        self.state_dir = config.parent / "var"
+        self.log = config.parent / "learner.log"
+        with self.log.open("ab") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "learner", "-c", str(config), "--supervised"],
+                stdin=subprocess.PIPE,
+                stderr=said,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            )
+
+    def wait_for(self, condition: Callable[[LearnerReport], bool]) -> LearnerReport:
+        """Wait until its report says so."""
+        deadline = time.monotonic() + 60
+        while True:
+            report = read_report(self.state_dir)
+            if report is not None and report.pid == self.process.pid and condition(report):
+                return report
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, f"{report}\n{self.log.read_text()}"
+            threading.Event().wait(0.05)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Learner]]:
+    started: list[Learner] = []
+
+    def begin(config: Path, **environment: str) -> Learner:
+        started.append(Learner(config, **environment))
+        return started[-1]
+
+    yield begin
+    for learner in started:
+        learner.process.kill()
+        learner.process.wait()
+        assert learner.process.stdin is not None
+        learner.process.stdin.close()
+
+
+def ended(config: Path, **environment: str) -> tuple[int, str]:
+    """Run a learner that ends by itself; return its exit code and what it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "learner", "-c", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, **environment},
+    )
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+def events(count: int) -> list[dict[str, Any]]:
+    return [{"x": [float(i % 3 == k) for k in range(3)], "y": i % 3} for i in range(count)]
+
+
+def total(report: LearnerReport) -> int:
+    return sum(report.outcomes.values())
+
+
+def adds_up(report: LearnerReport) -> bool:
+    return all(
+        part.end - part.start == part.finished + part.passed + part.gaps + part.removed + part.pending
+        for part in report.partitions.values()
+    )
+
+
+def test_a_stream_is_learned_accounted_for_and_published(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic(partitions=2)
+    config = pipeline(kafka.bootstrap, topic)
+    learner = start(config, ANABRANCH__LEARNER__OPTIMIZER='{name = "sgd", lr = 0.5}')
+    for partition in range(2):
+        produce(kafka.bootstrap, topic, [*events(600), b"bad", {"x": [1, 2, 3]}], partition=partition)
+    report = learner.wait_for(lambda each: total(each) == 1204)
+    assert adds_up(report)
+    assert report.outcomes["dead_lettered"] == 2
+    assert report.outcomes["skipped"] == 2
+    assert report.skipped == {"unlabelled": 2}
+    assert report.outcomes["held_out"] == report.guard_rows > 60
+    assert report.outcomes["trained"] + report.outcomes["held_out"] == 1200
+    assert report.replay_rows == {"device": report.outcomes["trained"]}
+    assert report.accuracy["now"] > 0.9
+    assert report.partitions[f"{topic}:0"].trained_through == 601
+
+    port = next(line for line in config.read_text().splitlines() if line.startswith("status")).split(":")[-1].strip('"')
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+        metrics = reply.read().decode()
+    trained = [line for line in metrics.splitlines() if 'outcome="trained"' in line and "_total" in line]
+    assert sum(float(line.split()[-1]) for line in trained) == report.outcomes["trained"]
+    assert 'anabranch_replay_rows{tier="device"}' in metrics
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as reply:
+        assert json.load(reply) == {"ok": True, "ill": []}
+
+    assert learner.stop() == 0
+    versions = Versions(learner.state_dir / "versions")
+    newest = versions.manifest(versions.numbers()[-1])
+    assert {name: trained.offset for name, trained in newest.trained_through.items()} == {
+        f"{topic}:0": 601,
+        f"{topic}:1": 601,
+    }
+    versions.weights(newest)
+
+
+def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic()
+    config = pipeline(kafka.bootstrap, topic, model=OVERFLOWING)
+    learner = start(config, ANABRANCH__GATE__GUARD_FRACTION="0")
+    produce(kafka.bootstrap, topic, events(16))
+    learner.wait_for(lambda each: total(each) == 16)
+    produce(kafka.bootstrap, topic, [{"x": [3e38, 3e38, -3e38], "y": 0}])
+    learner.wait_for(lambda each: total(each) == 17)
+    produce(kafka.bootstrap, topic, events(16))
+    report = learner.wait_for(lambda each: total(each) == 33)
+    assert report.skipped == {"non_finite": 1}
+    assert report.replay_rows == {"device": 32}
+    assert f"skipped {topic}[0]@16..16" in learner.log.read_text()
+
+
+def test_it_ends_with_its_supervisor(
+    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
+) -> None:
+    learner = start(pipeline(kafka.bootstrap, make_topic()))
+    learner.wait_for(lambda _: True)
+    assert learner.process.stdin is not None
+    learner.process.stdin.close()
+    assert learner.process.wait(30) == 0
+
+
+def test_a_second_learner_on_the_same_state_directory_ends_with_2(
+    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path]
+) -> None:
+    config = pipeline(kafka.bootstrap, make_topic())
+    with hold_state_directory(config.parent / "var"):
+        code, sentence = ended(config)
+    assert (code, "another learner is at work" in sentence) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "model", "sentence"),
+    [
+        ("[nonsense]\n", MODEL, "unknown key nonsense"),
+        ("", "def build():\n    return 3\n", "returned int, not a torch.nn.Module"),
+        ("", "from torch import nn\ndef build():\n    return nn.Linear(3, 4)\n", "needs floats of shape [3, 3]"),
+        ("", "import no_such_library\n", "imports no_such_library, which is missing"),
+    ],
+    ids=["unknown key", "no module", "wrong output", "missing import"],
+)
+def test_what_is_wrong_before_the_first_step_ends_with_2_and_one_sentence(
+    pipeline: Callable[..., Path], extra: str, model: str, sentence: str
+) -> None:
+    code, said = ended(pipeline("127.0.0.1:1", "t", extra, model))
+    assert code == 2
+    assert sentence in said
+
+
+def test_an_unreachable_broker_ends_with_3(pipeline: Callable[..., Path], free_port: Callable[[], int]) -> None:
+    code, said = ended(pipeline(f"127.0.0.1:{free_port()}", "t"))
+    assert (code, "no Kafka broker can be reached" in said) == (3, True)
+
+
+def test_a_missing_topic_ends_with_3(kafka: Any, pipeline: Callable[..., Path]) -> None:
+    code, said = ended(pipeline(kafka.bootstrap, "no-such-topic"))
+    assert (code, 'topic "no-such-topic" does not exist' in said) == (3, True)
+
+
+def test_a_taken_status_address_ends_with_2(
+    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
+) -> None:
+    config = pipeline(kafka.bootstrap, make_topic())
+    start(config).wait_for(lambda _: True)
+    code, said = ended(config, ANABRANCH__STATE_DIR="other")
+    assert code == 2
+    assert "learner.status" in said
+
+
+def test_metrics_want_the_token_where_there_is_one(
+    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
+) -> None:
+    config = pipeline(kafka.bootstrap, make_topic())
+    start(config, ANABRANCH__SERVING__TOKENS__READ="secret").wait_for(lambda _: True)
+    port = next(line for line in config.read_text().splitlines() if line.startswith("status")).split(":")[-1].strip('"')
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics")
+    with caught.value as refused:
+        assert refused.code == 401
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": "Bearer secret"})
+    with urllib.request.urlopen(request) as reply:
+        assert reply.status == 200

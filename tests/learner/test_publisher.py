@@ -1,0 +1,152 @@
+"""What is published, what is skipped, what is deleted, and a disk that fails."""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import nn
+
+from ingest.block import TopicPartition
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner.config import ModelSettings, VersionsSettings
+from learner.deadline import Deadline
+from learner.guard import GuardSet
+from learner.metrics import LearnerMetrics
+from learner.publisher import Publisher, Snapshot
+from learner.task import Classification
+from learner.version import RegistryState, Trained, Versions
+
+SOON = timedelta(seconds=20)
+
+
+class Bench:
+    """A publisher over a directory, and steps to publish."""
+
+    def __init__(self, path: Path, schema: Schema, model: nn.Module, **settings: object) -> None:
+        self.versions = Versions(path)
+        self.model = model
+        self.guard = GuardSet(schema, 100)
+        self.guard.add(fake_columns(schema, range(100), label=[0, 1, 2]), [TopicPartition("events", 0)])
+        self.publisher = Publisher(
+            self.versions,
+            VersionsSettings.model_validate({"publish_every": "1ms", **settings}),
+            ModelSettings(factory="m:build"),
+            schema,
+            model,
+            Classification(),
+            torch.device("cpu"),
+            7,
+            LearnerMetrics(CollectorRegistry()),
+        )
+        self.step = 0
+
+    def publish(self) -> None:
+        """Take a step and publish it, whatever time it is."""
+        self.step += 1
+        self.publisher.publish_last(self.step, self.snapshot, Deadline(SOON))
+
+    def snapshot(self) -> Snapshot:
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, 0.5)
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path, schema: Schema, make_model: Callable[[], nn.Module]) -> Callable[..., Bench]:
+    return lambda **settings: Bench(tmp_path / "versions", schema, make_model(), **settings)
+
+
+def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Schema) -> None:
+    bench = make_bench()
+    bench.publish()
+    manifest = bench.versions.manifest(1)
+    assert (manifest.number, manifest.epoch, manifest.parent, manifest.step) == (1, 7, None, 1)
+    assert manifest.trained_through == {"events:0": Trained(1)}
+    assert manifest.schema == schema.digest
+    assert manifest.metrics.keys() == {"now", "new", "old", "worst"}
+    verdict = bench.versions.verdict(1)
+    assert verdict is not None
+    assert verdict.verdict == "abstain"
+    weights = bench.versions.weights(manifest)
+    assert all(torch.equal(weights[name], value) for name, value in bench.model.state_dict().items())
+
+
+def test_nothing_is_published_before_something_is_learned(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.publisher.publish_if_due(0, bench.snapshot)
+    bench.publisher.publish_last(0, bench.snapshot, Deadline(SOON))
+    assert bench.versions.numbers() == []
+
+
+def test_a_version_that_falls_due_while_one_is_written_is_skipped_and_counted(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    go = threading.Event()
+    write = Versions.write
+    monkeypatch.setattr(Versions, "write", lambda *arguments: (go.wait(20), write(*arguments))[1])
+    published = time.monotonic()
+    while bench.publisher.skipped < 2:
+        assert time.monotonic() - published < 20
+        bench.step += 1
+        bench.publisher.publish_if_due(bench.step, bench.snapshot)
+    go.set()
+    bench.publish()
+    assert bench.versions.numbers() == [1, 2]
+    assert bench.versions.manifest(2).step == bench.step
+
+
+def test_numbers_go_on_from_the_highest_ever_seen(make_bench: Callable[..., Bench]) -> None:
+    first = make_bench()
+    first.publish()
+    first.versions.write_state(RegistryState(serving=41))
+    second = make_bench()
+    second.publish()
+    assert second.versions.numbers() == [1, 42]
+    assert second.versions.manifest(42).parent == 1
+
+
+def test_old_versions_are_deleted_but_not_what_serving_needs(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(keep=2, keep_hourly=0)
+    for _ in range(3):
+        bench.publish()
+    bench.versions.write_state(RegistryState(serving=3, previous=2))
+    for _ in range(4):
+        bench.publish()
+    assert bench.versions.numbers() == [2, 3, 6, 7]
+
+
+def test_the_last_version_of_an_hour_is_kept(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench(keep=2, keep_hourly=2)
+    clock = iter(range(1_000_000, 1_100_000, 1800))
+    monkeypatch.setattr("learner.publisher.time.time", lambda: float(next(clock)))
+    for _ in range(10):
+        bench.publish()
+    hours = [bench.versions.manifest(number).time // 3600 for number in bench.versions.numbers()[:-2]]
+    assert len(hours) == len(set(hours)) == 2
+    assert bench.versions.numbers()[-2:] == [9, 10]
+
+
+def test_a_disk_that_fails_costs_the_version_and_not_the_training(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    with monkeypatch.context() as patch:
+        patch.setattr("learner.version.os.fsync", _no_space)
+        bench.publish()
+    assert bench.versions.numbers() == []
+    assert bench.publisher.ill is not None
+    assert "No space left" in bench.publisher.ill
+    assert list(bench.versions.path.iterdir()) == []
+    bench.publish()
+    assert bench.publisher.ill is None
+    assert len(bench.versions.numbers()) == 1
+
+
+def _no_space(_descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
