@@ -3,12 +3,13 @@
 import contextlib
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from kafka import KafkaConsumer, KafkaProducer, OffsetAndMetadata
+from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, OffsetAndMetadata
 from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 
@@ -21,6 +22,7 @@ _BOOTSTRAP_MS = 8_000
 _REQUEST_MS = 2_000
 _METADATA_MS = 5_000
 _LARGEST_LETTER = 100_000_000
+_REFUSALS = (kafka_errors.SaslAuthenticationFailedError, kafka_errors.UnsupportedSaslMechanismError)
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class KafkaPythonClient:
         self._connections = contextlib.ExitStack()
         self._producer: Any = None
         self._consumer: Any = None
+        self._admin: Any = None
+        self._committing: threading.Thread | None = None
         self._incarnations: dict[tuple[str, int], TopicPartition] = {}
 
     def open(self) -> None:
@@ -41,7 +45,7 @@ class KafkaPythonClient:
         self._consumer = connect(
             KafkaConsumer,
             settings,
-            group_id=settings.group_id,
+            group_id=None,
             enable_auto_commit=False,
             auto_offset_reset="none",
             isolation_level=settings.isolation_level,
@@ -111,10 +115,22 @@ class KafkaPythonClient:
         return Lag({p: max(int(ends[_theirs(p)]), self._consumer.highwater(_theirs(p)) or 0) for p in partitions})
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Commit in the background, for lag tools."""
-        offsets = {_theirs(p): OffsetAndMetadata(offset, "", -1) for p, offset in positions.items()}
+        """Commit in a thread of its own, for lag tools; skipped while the commit before is not done.
+
+        The consumer itself belongs to no group: a coordinator that is away, or a missing right to the group, must not
+        keep events from being read.
+        """
+        if self._committing is None or not self._committing.is_alive():
+            offsets = {_theirs(p): OffsetAndMetadata(offset, "", -1) for p, offset in positions.items()}
+            self._committing = threading.Thread(target=self._commit, args=(offsets,), name="commit", daemon=True)
+            self._committing.start()
+
+    def _commit(self, offsets: Mapping[Any, Any]) -> None:
         try:
-            self._consumer.commit_async(offsets, callback=_log_failed_commit)
+            if self._admin is None:
+                self._admin = KafkaAdminClient(**client_options(self._settings))
+                self._connections.callback(self._admin.close)
+            self._admin.alter_group_offsets(self._settings.group_id, offsets)
         except kafka_errors.KafkaError as exc:
             log.debug("positions were not committed for lag tools: %s", _brief(exc))
 
@@ -133,7 +149,9 @@ class KafkaPythonClient:
         return len(letters)
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect, once the last commit is done or has had a second."""
+        if self._committing is not None:
+            self._committing.join(1)
         with contextlib.suppress(kafka_errors.KafkaError):
             self._connections.close()
 
@@ -215,13 +233,20 @@ def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
     kafka-python itself says only that it could not bootstrap; what the broker answered stands in its log, so the log of
     the attempt is read.
     """
+    error: Exception | None = None
     with _overheard() as heard:
-        try:
-            return kind(**client_options(settings), **options)
-        except kafka_errors.KafkaError as exc:
-            raise BrokerError(_explain(settings.bootstrap_servers, exc, heard)) from exc
-        except (OSError, ValueError, AssertionError) as exc:
-            raise BrokerError(f"stream.properties do not make a Kafka client: {exc}") from exc
+        # A broker may hang up before its refusal is read, so that a second attempt can tell more than the first.
+        for _ in range(2 if "sasl.username" in settings.properties else 1):
+            try:
+                return kind(**client_options(settings), **options)
+            except kafka_errors.KafkaError as exc:
+                error = exc
+            except (OSError, ValueError, AssertionError) as exc:
+                raise BrokerError(f"stream.properties do not make a Kafka client: {exc}") from exc
+            if any(isinstance(cause, _REFUSALS) for cause in heard):
+                break
+    assert error is not None
+    raise BrokerError(_explain(settings.bootstrap_servers, error, heard)) from error
 
 
 def _explain(servers: str, error: Exception, heard: Sequence[BaseException]) -> str:
@@ -239,10 +264,9 @@ def _explain(servers: str, error: Exception, heard: Sequence[BaseException]) -> 
             return f'stream.bootstrap_servers: "{server.strip()}" is not HOST:PORT'
         except OSError as exc:
             return f"no Kafka broker can be reached at {server.strip()}: {exc.strerror or exc}"
-    # A broker often hangs up before its refusal of a mechanism is read, so that nothing more exact can be told.
     return (
         f"something listens at {servers}, but it does not answer as a Kafka broker with these stream.properties "
-        f"(security.protocol, sasl.mechanism?): {_brief(heard[-1] if heard else error)}"
+        f"(security.protocol, sasl.mechanism, credentials?): {_brief(heard[-1] if heard else error)}"
     )
 
 
@@ -285,11 +309,6 @@ def _translated(what: str) -> Iterator[None]:
 
 def _brief(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _log_failed_commit(_offsets: object, response: object) -> None:
-    if isinstance(response, Exception):
-        log.debug("positions were not committed for lag tools: %s", _brief(response))
 
 
 def _theirs(partition: TopicPartition) -> Any:

@@ -34,7 +34,10 @@ from ingest.messages import (
 )
 from ingest.ring import Ring
 
-_POLL = timedelta(milliseconds=50)
+_PAUSE_SECONDS = 0.01
+"""Pause after a poll that brought little: a thin stream costs at most a hundred polls and blocks a second."""
+_LITTLE = 8
+"""A poll that brings less than one in so many of a slot's rows has brought little."""
 _LETTER_TIMEOUT = timedelta(seconds=10)
 _LAG_SECONDS = 1.0
 _PARTITIONS_SECONDS = 5.0
@@ -81,7 +84,7 @@ class Worker:
                 self._report_lag_if_due()
             self._listen(wait=False)
             try:
-                fetched = self._client.poll(_POLL, self._ring.rows)
+                fetched = self._client.poll(timedelta(0), self._ring.rows)
                 backoff = 0.0
             except BrokerError as exc:
                 backoff = self._back_off(backoff, str(exc))
@@ -94,6 +97,8 @@ class Worker:
             self._send_letters([letter for batch in batches for letter in batch.letters])
             self._hand_over(batches)
             self._report_lag_if_due()
+            if sum(map(len, fetched)) * _LITTLE < self._ring.rows:
+                time.sleep(_PAUSE_SECONDS)
             if time.monotonic() >= next_partitions and not self._ill:
                 self._take_up(list(zip(self._table, self._next, strict=True)), "earliest")
                 next_partitions = time.monotonic() + _PARTITIONS_SECONDS

@@ -116,6 +116,19 @@ def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
     assert Counter((p, o) for p, o, *_ in seen) == Counter((p, o) for p in range(2) for o in range(3000))
 
 
+def test_positions_are_committed_for_lag_tools(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD] * 5)
+    with opened(kafka.bootstrap, topic, group_id=topic) as source:
+        read(source, 5)
+        source.commit({0: 5})
+    with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+        committed = admin.list_group_offsets({topic: None})[topic]
+    assert committed[TopicPartition(topic, 0)].offset == 5
+
+
 @pytest.mark.parametrize("start", ["latest", "time"])
 def test_reading_starts_where_it_is_told_to(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], start: str
