@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -86,13 +86,21 @@ class Source:
         self.unknown_fields = 0
         """Messages so far with fields that the schema does not know."""
 
-    def open(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def open(
+        self, positions: Mapping[TopicPartition, Position] | None = None, timeout: timedelta = timedelta(seconds=60)
+    ) -> None:
         """Start reading and wait until the partitions are known.
+
+        Args:
+            positions: where to go on, for the partitions that are known from before; others begin at `stream.start`.
+            timeout: for the broker to tell its partitions.
 
         Raises:
             BrokerError: the broker cannot be reached, refuses the credentials or lacks a topic.
             SettingsError: the format cannot hold the schema, or the buffer is too small.
         """
+        self._received = dict(positions or {})
+        self._table = list(self._received)
         self._start()
         deadline = time.monotonic() + timeout.total_seconds()
         while not self._opened:
