@@ -6,9 +6,10 @@ The environment is read here and nowhere else.
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
@@ -67,7 +68,7 @@ def load_config(path: Path, environment: Mapping[str, str] = os.environ) -> Conf
     """
     path = path.absolute()
     try:
-        document = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise SettingsError(f'{path} does not exist; "anabranch init DIR" writes an example') from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as exc:
@@ -78,10 +79,13 @@ def load_config(path: Path, environment: Mapping[str, str] = os.environ) -> Conf
     try:
         pipeline = Pipeline.model_validate(resolved)
     except ValidationError as exc:
-        raise SettingsError(_sentence(path, exc.errors()[0], secrets)) from exc
+        # The cause would print values, secret ones too.
+        raise SettingsError(_sentence(path, resolved, exc.errors(), secrets)) from None
     host = pipeline.learner.status.rpartition(":")[0]
     if not is_loopback(host) and not pipeline.serving.tokens.read.get_secret_value():
-        raise SettingsError(f'{path}: learner.status = "{host}:..." is not loopback, so serving.tokens.read is required')
+        raise SettingsError(
+            f'{path}: learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
+        )
     return Config(pipeline, path)
 
 
@@ -89,41 +93,51 @@ def _override(document: dict[str, Any], environment: Mapping[str, str]) -> None:
     for name, text in environment.items():
         if not name.startswith(ENVIRONMENT_PREFIX):
             continue
-        *sections, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-        place = document
+        place, kind = document, cast("Any", Pipeline)
+        *sections, last = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
         for section in sections:
-            place = place.setdefault(section, {})
+            key, kind = _step(kind, section, place, name)
+            place = place.setdefault(key, {})
             if not isinstance(place, dict):
-                raise SettingsError(f"{name}: {section} is a value, not a section")
-        place[_known(Pipeline, (*sections, key), name)] = _toml_value(text)
+                raise SettingsError(f"{name}: {key} is a value, not a section")
+        key, kind = _step(kind, last, place, name)
+        place[key] = _value(text, kind)
 
 
-def _known(model: type[BaseModel], keys: tuple[str, ...], name: str) -> str:
-    """Return the last key as the settings spell it; an override of an unknown key is an error."""
-    for place, key in enumerate(keys):
-        names = dict(_keys(model))
-        if key not in names:
-            raise SettingsError(f"{name}: there is no key {'.'.join(keys[: place + 1])}{_nearest(key, names)}")
-        inner = names[key]
-        if inner is None:
-            return keys[-1] if place < len(keys) - 1 else key
-        model = inner
-    return keys[-1]
+def _step(kind: Any, part: str, place: Mapping[str, Any], name: str) -> tuple[str, Any]:
+    """Return the key that a part of a variable's name stands for, and the type of its value."""
+    types = alternatives(kind)
+    models = [model for model in types if isinstance(model, type) and issubclass(model, BaseModel)]
+    if len(models) == 1:
+        known = {field.alias or key: field.annotation for key, field in models[0].model_fields.items()}
+        if part.lower() in known:
+            return part.lower(), known[part.lower()]
+        if models[0].model_config.get("extra") == "forbid":
+            raise SettingsError(f"{name}: there is no key {part.lower()}{_nearest(part.lower(), known)}")
+    # Names that the user gives (features, arguments) may have capitals, which many environments do not.
+    key = next((key for key in place if key.lower() == part.lower()), part.lower())
+    inner = next((get_args(type_)[1] for type_ in types if get_origin(type_) is dict), Any)
+    return key, inner
 
 
-def _keys(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel] | None]]:
-    for name, field in model.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        closed = [kind for kind in sections if kind.model_config.get("extra") == "forbid"]
-        yield field.alias or name, closed[0] if len(closed) == 1 else None
+def alternatives(kind: Any) -> list[Any]:
+    """Return the members of a union, or the one type, without annotations."""
+    if get_origin(kind) is Annotated:
+        return alternatives(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [inner for member in get_args(kind) for inner in alternatives(member)]
+    return [kind]
 
 
-def _toml_value(text: str) -> Any:
+def _value(text: str, kind: Any) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    value = document.pop("value")
+    is_text = {str, SecretStr, Path} & set(alternatives(kind))
+    # A password such as 1e5 is no number, and what goes on after the value is no value.
+    return text if document or (is_text and not isinstance(value, str | dict)) else value
 
 
 def _resolve(
@@ -143,39 +157,75 @@ def _resolve(
         case {"file": str(name)} if len(value) == 1:
             secrets.add(place)
             try:
-                return (folder / name).read_text().strip()
+                return (folder / name).read_text(encoding="utf-8").strip()
             except OSError as exc:
                 raise SettingsError(f"{'.'.join(place)}: cannot read {folder / name}: {exc.strerror}") from exc
+            except UnicodeDecodeError:
+                raise SettingsError(f"{'.'.join(place)}: {folder / name} is not UTF-8 text") from None
     return {key: _resolve(item, (*place, key), folder, environment, secrets) for key, item in value.items()}
 
 
-def _sentence(path: Path, error: ErrorDetails, secrets: set[tuple[str, ...]]) -> str:
-    place = tuple(str(part) for part in error["loc"])
+def _sentence(
+    path: Path, document: Mapping[str, Any], errors: list[ErrorDetails], secrets: set[tuple[str, ...]]
+) -> str:
+    error = min(errors, key=_rank)
+    place = _place(document, error)
     key = ".".join(place)
     if error["type"] == "extra_forbidden":
-        return f"{path}: unknown key {key}{_nearest(place[-1], dict(_keys(_model_at(place[:-1]))))}"
+        return f"{path}: unknown key {key}{_nearest(place[-1], _known_keys(place[:-1]))}"
     if error["type"] == "missing":
         return f"{path}: {key} is missing"
-    message = error["msg"].removeprefix("Value error, ")
+    message = error["msg"].removeprefix("Value error, ").replace("tuple", "list").replace("Tuple", "List")
+    if error["type"] == "model_type":
+        message = "must be a section"
     if isinstance(error["input"], Mapping):
         return f"{path}: {key}: {message}"
-    hidden = place in secrets or isinstance(error["input"], SecretStr) or "tokens" in place or "properties" in place
+    shared = any(secret[: len(place)] == place[: len(secret)] for secret in secrets)
+    hidden = shared or isinstance(error["input"], SecretStr) or "tokens" in place or "properties" in place
     return f"{path}: {key} = {'(hidden)' if hidden else repr(error['input'])}: {message}"
 
 
-def _model_at(place: tuple[str, ...]) -> type[BaseModel]:
-    """Return the section at a place, as far as it can be told from the path."""
-    model: type[BaseModel] = Pipeline
+def _rank(error: ErrorDetails) -> int:
+    """An unknown key explains a missing one; that a value is of no member of a union says less than why not."""
+    if error["type"] == "extra_forbidden":
+        return 0
+    return 2 if error["type"].endswith(("_type", "_parsing")) else 1
+
+
+def _place(document: Mapping[str, Any], error: ErrorDetails) -> tuple[str, ...]:
+    """Return the keys that lead to an error in the file; pydantic's own path also names the members of unions."""
+    node: Any = document
+    place: list[str] = []
+    for part in error["loc"]:
+        inside = part in node if isinstance(node, Mapping) else isinstance(node, list) and isinstance(part, int)
+        if inside:
+            node = node[part]
+            place.append(str(part))
+    if error["type"] == "missing":
+        place.append(str(error["loc"][-1]))
+    return tuple(place)
+
+
+def _known_keys(place: tuple[str, ...]) -> list[str]:
+    """Return the keys of the section at a place, of every kind of section that may stand there."""
+    models: list[type[BaseModel]] = [Pipeline]
     for key in place:
-        field = next((f for name, f in model.model_fields.items() if key in (f.alias, name)), None)
-        if field is None:
-            continue
-        kinds = [field.annotation, *get_args(field.annotation)]
-        kinds += [inner for kind in kinds for inner in get_args(kind)]
-        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), model)
-    return model
+        fields = [f for model in models for name, f in model.model_fields.items() if key == (f.alias or name)]
+        models = [model for field in fields for model in _models(field.annotation)] or models
+    return [field.alias or name for model in models for name, field in model.model_fields.items()]
 
 
-def _nearest(key: str, names: Mapping[str, object]) -> str:
+def _models(kind: Any) -> list[type[BaseModel]]:
+    """Return the sections that a value, or each value of a table, may be."""
+    types = [
+        inner
+        for type_ in alternatives(kind)
+        for inner in (get_args(type_)[1:] if get_origin(type_) is dict else [type_])
+    ]
+    return [type_ for type_ in types if isinstance(type_, type) and issubclass(type_, BaseModel)]
+
+
+def _nearest(key: str, names: Iterable[str]) -> str:
+    names = sorted(names)
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    return f'; the nearest known key is "{close[0]}"' if close else f"; known keys are {', '.join(sorted(names))}"
+    return f'; the nearest known key is "{close[0]}"' if close else f"; known keys are {', '.join(names)}"

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import FrameType
 
+from anabranch.intruders import refuse_intruders
 from ingest.errors import AnabranchError, DependencyError
-
-INTRUDERS_CHECKED = ("ingest", "replay", "learner", "serving")
 
 log = logging.getLogger("anabranch")
 
@@ -31,14 +30,14 @@ def exit_code(error: AnabranchError) -> Exit:
     return Exit.DEPENDENCY if isinstance(error, DependencyError) else Exit.SETTINGS
 
 
-def run(main: Callable[[], None]) -> int:
-    """Run `main`, print an error of ours as one sentence on stderr, and return the exit code."""
+def run(main: Callable[[], Exit | None]) -> Exit:
+    """Run `main`, print an error of ours as one sentence on stderr, and return the exit code (None is DONE)."""
+    refuse_intruders()
     try:
-        main()
+        return main() or Exit.DONE
     except AnabranchError as exc:
         sys.stderr.write(f"anabranch: {exc}\n")
         return exit_code(exc)
-    return Exit.DONE
 
 
 def configure_logging(verbose: bool = False) -> None:
@@ -54,9 +53,14 @@ def configure_logging(verbose: bool = False) -> None:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
-    """Set the event on the first SIGTERM or SIGINT; a second one has its usual effect. Restores the handlers."""
+    """Set the event on the first SIGTERM or SIGINT; a second one has its usual effect. Restores the handlers.
+
+    SIGHUP, which is a terminal that was closed, is one of them unless it is ignored, as `nohup` does.
+    """
     stop = threading.Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in signals}
 
     def restore() -> None:
@@ -66,7 +70,8 @@ def stop_on_signals() -> Iterator[threading.Event]:
     def on_signal(number: int, _frame: FrameType | None) -> None:
         restore()
         stop.set()
-        os.write(sys.stderr.fileno(), f"anabranch: stopping on {signal.Signals(number).name}\n".encode())
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            os.write(sys.stderr.fileno(), f"anabranch: stopping on {signal.Signals(number).name}\n".encode())
 
     for number in signals:
         signal.signal(number, on_signal)

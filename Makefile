@@ -1,0 +1,95 @@
+# make demo | test | check | bench | fmt: each makes .venv first, when it is missing or stale.
+#
+#   ARGS='...'          goes to the demo, to pytest or to the benchmarks
+#   PYTHON=python3.12   the Python to take, instead of the first one that fits
+#   TORCH_INDEX=URL     where torch comes from, instead of the choice below
+#
+# Kept to what GNU make 3.81 understands, the one that macOS has.
+
+ARGS ?=
+PYTHON ?=
+TORCH_INDEX ?=
+TORCH_CPU_INDEX = https://download.pytorch.org/whl/cpu
+
+PYTHONS = $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
+FITS = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
+
+# Scripts in a .venv name its place, so one that was copied or moved from elsewhere does not work here.
+HERE = $(shell .venv/bin/python -c "" 2>/dev/null && cat .venv/.place 2>/dev/null)
+AGAIN = $(if $(filter-out x$(CURDIR),x$(HERE)),again)
+
+.NOTPARALLEL:
+.PHONY: help demo test check bench fmt clean again
+
+help:
+	@echo "make demo    the whole pipeline on this machine, with embedded parts and real data"
+	@echo "make test    every test"
+	@echo "make check   lint, format, types and import layers"
+	@echo "make bench   every benchmark, in its quick form"
+	@echo "make fmt     format the code"
+	@echo "make clean   remove .venv and what the tools leave behind"
+
+demo: .venv/.demo
+	@.venv/bin/anabranch demo $(ARGS)
+
+test: .venv/.dev
+	@.venv/bin/python -m pytest $(ARGS)
+
+check: .venv/.dev
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+bench: .venv/.dev
+	@set -e; found=; \
+	for file in benchmarks/*.py; do \
+	  [ -f "$$file" ] || continue; \
+	  found=yes; echo "== $$file"; .venv/bin/python "$$file" --quick $(ARGS); \
+	done; \
+	[ -n "$$found" ] || echo "there are no benchmarks yet"
+
+fmt: .venv/.dev
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+
+# .demo holds what the demo needs, .dev everything.
+.venv/.demo: EXTRA = embedded
+.venv/.dev: EXTRA = dev
+.venv/.demo .venv/.dev: pyproject.toml constraints.txt $(AGAIN)
+	@set -eu; say() { printf '%s\n' "anabranch: $$*" >&2; }; \
+	if [ "$$(cat .venv/.place 2>/dev/null)" != "$(CURDIR)" ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then \
+	  chosen=; bare=; \
+	  for python in $(PYTHONS); do \
+	    "$$python" -c '$(FITS)' >/dev/null 2>&1 || continue; \
+	    if "$$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then chosen=$$python; break; fi; \
+	    [ -n "$$bare" ] || bare=$$python; \
+	  done; \
+	  if [ -z "$$chosen" ] && [ -n "$$bare" ]; then \
+	    say "$$bare has no venv module; install it (Debian and Ubuntu: apt install python3-venv), then run make again"; exit 1; \
+	  elif [ -z "$$chosen" ]; then \
+	    say "needs Python 3.11 to 3.14, and none of these is one: $(PYTHONS); install one, or name it with PYTHON=..."; exit 1; \
+	  fi; \
+	  say "making .venv with $$("$$chosen" -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
+	  "$$chosen" -m venv --clear .venv; \
+	  printf '%s\n' "$(CURDIR)" > .venv/.place; \
+	fi; \
+	pip() { .venv/bin/python -m pip --disable-pip-version-check "$$@"; }; \
+	torch=$$(grep '^torch==' constraints.txt); \
+	if [ -n "$(TORCH_INDEX)" ]; then \
+	  say "installing $$torch from $(TORCH_INDEX)"; \
+	  pip install --no-deps --force-reinstall --index-url "$(TORCH_INDEX)" "$$torch"; \
+	elif pip install -q --dry-run --no-index --no-deps "$$torch" >/dev/null 2>&1; then \
+	  pip install -q --no-index --no-deps "$$torch"; \
+	elif [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null; then \
+	  say "installing $$torch for the CPU, since there is no NVIDIA device (TORCH_INDEX=URL takes another build)"; \
+	  pip install --no-deps --extra-index-url "$(TORCH_CPU_INDEX)" "$$torch"; \
+	  .venv/bin/python -c 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))' || \
+	    say "$(TORCH_CPU_INDEX) has not answered: this torch brings CUDA libraries of several gigabytes"; \
+	fi; \
+	say "installing anabranch[$(EXTRA)] and what it needs (about a minute)"; \
+	pip install -q -c constraints.txt -e '.[$(EXTRA)]'
+	@touch .venv/.demo $@

@@ -1,0 +1,315 @@
+"""What tests share: a Kafka broker for the session, topics of their own, and plain ways to write and read them.
+
+A test that takes `kafka` is marked `services` by that alone. Without any broker it is skipped, but fails under CI.
+"""
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
+from kafka.admin import NewTopic
+from kafka.errors import KafkaError
+
+from anabranch.broker import EmbeddedBroker
+from ingest.errors import AnabranchError
+
+START = "ANABRANCH_TEST_KAFKA_START"
+IMAGE = "apache/kafka:4.1.0"
+PATIENCE_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Broker:
+    """A Kafka broker that tests may use; topics are not created by use."""
+
+    bootstrap: str
+    """`HOST:PORT` of a listener without authentication."""
+    kind: str
+    """`command`, `docker` or `embedded`."""
+
+
+@dataclass(frozen=True)
+class SaslBroker:
+    """A Kafka broker that wants SASL/PLAIN on one listener and nothing on another."""
+
+    bootstrap: str
+    plain: str
+    user: str = "alice"
+    password: str = "secret"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"kafka", "sasl_kafka"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.services)
+        if item.get_closest_marker("gpu") and not _has_cuda():
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_kafka() -> None:
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)
+
+
+@pytest.fixture(scope="session")
+def kafka() -> Iterator[Broker]:
+    """A broker: the one that START names, else Apache Kafka in Docker, else the embedded one."""
+    with contextlib.ExitStack() as stack:
+        if os.environ.get(START):
+            port = _free_ports(2)
+            stack.enter_context(_commanded(port, [], f"127.0.0.1:{port}"))
+            yield Broker(f"127.0.0.1:{port}", "command")
+        elif _docker_answers():
+            yield Broker(stack.enter_context(_container()), "docker")
+        else:
+            broker = EmbeddedBroker()
+            try:
+                stack.enter_context(broker)
+            except AnabranchError as exc:
+                _absent(f"no Kafka broker: {START} is not set, no Docker engine answers, and {exc}")
+            yield Broker(broker.bootstrap, "embedded")
+
+
+@pytest.fixture(scope="session")
+def sasl_kafka() -> Iterator[SaslBroker]:
+    """A broker with SASL/PLAIN; only Apache Kafka itself does this, so that it is there with START alone, CI or not."""
+    if not os.environ.get(START):
+        pytest.skip(f"{START} is not set, and the other brokers have no SASL listener")
+    port = _free_ports(3)
+    sasl, plain = f"127.0.0.1:{port}", f"127.0.0.1:{port + 2}"
+    listeners = f"SASL_PLAINTEXT://{sasl},PLAINTEXT://{plain}"
+    login = 'org.apache.kafka.common.security.plain.PlainLoginModule required user_alice="secret";'
+    properties = [
+        f"listeners={listeners},CONTROLLER://127.0.0.1:{port + 1}",
+        f"advertised.listeners={listeners}",
+        "sasl.enabled.mechanisms=PLAIN",
+        f"listener.name.sasl_plaintext.plain.sasl.jaas.config={login}",
+    ]
+    with _commanded(port, properties, plain):
+        yield SaslBroker(sasl, plain)
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Returns a port of loopback that is free now."""
+    return _free_ports
+
+
+@pytest.fixture
+def create_topic() -> Callable[..., None]:
+    """Creates a topic and returns once every client can see it: `create_topic(bootstrap, topic, partitions=1)`."""
+    return _create_topics
+
+
+@pytest.fixture
+def make_topic(kafka: Broker, request: pytest.FixtureRequest) -> Callable[..., str]:
+    """Makes a topic that no other test uses, and its `.dead`: `make_topic(partitions=1) -> name`."""
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:60].strip("-")
+
+    def make(partitions: int = 1) -> str:
+        topic = f"{stem}-{uuid.uuid4().hex[:12]}"
+        _create_topics(kafka.bootstrap, topic, partitions)
+        _create_topics(kafka.bootstrap, f"{topic}.dead", 1)
+        return topic
+
+    return make
+
+
+@pytest.fixture
+def produce() -> Callable[..., list[int]]:
+    """Writes messages and returns their offsets, once they are acknowledged.
+
+    `produce(bootstrap, topic, values, *, partition=0, key=None, headers=(), timestamp_ms=None)`: a value that is
+    neither bytes nor None is sent as JSON; with `partition=None` the client spreads them.
+    """
+    return _produce
+
+
+@pytest.fixture
+def consume_all() -> Callable[..., list[Any]]:
+    """Reads what a topic holds, `consume_all(bootstrap, topic, at_least=0, patience=20.0)`.
+
+    Returns kafka-python's records in the order of (partition, offset), as soon as there are `at_least` and the end of
+    every partition is reached.
+    """
+    return _consume_all
+
+
+def _absent(reason: str) -> NoReturn:
+    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _free_ports(count: int = 1) -> int:
+    """Return the first of `count` neighbouring ports that are free now."""
+    for _ in range(100):
+        with contextlib.ExitStack() as stack:
+            first = _bound(stack, 0)
+            with contextlib.suppress(OSError, OverflowError):
+                for place in range(1, count):
+                    _bound(stack, first + place)
+                return first
+    raise AssertionError(f"there are no {count} neighbouring free ports")
+
+
+def _bound(stack: contextlib.ExitStack, port: int) -> int:
+    probe = stack.enter_context(socket.socket())
+    probe.bind(("127.0.0.1", port))
+    taken: int = probe.getsockname()[1]
+    return taken
+
+
+@contextlib.contextmanager
+def _commanded(port: int, properties: Sequence[str], bootstrap: str) -> Iterator[None]:
+    """Run START's command as a child in a session of its own; nothing of it and of its files is left afterwards."""
+    with tempfile.TemporaryDirectory(prefix="anabranch-kafka-", ignore_cleanup_errors=True) as folder:
+        command = [*shlex.split(os.environ[START]), str(port), f"{folder}/data", *properties]
+        log = Path(folder, "log")
+        with log.open("wb") as said:
+            # The guard ends the broker also when the tests are killed.
+            process = subprocess.Popen(
+                [sys.executable, "-m", "anabranch.guard", *command],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            _wait_until_it_answers(bootstrap, process, log)
+            yield
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(20)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait_until_it_answers(bootstrap: str, process: subprocess.Popen[bytes] | None, log: Path | None) -> None:
+    host, _, port = bootstrap.rpartition(":")
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        # A bare connection first, since the client's own attempts back off.
+        with contextlib.suppress(OSError, KafkaError):
+            socket.create_connection((host, int(port)), timeout=1).close()
+            with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
+                admin.list_topics()
+                return
+        if time.monotonic() > deadline or (process is not None and process.poll() is not None):
+            said = log.read_text(errors="replace")[-2000:] if log else ""
+            pytest.fail(f"the Kafka broker does not answer on {bootstrap}; it said: {said}")
+        time.sleep(0.1)
+
+
+def _docker_answers() -> bool:
+    import docker
+    from docker.errors import DockerException
+
+    with warnings.catch_warnings():
+        # Docker's client leaves its socket open when nothing answers.
+        warnings.simplefilter("ignore", ResourceWarning)
+        try:
+            with contextlib.closing(docker.from_env(timeout=5)) as client:
+                return bool(client.ping())
+        except DockerException:
+            return False
+        finally:
+            gc.collect()
+
+
+@contextlib.contextmanager
+def _container() -> Iterator[str]:
+    from testcontainers.core.container import DockerContainer
+
+    port = _free_ports()
+    container = DockerContainer(IMAGE).with_bind_ports(9092, port)
+    bootstrap = f"{container.get_container_host_ip()}:{port}"
+    environment = {
+        "KAFKA_NODE_ID": "1",
+        "KAFKA_PROCESS_ROLES": "broker,controller",
+        "KAFKA_CONTROLLER_QUORUM_VOTERS": "1@localhost:9093",
+        "KAFKA_CONTROLLER_LISTENER_NAMES": "CONTROLLER",
+        "KAFKA_LISTENERS": "PLAINTEXT://:9092,CONTROLLER://:9093,INTERNAL://:9094",
+        # The broker reaches itself (for transactions) by a listener that does not lead through the host.
+        "KAFKA_ADVERTISED_LISTENERS": f"PLAINTEXT://{bootstrap},INTERNAL://localhost:9094",
+        "KAFKA_LISTENER_SECURITY_PROTOCOL_MAP": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,INTERNAL:PLAINTEXT",
+        "KAFKA_INTER_BROKER_LISTENER_NAME": "INTERNAL",
+        "KAFKA_AUTO_CREATE_TOPICS_ENABLE": "false",
+        "KAFKA_OFFSETS_TOPIC_REPLICATION_FACTOR": "1",
+        "KAFKA_TRANSACTION_STATE_LOG_REPLICATION_FACTOR": "1",
+        "KAFKA_TRANSACTION_STATE_LOG_MIN_ISR": "1",
+        "KAFKA_GROUP_INITIAL_REBALANCE_DELAY_MS": "0",
+    }
+    for name, value in environment.items():
+        container.with_env(name, value)
+    with container:
+        _wait_until_it_answers(bootstrap, None, None)
+        yield bootstrap
+
+
+def _create_topics(bootstrap: str, topic: str, partitions: int = 1) -> None:
+    with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
+        admin.create_topics([NewTopic(topic, partitions, 1)], wait_for_metadata=True)
+
+
+def _produce(
+    bootstrap: str,
+    topic: str,
+    values: Sequence[Any],
+    *,
+    partition: int | None = 0,
+    key: bytes | None = None,
+    headers: Sequence[tuple[str, bytes]] = (),
+    timestamp_ms: int | None = None,
+) -> list[int]:
+    def encoded(value: Any) -> bytes | None:
+        return value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
+
+    with contextlib.closing(KafkaProducer(bootstrap_servers=bootstrap, linger_ms=5)) as producer:
+        sent = [producer.send(topic, encoded(value), key, list(headers), partition, timestamp_ms) for value in values]
+        return [future.get(30).offset for future in sent]
+
+
+def _consume_all(bootstrap: str, topic: str, at_least: int = 0, patience: float = 20.0) -> list[Any]:
+    records: list[Any] = []
+    deadline = time.monotonic() + patience
+    with contextlib.closing(KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")) as consumer:
+        partitions = [TopicPartition(topic, number) for number in sorted(consumer.partitions_for_topic(topic) or ())]
+        assert partitions, f"there is no topic {topic} on {bootstrap}"
+        consumer.assign(partitions)
+        while True:
+            for batch in consumer.poll(timeout_ms=100).values():
+                records += batch
+            ends = consumer.end_offsets(partitions)
+            if len(records) >= at_least and all(consumer.position(part) >= ends[part] for part in partitions):
+                return sorted(records, key=lambda record: (record.partition, record.offset))
+            assert time.monotonic() < deadline, f"{topic} has {len(records)} records after {patience} s, not {at_least}"

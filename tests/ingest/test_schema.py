@@ -1,0 +1,130 @@
+import hashlib
+
+import numpy as np
+import pytest
+
+from ingest.config import SchemaSettings
+from ingest.errors import SettingsError
+from ingest.schema import Schema
+
+LABEL = {"name": "y", "classes": 10}
+
+
+def schema_of(features, **more):
+    return Schema(SchemaSettings.model_validate({"features": features, "label": LABEL} | more))
+
+
+def test_a_column_has_the_features_dtype_and_shape():
+    schema = schema_of(
+        {
+            "pixels": {"dtype": "uint8", "shape": [8, 8]},
+            "price": {"dtype": "float64"},
+            "colour": {"dtype": "string", "encode": {"vocab": ["red"]}, "shape": [3]},
+        }
+    )
+    assert schema.payload() == {
+        "feature.pixels": (np.uint8, (8, 8)),
+        "feature.price": (np.float64, ()),
+        "feature.colour": (np.int64, (3,)),
+        "label": (np.int64, ()),
+        "labelled": (np.bool_, ()),
+        "weight": (np.float32, ()),
+    }
+    assert [feature.is_string for feature in schema.features] == [False, False, True]
+
+
+def test_a_declared_time_is_a_column_and_other_fields_are_none():
+    fields = {name: {"name": name[0]} for name in ("key", "time", "weight", "group")}
+    schema = schema_of({"x": {"dtype": "int8"}}, **fields)
+    assert (schema.key, schema.time, schema.weight, schema.group) == ("k", "t", "w", "g")
+    assert list(schema.payload()) == ["feature.x", "label", "labelled", "weight", "time"]
+    assert schema.payload()["time"] == (np.float64, ())
+
+
+@pytest.mark.parametrize(
+    ("label", "dtype", "classes", "names", "wire"),
+    [
+        ({"name": "y", "classes": 3}, np.int64, 3, None, np.int64),
+        ({"name": "y", "dtype": "uint8", "classes": 3}, np.int64, 3, None, np.uint8),
+        ({"name": "y", "classes": ["no", "yes"]}, np.int64, 2, ("no", "yes"), np.int64),
+        ({"name": "y", "dtype": "float32"}, np.float32, None, None, np.float32),
+    ],
+)
+def test_classes_are_indices_and_regression_keeps_its_dtype(label, dtype, classes, names, wire):
+    found = schema_of({"x": {"dtype": "int8"}}, label=label).label
+    assert (found.dtype, found.classes, found.names, found.wire) == (dtype, classes, names, wire)
+    assert found.missing == -1 if classes else np.isnan(found.missing)
+
+
+class TestDigest:
+    FEATURES = {"a": {"dtype": "float32", "shape": [2]}, "b": {"dtype": "int8"}}
+
+    def test_is_the_same_for_the_same_columns(self):
+        swapped = dict(reversed(self.FEATURES.items()))
+        written_out = {name: {"shape": [], "default": None} | feature for name, feature in self.FEATURES.items()}
+        digests = {schema_of(features).digest for features in (self.FEATURES, swapped, written_out)}
+        assert len(digests) == 1
+
+    def test_stays_what_it_was_when_it_was_first_written(self):
+        text = (
+            '{"features":{"a":{"dtype":"float32","shape":[2]},"b":{"dtype":"int8"}},"label":{"classes":10,"name":"y"}}'
+        )
+        assert schema_of(self.FEATURES).digest == hashlib.sha256(text.encode()).hexdigest()
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"features": FEATURES | {"b": {"dtype": "int16"}}},
+            {"features": FEATURES | {"b": {"dtype": "int8", "default": 0}}},
+            {"features": FEATURES | {"c": {"dtype": "int8"}}},
+            {"label": {"name": "y", "classes": 11}},
+            {"label": {"name": "z", "classes": 10}},
+            {"key": {"name": "k"}},
+        ],
+    )
+    def test_differs_for_other_columns(self, change):
+        assert schema_of(**({"features": self.FEATURES} | change)).digest != schema_of(self.FEATURES).digest
+
+
+class TestDefaults:
+    @pytest.mark.parametrize(
+        ("feature", "column"),
+        [
+            ({"dtype": "float32", "default": 1}, np.float32(1)),
+            ({"dtype": "float32", "shape": [3], "default": 0.5}, np.full(3, 0.5, np.float32)),
+            ({"dtype": "int8", "shape": [2], "default": [1, -1]}, np.array([1, -1], np.int8)),
+            ({"dtype": "uint64", "default": 2**63}, np.uint64(2**63)),
+            ({"dtype": "bool", "default": True}, np.True_),
+            (
+                {"dtype": "float16", "shape": [2, 2], "default": [[1, 2], [3, 4]]},
+                np.array([[1, 2], [3, 4]], np.float16),
+            ),
+            ({"dtype": "string", "encode": {"vocab": ["a", "b"]}, "default": "b"}, np.int64(2)),
+            ({"dtype": "string", "encode": {"vocab": ["a"]}, "shape": [2], "default": ["a", "?"]}, np.array([1, 0])),
+        ],
+    )
+    def test_become_a_column_of_one_event(self, feature, column):
+        (found,) = schema_of({"x": feature}).features
+        assert found.default.dtype == found.dtype
+        np.testing.assert_array_equal(found.default, column, strict=True)
+
+    @pytest.mark.parametrize(
+        ("feature", "reason"),
+        [
+            ({"dtype": "float32", "default": "one"}, "it is not a number"),
+            ({"dtype": "float32", "default": float("nan")}, "it is not a finite float32"),
+            ({"dtype": "float16", "default": 70_000}, "it is not a finite float16"),
+            ({"dtype": "float32", "default": [1, [2]]}, "inhomogeneous"),
+            ({"dtype": "float32", "shape": [3], "default": [1, 2]}, "could not be broadcast"),
+            ({"dtype": "float32", "default": [1, 2]}, "cannot broadcast"),
+            ({"dtype": "uint8", "default": 256}, "it is not a uint8"),
+            ({"dtype": "uint8", "default": -1}, "it is not a uint8"),
+            ({"dtype": "int8", "default": 1.5}, "it is not a int8"),
+            ({"dtype": "bool", "default": 2}, "it is not a bool"),
+            ({"dtype": "int64", "default": 2**70}, "it is not a number"),
+            ({"dtype": "string", "encode": {"hash": 9}, "default": 3}, "it is not a string"),
+        ],
+    )
+    def test_that_do_not_fit_are_refused(self, feature, reason):
+        with pytest.raises(SettingsError, match=f"schema.features.x.default = .* does not fit dtype .*: .*{reason}"):
+            schema_of({"x": feature})

@@ -1,0 +1,241 @@
+"""The house: layers, light imports, and the names that are seen from outside, which change only on purpose."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anabranch import reference
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("anabranch", "serving", "learner", "replay", "ingest")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+HOME = {
+    "confluent_kafka": {"ingest"},
+    "faiss": {"replay/index.py"},
+    "fastapi": {"serving/app.py"},
+    "kafka": {"ingest"},
+    "redis": {"replay/redis.py"},
+    "rich": {"anabranch"},
+    "safetensors": {"learner/version.py"},
+    "sklearn": {"anabranch/demo"},
+    "starlette": {"serving/app.py"},
+    "torch": {"learner", "replay", "serving", "anabranch/demo", "anabranch/template"},
+    "typer": {"anabranch"},
+    "uvicorn": {"serving/app.py", "serving/server.py"},
+}
+"""Where each third party may be imported; those that are not listed may be anywhere."""
+
+KEYS_OF_THE_DESIGN = words("""
+    name state_dir seed
+    stream.bootstrap_servers stream.topics stream.dead_letter_topic stream.group_id stream.format stream.start
+    stream.on_gap stream.unlabelled stream.isolation_level stream.client stream.properties
+    schema.features.*.dtype schema.features.*.shape schema.features.*.encode.vocab schema.features.*.encode.hash
+    schema.features.*.default schema.label.name schema.label.dtype schema.label.classes
+    schema.key.name schema.time.name schema.weight.name schema.group.name
+    model.factory model.args model.task
+    learner.batch_size learner.replay_ratio learner.strategy learner.optimizer.name learner.optimizer.lr
+    learner.precision learner.device learner.stop_timeout learner.status
+    replay.admission replay.sampling replay.capacity replay.device_bytes
+    versions.publish_every versions.keep versions.keep_hourly
+    gate.guard_fraction gate.guard_rows
+    serving.host serving.port serving.max_batch serving.max_delay
+    serving.tokens.read serving.tokens.admin serving.tls.cert serving.tls.key
+""")
+KEYS_ADDED = words("""
+    stream.max_message_bytes stream.buffer_bytes
+    learner.max_delay learner.max_grad_norm
+    serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
+""")
+
+METRICS_OF_THE_DESIGN = words("""
+    anabranch_ingest_rows_total anabranch_ingest_lag_offsets
+    anabranch_learner_steps_total anabranch_learner_rows_trained_total anabranch_learner_step_duration_seconds
+    anabranch_learner_accuracy_ratio anabranch_publish_skipped_total anabranch_gate_verdicts_total
+    anabranch_replay_rows anabranch_replay_bytes anabranch_replay_draw_duration_seconds
+    anabranch_serving_requests_total anabranch_serving_request_duration_seconds anabranch_serving_version
+    anabranch_serving_freshness_duration_seconds anabranch_serving_swaps_total
+""")
+METRICS_ADDED = words("""
+    anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
+""")
+
+COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status"}
+
+
+def in_a_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+
+
+@pytest.mark.timeout(300)
+def test_imports_run_against_the_data_flow():
+    linted = subprocess.run([Path(sys.executable).with_name("lint-imports")], cwd=ROOT, capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+def test_each_third_party_is_known_to_one_part_of_the_house():
+    strangers = []
+    for path in FILES:
+        place = path.relative_to(ROOT).as_posix()
+        for name in imports(path):
+            home = HOME.get(name.partition(".")[0])
+            if home is not None and not any(place == part or place.startswith(f"{part}/") for part in home):
+                strangers.append(f"{place} imports {name}")
+    assert strangers == []
+
+
+def test_the_packages_hold_a_docstring_and_nothing_else():
+    for package in PACKAGES:
+        body = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8")).body
+        assert [type(node) for node in body] == [ast.Expr], package
+        assert isinstance(body[0].value.value, str)
+
+
+def test_tests_are_no_packages():
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("serving.app", ["kafka", "confluent_kafka", "redis", "faiss"]),
+        ("anabranch.cli", ["torch", "kafka", "confluent_kafka", "sklearn", "fastapi", "uvicorn", "numpy"]),
+        ("ingest.source", ["torch", "kafka", "confluent_kafka"]),
+        ("ingest.__main__", ["torch"]),
+        *((f"{package}.config", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]) for package in PACKAGES),
+    ],
+)
+def test_an_import_is_light(module, unwanted):
+    done = in_a_new_process(f"import sys, {module}; print(*[name for name in {unwanted} if name in sys.modules])")
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_help_needs_neither_torch_nor_kafka():
+    done = in_a_new_process(
+        "import sys; from anabranch.__main__ import main; sys.argv = ['anabranch', '--help']; code = main();"
+        "print('loaded', *[name for name in ('torch', 'kafka', 'sklearn') if name in sys.modules]); sys.exit(code)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded"
+
+
+def test_the_keys_of_the_settings_are_frozen():
+    assert sorted(key for key, _ in reference.settings()) == sorted(KEYS_OF_THE_DESIGN + KEYS_ADDED)
+
+
+def test_every_key_says_what_it_is_for():
+    assert [key for key, field in reference.settings() if not field.description] == []
+
+
+def test_the_names_of_the_metrics_are_frozen():
+    assert sorted(reference.metrics()) == sorted(METRICS_OF_THE_DESIGN + METRICS_ADDED)
+
+
+def test_no_metric_is_defined_beside_those():
+    names = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+                "Counter",
+                "Gauge",
+                "Histogram",
+                "Summary",
+            ):
+                suffix = "_total" if node.func.id == "Counter" else ""
+                names |= {f"{arg.value}{suffix}" for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+    assert names == set(reference.metrics())
+
+
+def test_the_commands_are_frozen():
+    assert set(reference.commands()) == COMMANDS
+
+
+def test_every_command_has_an_example():
+    for name, command in reference.commands().items():
+        assert f"Example: anabranch {name}" in command.epilog
+
+
+def test_the_reference_is_that_of_the_code():
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert page == reference.reference(), "write it anew: python -m anabranch.reference > docs/reference.md"
+    added = page.partition("## Names beyond the design")[2]
+    assert [name for name in KEYS_ADDED + METRICS_ADDED if f"`{name}`" not in added] == []
+
+
+class TestIntruders:
+    """Other distributions install a top-level `replay` too."""
+
+    def start(self, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "anabranch", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            # Before the working directory, where this checkout's own packages are found.
+            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])},
+        )
+
+    @pytest.mark.parametrize("package", ["ingest", "replay", "learner", "serving"])
+    def test_one_that_hides_ours_is_named_at_start(self, tmp_path, package):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('an intruder is not imported')\n")
+        done = self.start(tmp_path, "--help")
+        assert done.returncode == 2
+        assert done.stderr.startswith(f'anabranch: the package "{package}" in {tmp_path.resolve() / package} hides')
+        assert "environment of its own" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+    def test_one_that_is_a_single_file_is_named_too(self, tmp_path):
+        (tmp_path / "replay.py").write_text("")
+        done = self.start(tmp_path, "--help")
+        assert done.returncode == 2
+        assert str(tmp_path.resolve() / "replay.py") in done.stderr
+
+    def test_the_distribution_that_it_belongs_to_is_named(self, tmp_path):
+        (tmp_path / "replay").mkdir()
+        (tmp_path / "replay" / "__init__.py").write_text("")
+        record = tmp_path / "replay_rec-1.0.dist-info"
+        record.mkdir()
+        (record / "METADATA").write_text("Metadata-Version: 2.1\nName: replay-rec\nVersion: 1.0\n")
+        (record / "RECORD").write_text("replay/__init__.py,,\n")
+        (record / "top_level.txt").write_text("replay\n")
+        assert "(replay-rec)" in self.start(tmp_path, "--help").stderr
+
+    def test_one_that_was_installed_over_ours_is_noticed(self, tmp_path):
+        for package in PACKAGES:
+            (tmp_path / package).mkdir()
+            (tmp_path / package / "__init__.py").write_text('"""Ours."""\n')
+        for name in ("__main__", "intruders"):
+            (tmp_path / "anabranch" / f"{name}.py").write_text((ROOT / "anabranch" / f"{name}.py").read_text())
+        record = tmp_path / "anabranch-9.dist-info"
+        record.mkdir()
+        (record / "METADATA").write_text("Metadata-Version: 2.1\nName: anabranch\nVersion: 9\n")
+        digest = "sha256=j_Hbdyw1gGGsvqrsj7WYEJFlMA7lmWpQFaAjYp6XRiA"
+        (record / "RECORD").write_text(f"replay/__init__.py,{digest},14\n")
+        done = self.start(tmp_path, "--help")
+        assert done.returncode == 2
+        assert f'the package "replay" in {tmp_path.resolve() / "replay"} was overwritten' in done.stderr
+
+    def test_without_one_the_program_starts(self, tmp_path):
+        (tmp_path / "replay").mkdir()  # a folder without __init__.py hides nothing
+        assert self.start(tmp_path, "--help").returncode == 0

@@ -1,0 +1,54 @@
+"""The brokers that conftest.py starts do what the other tests take for granted."""
+
+import contextlib
+
+import pytest
+from kafka import KafkaConsumer
+from kafka.errors import KafkaError
+
+
+def test_a_topic_gives_back_what_was_written_in_order(kafka, make_topic, produce, consume_all):
+    topic = make_topic(partitions=2)
+    assert produce(kafka.bootstrap, topic, [b"a", None, {"x": 1}], partition=1, key=b"k") == [0, 1, 2]
+    assert produce(kafka.bootstrap, topic, [b"b"], headers=[("h", b"v")], timestamp_ms=1234) == [0]
+    records = consume_all(kafka.bootstrap, topic, at_least=4)
+    assert [(r.partition, r.offset, r.value) for r in records] == [
+        (0, 0, b"b"),
+        (1, 0, b"a"),
+        (1, 1, None),
+        (1, 2, b'{"x": 1}'),
+    ]
+    assert [(name, bytes(value)) for name, value in records[0].headers] == [("h", b"v")]
+    assert (records[0].timestamp, records[1].key) == (1234, b"k")
+
+
+def test_each_topic_is_new_and_has_a_place_for_dead_letters(kafka, make_topic, consume_all):
+    topics = [make_topic(), make_topic()]
+    assert topics[0] != topics[1]
+    for topic in topics:
+        assert consume_all(kafka.bootstrap, topic) == []
+        assert consume_all(kafka.bootstrap, f"{topic}.dead") == []
+
+
+def test_a_sasl_listener_knows_a_right_password_from_a_wrong_one(sasl_kafka, create_topic, produce):
+    def topics(password):
+        options = {
+            "security_protocol": "SASL_PLAINTEXT",
+            "sasl_mechanism": "PLAIN",
+            "sasl_plain_username": sasl_kafka.user,
+            "sasl_plain_password": password,
+        }
+        with contextlib.closing(
+            KafkaConsumer(bootstrap_servers=sasl_kafka.bootstrap, bootstrap_timeout_ms=3000, **options)
+        ) as consumer:
+            return consumer.topics()
+
+    create_topic(sasl_kafka.plain, "seen")
+    produce(sasl_kafka.plain, "seen", [b"x"])
+    assert "seen" in topics(sasl_kafka.password)
+    with pytest.raises(KafkaError):
+        topics("wrong")
+
+
+def test_free_ports_can_be_bound(free_port):
+    assert 1024 <= free_port() <= 65535
