@@ -9,6 +9,7 @@ from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from ingest.config import Section
 from ingest.units import Duration
+from learner.config import PositiveDuration
 
 
 def is_loopback(host: str) -> bool:
@@ -60,12 +61,24 @@ class ServingSettings(Section):
     """Rows that may wait; requests beyond them are answered 503 with Retry-After."""
     max_body_bytes: Annotated[ByteSize, Field(ge=1024)] = ByteSize(16_000_000)
     """Requests with a longer body are answered 413."""
-    timeout: Duration = timedelta(seconds=10)
+    max_held_bytes: Annotated[ByteSize, Field(ge=1024)] = ByteSize(256_000_000)
+    """Bytes of request bodies that may be held at a time; requests beyond them are answered 503 with Retry-After."""
+    timeout: PositiveDuration = timedelta(seconds=10)
     """Longest time that a request may take before it is answered 504."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    """Device to answer on; `auto` takes CUDA where there is one, else the CPU."""
     tokens: Tokens = Tokens()
     """Bearer tokens."""
     tls: TlsSettings = TlsSettings()
     """TLS certificate and key."""
+
+    @model_validator(mode="after")
+    def _a_body_can_be_held(self) -> Self:
+        if self.max_held_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_held_bytes = {self.max_held_bytes} is less than max_body_bytes = {self.max_body_bytes}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_token_off_loopback(self) -> Self:

@@ -1,0 +1,275 @@
+"""The web framework's module: routes, tokens, and the HTTP server itself. Imports neither Kafka, Redis nor FAISS.
+
+The routes of the Open Inference Protocol v2, `/api/status` and `/metrics`. What they say is decided elsewhere.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import importlib.metadata
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ingest.errors import SettingsError
+from serving.body import Bodies, HangUp, HungUpError
+from serving.config import ServingSettings, TlsSettings, Tokens
+from serving.errors import BadRequestError, EncodedError, LateError, RequestError, TokenError
+from serving.metrics import Metrics
+from serving.protocol import HEADER_LENGTH
+from serving.report import ServingReport
+from serving.service import Service
+
+_HEALTH = frozenset({"/v2/health/live", "/v2/health/ready"})
+_CLIENT_CLOSED_REQUEST = 499
+_HEADER_LENGTH = HEADER_LENGTH.encode()
+
+
+def build_app(
+    service: Service, settings: ServingSettings, metrics: Metrics, report: Callable[[], ServingReport]
+) -> ASGIApp:
+    """Return the whole application; it belongs to the thread of one event loop."""
+    app = FastAPI(title="Anabranch", version=_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+    infer = _Infer(service, settings, metrics)
+    for path in ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"):
+        app.router.routes.append(Route(path, infer, methods=["POST"]))
+    _add_protocol_routes(app, service)
+    _add_own_routes(app, service, metrics, report)
+    return _Door(app, settings.tokens, metrics)
+
+
+class HttpServer:
+    """uvicorn on a socket that listens already; signals are left to the process."""
+
+    def __init__(self, app: ASGIApp, settings: ServingSettings, folder: Path) -> None:
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=math.ceil(settings.timeout.total_seconds()),
+                **_tls(settings.tls, folder),
+            )
+        )
+
+    def load(self) -> None:
+        """Read certificate and key; raises SettingsError when they cannot be used."""
+        try:
+            self._server.config.load()
+        except OSError as exc:  # ssl.SSLError is one
+            raise SettingsError(f"serving.tls: the certificate and key cannot be used: {exc}") from exc
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Answer requests until `stop`, then finish those in flight; closes the listener."""
+        await self._server.serve([listener])
+
+    def stop(self) -> None:
+        """Take no more connections, and let `serve` end."""
+        self._server.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Door:
+    """Lets in who has a token, or asks for health, or everybody where no read token is set."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        known = [token.get_secret_value().encode() for token in (tokens.read, tokens.admin)]
+        self._tokens = [token for token in known if token] if known[0] else []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._tokens or scope["path"] in _HEALTH or self._admits(_header(scope, b"authorization")):
+            await self._app(scope, receive, send)
+            return
+        if scope["path"].endswith("/infer"):
+            self._metrics.request(TokenError.status, 0.0)
+        await _error(TokenError("send the header Authorization: Bearer and a token of this server"))(
+            scope, receive, send
+        )
+
+    def _admits(self, authorization: bytes | None) -> bool:
+        scheme, _, token = (authorization or b"").partition(b" ")
+        matches = [hmac.compare_digest(token.strip(), known) for known in self._tokens]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+class _Infer:
+    """`POST .../infer`, as bare ASGI because it is the hot path."""
+
+    def __init__(self, service: Service, settings: ServingSettings, metrics: Metrics) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._bodies = Bodies(settings)
+        self._timeout = settings.timeout.total_seconds()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+        response = Response(status_code=500)
+        try:
+            async with asyncio.timeout(self._timeout):
+                response = await self._answer(scope, receive)
+        except RequestError as exc:
+            response = _error(exc)
+        except TimeoutError:
+            response = _error(
+                LateError(f"the request took longer than {self._timeout:g} s, which serving.timeout allows")
+            )
+        except HungUpError:
+            response = Response(status_code=_CLIENT_CLOSED_REQUEST)
+        finally:
+            self._metrics.request(response.status_code, time.perf_counter() - began)
+        await response(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Response:
+        if _header(scope, b"content-encoding") not in (None, b"identity"):
+            raise EncodedError("send the body without Content-Encoding")
+        header_length = _length(_header(scope, _HEADER_LENGTH))
+        path = scope["path_params"]
+        body = await self._bodies.read(receive, _header(scope, b"content-length"))
+        try:
+            async with HangUp(receive):
+                reply, length = await self._service.infer(path["name"], path.get("version"), body, header_length)
+        finally:
+            self._bodies.release(body)
+        if length is None:
+            return Response(reply, media_type="application/json")
+        return Response(reply, headers={HEADER_LENGTH: str(length)}, media_type="application/octet-stream")
+
+
+def _add_protocol_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/v2", response_class=Response)
+    async def server_metadata() -> Response:
+        return _json({"name": "anabranch", "version": app.version, "extensions": ["binary_tensor_data"]})
+
+    @app.get("/v2/health/live", response_class=Response)
+    async def live() -> Response:
+        return _json({"live": True})
+
+    @app.get("/v2/health/ready", response_class=Response)
+    async def ready() -> Response:
+        service.resident(service.name)
+        return _json({"ready": True})
+
+    @app.get("/v2/models/{name}", response_class=Response)
+    async def model_metadata(name: str) -> Response:
+        service.check_name(name)
+        return _json(_metadata(service, [service.version.name] if service.version else []))
+
+    @app.get("/v2/models/{name}/versions/{version}", response_class=Response)
+    async def version_metadata(name: str, version: str) -> Response:
+        return _json(_metadata(service, [service.resident(name, version).name]))
+
+    @app.get("/v2/models/{name}/ready", response_class=Response)
+    async def model_ready(name: str) -> Response:
+        service.resident(name)
+        return _json({"name": name, "ready": True})
+
+    @app.get("/v2/models/{name}/versions/{version}/ready", response_class=Response)
+    async def version_ready(name: str, version: str) -> Response:
+        service.resident(name, version)
+        return _json({"name": name, "version": version, "ready": True})
+
+
+def _add_own_routes(app: FastAPI, service: Service, metrics: Metrics, report: Callable[[], ServingReport]) -> None:
+    @app.get("/api/status", response_class=Response)
+    async def status() -> Response:
+        learner = await service.learner()
+        return _json({"name": service.name, "time": time.time(), "learner": learner, "serving": report()})
+
+    @app.get("/metrics", response_class=Response)
+    async def exposition() -> Response:
+        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _metadata(service: Service, versions: list[str]) -> dict[str, Any]:
+    return {
+        "name": service.name,
+        "versions": versions,
+        "platform": "pytorch",
+        "inputs": [spec.metadata() for spec in service.signature.inputs.values()],
+        "outputs": [spec.metadata() for spec in service.signature.outputs.values()],
+    }
+
+
+async def _on_request_error(_request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, RequestError)
+    return _error(exc)
+
+
+async def _on_http_exception(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    sentence = f"{request.method} {request.url.path}: {exc.detail}"
+    return _json({"error": sentence}, exc.status_code, dict(exc.headers or {}))
+
+
+async def _on_bug(_request: Request, _exc: Exception) -> Response:
+    return _json({"error": "the server failed; its log says how"}, 500)
+
+
+def _error(exc: RequestError) -> Response:
+    headers = {}
+    if exc.retry_after is not None:
+        headers["retry-after"] = str(math.ceil(exc.retry_after.total_seconds()))
+    if isinstance(exc, TokenError):
+        headers["www-authenticate"] = "Bearer"
+    return _json({"error": str(exc)}, exc.status, headers)
+
+
+def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            found: bytes = value
+            return found
+    return None
+
+
+def _length(value: bytes | None) -> int | None:
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 20:
+        raise BadRequestError(f"{HEADER_LENGTH} is not a number")
+    return int(value)
+
+
+def _tls(tls: TlsSettings, folder: Path) -> dict[str, Any]:
+    if tls.cert is None or tls.key is None:
+        return {}
+    return {"ssl_certfile": folder / tls.cert, "ssl_keyfile": folder / tls.key}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("anabranch")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"

@@ -1,0 +1,200 @@
+"""Dynamic batching: requests that wait at the same time share one run of the model.
+
+All state belongs to the event loop's thread; the one worker thread sees whole batches and nothing else. A batch is of
+one version, the one that each of its requests was admitted with.
+
+Legend: B rows of a batch.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from serving.config import ServingSettings
+from serving.errors import BadRequestError, BusyError, FailedError, RequestError
+from serving.served import ServedVersion, is_finite
+from serving.tensor import Array
+
+log = logging.getLogger("anabranch.serving")
+
+Outputs = dict[str, Array]
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A request in the queue or in the worker."""
+
+    version: ServedVersion
+    features: Mapping[str, Array]
+    rows: int
+    since: float
+    answer: asyncio.Future[Outputs]
+    outcome: Outputs | RequestError | None = field(default=None)
+
+
+class Batcher:
+    """Collects requests into batches and runs them in its worker thread; a context manager inside a running loop.
+
+    A batch leaves when it is full, or when its first request has waited `max_delay`, and the worker is free. A request
+    with more than `max_batch` rows is a batch by itself, run in pieces.
+    """
+
+    def __init__(self, settings: ServingSettings, fail: Callable[[BaseException], None]) -> None:
+        """`fail` is called, in the worker's thread, with a bug that ended the worker."""
+        self._max_batch = settings.max_batch
+        self._max_queue = settings.max_queue
+        self._max_delay = settings.max_delay.total_seconds()
+        self._fail = fail
+        self._queue: deque[_Waiting] = deque()
+        self._rows = 0
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._batches: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name="serving-model", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._worker.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._batches.put(None)
+        self._worker.join()
+
+    async def predict(self, version: ServedVersion, features: Mapping[str, Array], rows: int) -> Outputs:
+        """Answer a request by `version`; cancelling it takes it out of the queue.
+
+        Raises:
+            BusyError: the queue has no room for its rows.
+            BadRequestError: the model fails on this input, or its outputs for it are not finite.
+            FailedError: the model fails on every input.
+        """
+        if self._rows + rows > self._max_queue:
+            raise BusyError(f"{self._rows} rows wait already; this server lets {self._max_queue} wait")
+        waiting = _Waiting(version, features, rows, self._loop.time(), self._loop.create_future())
+        self._queue.append(waiting)
+        self._rows += rows
+        self._consider()
+        try:
+            return await waiting.answer
+        except asyncio.CancelledError:
+            self._leave(waiting)
+            raise
+
+    def _consider(self) -> None:
+        """Hand over a batch now, later, or not before the worker is free."""
+        if self._busy or not self._queue:
+            return
+        due = self._queue[0].since + self._max_delay
+        if self._rows >= self._max_batch or self._loop.time() >= due:
+            self._hand_over()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(due, self._on_due)
+
+    def _on_due(self) -> None:
+        self._timer = None
+        if not self._busy and self._queue:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch = [self._queue.popleft()]
+        rows = batch[0].rows
+        while self._queue and self._queue[0].version is batch[0].version:
+            if rows + self._queue[0].rows > self._max_batch:
+                break
+            batch.append(self._queue.popleft())
+            rows += batch[-1].rows
+        self._rows -= rows
+        self._busy = True
+        self._batches.put(batch)
+
+    def _leave(self, waiting: _Waiting) -> None:
+        try:
+            self._queue.remove(waiting)
+        except ValueError:
+            return  # the worker has it, or had it
+        self._rows -= waiting.rows
+
+    def _answer(self, batch: Sequence[_Waiting]) -> None:
+        self._busy = False
+        for waiting in batch:
+            if waiting.answer.done():
+                continue  # cancelled meanwhile
+            if isinstance(waiting.outcome, RequestError):
+                waiting.answer.set_exception(waiting.outcome)
+            else:
+                assert waiting.outcome is not None
+                waiting.answer.set_result(waiting.outcome)
+        self._consider()
+
+    def _work(self) -> None:
+        """Run batches until the end; the body of the worker thread."""
+        try:
+            while (batch := self._batches.get()) is not None:
+                _run(batch, self._max_batch)
+                self._loop.call_soon_threadsafe(self._answer, batch)
+                del batch  # else it would keep its version in memory until the next one
+        except Exception as exc:
+            log.exception("the model's thread ended")
+            self._fail(exc)
+
+
+def _run(batch: Sequence[_Waiting], max_batch: int) -> None:
+    """Set the outcome of each request; one that makes the model fail does not harm the others."""
+    version = batch[0].version
+    try:
+        outputs = _run_in_pieces(version, _joined(batch), sum(waiting.rows for waiting in batch), max_batch)
+    except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
+        if len(batch) > 1:
+            for waiting in batch:
+                _run([waiting], max_batch)
+        else:
+            batch[0].outcome = _failure(version, exc)
+        return
+    finite = all(is_finite(array) for array in outputs.values())
+    start = 0
+    for waiting in batch:
+        own = {name: array[start : start + waiting.rows] for name, array in outputs.items()}
+        start += waiting.rows
+        waiting.outcome = own if finite or all(map(is_finite, own.values())) else _not_finite(version)
+
+
+def _joined(batch: Sequence[_Waiting]) -> dict[str, Array]:
+    """Concatenate; a copy also for one request, since torch wants memory that can be written."""
+    return {name: np.concatenate([waiting.features[name] for waiting in batch]) for name in batch[0].features}
+
+
+def _run_in_pieces(version: ServedVersion, features: Mapping[str, Array], rows: int, max_batch: int) -> Outputs:
+    if rows <= max_batch:
+        return version.run(features)
+    pieces = [
+        version.run({name: array[start : start + max_batch] for name, array in features.items()})
+        for start in range(0, rows, max_batch)
+    ]
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _failure(version: ServedVersion, exc: Exception) -> RequestError:
+    if version.works():
+        return BadRequestError(f"the model fails on this input: {type(exc).__name__}: {str(exc).partition(chr(10))[0]}")
+    log.error("version %d fails on every input", version.number, exc_info=exc)
+    return FailedError(f"version {version.number} fails on every input")
+
+
+def _not_finite(version: ServedVersion) -> BadRequestError:
+    return BadRequestError(f"version {version.number} has no finite prediction for this input")

@@ -1,0 +1,109 @@
+"""Bodies of requests, read within bounds: of one body, and of all that are held at a time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from serving.config import ServingSettings
+from serving.errors import BadRequestError, BusyError, TooLargeError
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+"""ASGI's `receive`."""
+
+_LOOK_AFTER = timedelta(milliseconds=100)
+
+
+class HungUpError(Exception):
+    """The client is gone; nobody will read an answer."""
+
+
+class Bodies:
+    """Reads bodies and knows how many bytes of them are held. Belongs to the event loop's thread."""
+
+    def __init__(self, settings: ServingSettings) -> None:
+        self.held_bytes = 0
+        self._most_bytes = int(settings.max_body_bytes)
+        self._most_held_bytes = int(settings.max_held_bytes)
+
+    async def read(self, receive: Receive, content_length: bytes | None) -> bytes:
+        """Read a whole body, which is held until `release`.
+
+        Raises:
+            TooLargeError: it is longer than one may be, found out before more than that was read.
+            BusyError: too many bytes are held already.
+            HungUpError: the client hung up.
+        """
+        if content_length is not None:
+            self._check(_number(content_length))
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise HungUpError
+                chunk: bytes = message.get("body", b"")
+                self._check(size + len(chunk))
+                if self.held_bytes + len(chunk) > self._most_held_bytes:
+                    raise BusyError(f"this server holds {self.held_bytes} bytes of requests already")
+                size += len(chunk)
+                self.held_bytes += len(chunk)
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        except BaseException:
+            self.held_bytes -= size
+            raise
+
+    def release(self, body: bytes) -> None:
+        """Say that a body is no longer held."""
+        self.held_bytes -= len(body)
+
+    def _check(self, size: int) -> None:
+        if size > self._most_bytes:
+            raise TooLargeError(f"the body has more than {self._most_bytes} bytes; send fewer rows at once")
+
+
+class HangUp:
+    """Cancels the task around whose work it is entered when its client hangs up, and raises HungUpError there.
+
+    It looks only after a while: most answers are there before, and cost no second task.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._watch: asyncio.Task[None] | None = None
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_AFTER.total_seconds(), self._look)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._gone:
+            self._task.uncancel()
+            raise HungUpError from None
+
+    def _look(self) -> None:
+        self._watch = asyncio.get_running_loop().create_task(self._until_hung_up())
+
+    async def _until_hung_up(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
+
+
+def _number(value: bytes) -> int:
+    if not value.isdigit():
+        raise BadRequestError("Content-Length is not a number")
+    return int(value[:20])

@@ -1,0 +1,74 @@
+"""Why a request is not answered with a prediction; each class is one thing that the client can do about it.
+
+AnabranchError
+`-- RequestError             status, sentence
+    |-- BadRequestError      400  mend the request
+    |-- TokenError           401  send a token that this server knows
+    |-- UnknownError         404  ask for what is there; the sentence names it
+    |-- TooLargeError        413  send less at once
+    |-- EncodedError         415  send the body as it is, not compressed
+    |-- BusyError            503  come again after `retry_after`
+    |-- FailedError          500  nothing: the fault is ours, and is in the log
+    `-- LateError            504  the answer took too long
+"""
+
+from datetime import timedelta
+from typing import ClassVar
+
+from ingest.errors import AnabranchError
+
+
+class RequestError(AnabranchError):
+    """A request that gets no prediction; `str()` is the sentence that the client reads."""
+
+    status: ClassVar[int] = 500
+    retry_after: ClassVar[timedelta | None] = None
+
+
+class BadRequestError(RequestError):
+    """The request does not fit the protocol or the model."""
+
+    status = 400
+
+
+class TokenError(RequestError):
+    """The request has no token, or one that this server does not know."""
+
+    status = 401
+
+
+class UnknownError(RequestError):
+    """There is no such model, version or address."""
+
+    status = 404
+
+
+class TooLargeError(RequestError):
+    """The body is longer, or has more rows, than this server takes at once."""
+
+    status = 413
+
+
+class EncodedError(RequestError):
+    """The body is compressed."""
+
+    status = 415
+
+
+class BusyError(RequestError):
+    """No room in the queue, or no version to answer with yet; it may be otherwise in a moment."""
+
+    status = 503
+    retry_after = timedelta(seconds=1)
+
+
+class FailedError(RequestError):
+    """The model fails on every input."""
+
+    status = 500
+
+
+class LateError(RequestError):
+    """The time that a request may take is over."""
+
+    status = 504

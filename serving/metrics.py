@@ -1,0 +1,83 @@
+"""The metrics of serving, in a registry of the process's own; no work at import time."""
+
+from collections import deque
+from datetime import timedelta
+from http import HTTPStatus
+from time import monotonic
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+WINDOW = timedelta(seconds=60)
+"""How far back the percentiles of the report look."""
+
+_WINDOW_REQUESTS = 4096
+_REQUEST_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_FRESHNESS_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """Counts of one serving process. `request` belongs to the event loop's thread, the rest to any."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._requests = Counter(
+            "anabranch_serving_requests", "Inference requests by HTTP status", ["code"], registry=registry
+        )
+        self._duration = Histogram(
+            "anabranch_serving_request_duration_seconds",
+            "Time from an inference request's head to the end of its reply",
+            buckets=_REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self.version = Gauge("anabranch_serving_version", "Number of the served version", registry=registry)
+        self.freshness = Histogram(
+            "anabranch_serving_freshness_duration_seconds",
+            "At each swap and partition: now minus the record time of the newest event that the version has learned",
+            buckets=_FRESHNESS_BUCKETS,
+            registry=registry,
+        )
+        self.swaps = Counter(
+            "anabranch_serving_swaps",
+            "Versions by what became of them: swapped, refused",
+            ["outcome"],
+            registry=registry,
+        )
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW_REQUESTS)
+
+    def request(self, status: int, seconds: float) -> None:
+        """Count an inference request that has been answered."""
+        self._requests.labels(str(status)).inc()
+        self._duration.observe(seconds)
+        if status == HTTPStatus.OK:
+            self._recent.append((monotonic(), seconds))
+
+    def requests(self) -> dict[str, int]:
+        """Return the requests so far by HTTP status."""
+        return self._by_label("anabranch_serving_requests", "code")
+
+    def swap_outcomes(self) -> dict[str, int]:
+        """Return the versions so far by what became of them."""
+        return self._by_label("anabranch_serving_swaps", "outcome")
+
+    def percentiles(self) -> tuple[float, float] | None:
+        """Return the median and the 99th percentile, in seconds, of recent answers; None without any."""
+        since = monotonic() - WINDOW.total_seconds()
+        recent = [seconds for when, seconds in self._recent if when >= since]
+        if not recent:
+            return None
+        p50, p99 = np.percentile(recent, (50, 99))
+        return float(p50), float(p99)
+
+    def exposition(self) -> bytes:
+        """Return the registry in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _by_label(self, name: str, label: str) -> dict[str, int]:
+        return {
+            sample.labels[label]: int(sample.value)
+            for metric in self._registry.collect()
+            if metric.name == name
+            for sample in metric.samples
+            if sample.name == f"{name}_total"
+        }

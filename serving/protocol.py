@@ -1,0 +1,272 @@
+"""Requests and replies of the Open Inference Protocol v2: bytes to arrays, and arrays to bytes.
+
+Legend: B rows of a request. Nothing here knows of HTTP beyond the one header that splits JSON from binary data.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ingest.schema import Feature, Schema
+from learner.version import parse_trained_through
+from serving.errors import BadRequestError, TooLargeError
+from serving.tensor import Array, TensorSpec, read_binary, read_json, write_binary, write_json
+
+HEADER_LENGTH = "inference-header-content-length"
+"""The HTTP header that tells how many bytes of a body are JSON; binary tensors follow them."""
+
+_LONGEST_TIMEOUT_MS = 86_400_000
+"""`serving.timeout` decides long before; this keeps numbers of any length out of the clock's arithmetic."""
+
+Scalar = bool | int | float | str | None
+Parameters = dict[str, Scalar]
+
+
+class InputTensor(msgspec.Struct, frozen=True, gc=False):
+    """One element of a request's `inputs`."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: Parameters | None = None
+    data: msgspec.Raw = msgspec.Raw(b"")
+
+
+class WantedOutput(msgspec.Struct, frozen=True, gc=False):
+    """One element of a request's `outputs`."""
+
+    name: str
+    parameters: Parameters | None = None
+
+
+class InferBody(msgspec.Struct, frozen=True, gc=False):
+    """The JSON of a request; members that the protocol does not know are ignored, as it asks."""
+
+    inputs: list[InputTensor]
+    id: str | None = None
+    parameters: Parameters | None = None
+    outputs: list[WantedOutput] | None = None
+
+
+class OutputTensor(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One element of a reply's `outputs`."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: Parameters | None = None
+    data: list[Any] | None = None
+
+
+class ReplyBody(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """The JSON of a reply."""
+
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+    parameters: Parameters
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that fits the model.
+
+    Attributes:
+        features: one array `[rows, *shape]` for each feature of the schema, of the feature's dtype (int64 ids for
+            strings), finite.
+        outputs: the wanted outputs by name, each with whether it goes out as binary data.
+        min_trained_through: offsets, by `topic:partition`, that the answering version must have learned.
+        timeout_ms: how long to wait for such a version; None for as long as a request may take.
+    """
+
+    features: dict[str, Array]
+    rows: int
+    id: str | None
+    outputs: dict[str, bool]
+    min_trained_through: dict[str, int]
+    timeout_ms: float | None
+
+
+class Signature:
+    """The inputs and outputs of the served model, and the codec between them and bytes."""
+
+    def __init__(self, schema: Schema, outputs: Sequence[TensorSpec], max_rows: int) -> None:
+        self.features = {feature.name: feature for feature in schema.features}
+        self.inputs = {feature.name: input_spec(feature) for feature in schema.features}
+        self.outputs = {spec.name: spec for spec in outputs}
+        self._max_rows = max_rows
+        self._decoder = msgspec.json.Decoder(InferBody)
+        self._encoder = msgspec.json.Encoder()
+
+    def decode(self, body: bytes, header_length: int | None) -> Request:
+        """Read a request's body; `header_length` is the value of `HEADER_LENGTH`, None without one.
+
+        Raises:
+            BadRequestError: it does not fit the protocol or the model; the sentence says where.
+            TooLargeError: it has more rows than may ever wait.
+        """
+        if header_length == 0:
+            return self._decode_raw(body)
+        if header_length is not None and not 0 <= header_length <= len(body):
+            raise BadRequestError(f"{HEADER_LENGTH} is {header_length}, but the body has {len(body)} bytes")
+        view = memoryview(body)
+        document = self._parse(view[:header_length])
+        rows = self._rows(document)
+        arrays = _read_tensors(
+            self.inputs, document.inputs, view[len(body) if header_length is None else header_length :]
+        )
+        return self._request(arrays, rows, document)
+
+    def encode(
+        self, request: Request, answers: Mapping[str, Array], name: str, version: str, trained_through: str
+    ) -> tuple[bytes, int | None]:
+        """Write a reply; return its body and the value of `HEADER_LENGTH`, None when all of it is JSON."""
+        blobs: list[bytes] = []
+        outputs = [self._output(answers[output], output, binary, blobs) for output, binary in request.outputs.items()]
+        parameters: Parameters = {"trained_through": trained_through}
+        header = self._encoder.encode(ReplyBody(name, version, outputs, parameters, request.id))
+        return (b"".join((header, *blobs)), len(header)) if blobs else (header, None)
+
+    def _decode_raw(self, body: bytes) -> Request:
+        """Read a body without JSON: all of it is the one input, and the outputs go back as binary data."""
+        if len(self.inputs) != 1:
+            raise BadRequestError(f"a body without JSON needs a model with one input; this one has {len(self.inputs)}")
+        (spec,) = self.inputs.values()
+        if spec.dtype is None:
+            raise BadRequestError(f"a body without JSON cannot carry input {spec.name!r}, which has strings")
+        rows, rest = divmod(len(body), spec.row_elements * spec.dtype.itemsize)
+        if rest:
+            raise BadRequestError(f"a body of {len(body)} bytes is no whole number of rows of input {spec.name!r}")
+        self._check_rows(rows)
+        features = {spec.name: read_binary(spec, memoryview(body), rows)}
+        return Request(features, rows, None, dict.fromkeys(self.outputs, True), {}, None)
+
+    def _parse(self, text: memoryview) -> InferBody:
+        try:
+            return self._decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise BadRequestError(f"the body is not an inference request: {exc}") from exc
+        except RecursionError as exc:
+            raise BadRequestError("the body is not an inference request: it is nested too deeply") from exc
+
+    def _rows(self, document: InferBody) -> int:
+        """Check names, datatypes and shapes, and return the rows that the inputs agree on."""
+        rows: int | None = None
+        seen: set[str] = set()
+        for tensor in document.inputs:
+            spec = self.inputs.get(tensor.name)
+            if spec is None:
+                raise BadRequestError(f"there is no input {tensor.name!r}; inputs are {', '.join(self.inputs)}")
+            if tensor.name in seen:
+                raise BadRequestError(f"input {tensor.name!r} is given twice")
+            seen.add(tensor.name)
+            if tensor.datatype != spec.datatype:
+                raise BadRequestError(f"input {tensor.name!r} has datatype {spec.datatype}, not {tensor.datatype!r}")
+            if tuple(tensor.shape[1:]) != spec.shape or not tensor.shape:
+                raise BadRequestError(f"input {tensor.name!r} has shape {[-1, *spec.shape]}, not {tensor.shape}")
+            if rows is not None and tensor.shape[0] != rows:
+                raise BadRequestError(f"input {tensor.name!r} has {tensor.shape[0]} rows, but another has {rows}")
+            rows = tensor.shape[0]
+        if rows is None:
+            raise BadRequestError(f"the request has no inputs; inputs are {', '.join(self.inputs)}")
+        self._check_rows(rows)
+        for name, feature in self.features.items():
+            if name not in seen and feature.default is None:
+                raise BadRequestError(f"input {name!r} is missing")
+        return rows
+
+    def _check_rows(self, rows: int) -> None:
+        if rows < 1:
+            raise BadRequestError(f"the request has {rows} rows; it needs one at least")
+        if rows > self._max_rows:
+            raise TooLargeError(f"the request has {rows} rows; this server takes {self._max_rows} at once")
+
+    def _request(self, arrays: Mapping[str, Array], rows: int, document: InferBody) -> Request:
+        parameters = document.parameters or {}
+        features = {
+            name: _column(feature, arrays[name]) if name in arrays else _default(feature, rows)
+            for name, feature in self.features.items()
+        }
+        outputs = self._wanted(document.outputs, parameters.get("binary_data_output") is True)
+        through, timeout_ms = _freshness(parameters) if parameters else ({}, None)
+        return Request(features, rows, document.id, outputs, through, timeout_ms)
+
+    def _wanted(self, wanted: list[WantedOutput] | None, binary: bool) -> dict[str, bool]:
+        if not wanted:
+            return dict.fromkeys(self.outputs, binary)
+        outputs: dict[str, bool] = {}
+        for output in wanted:
+            if output.name not in self.outputs:
+                raise BadRequestError(f"there is no output {output.name!r}; outputs are {', '.join(self.outputs)}")
+            outputs[output.name] = bool((output.parameters or {}).get("binary_data", binary))
+        return outputs
+
+    def _output(self, array: Array, name: str, binary: bool, blobs: list[bytes]) -> OutputTensor:
+        shape = list(array.shape)
+        if not binary:
+            return OutputTensor(name, self.outputs[name].datatype, shape, data=write_json(array))
+        blobs.append(write_binary(array))
+        return OutputTensor(name, self.outputs[name].datatype, shape, {"binary_data_size": len(blobs[-1])})
+
+
+def input_spec(feature: Feature) -> TensorSpec:
+    """Return the input that takes a feature: strings are encoded here, not by the client."""
+    return TensorSpec(feature.name, None if feature.is_string else feature.dtype, feature.shape)
+
+
+def _read_tensors(
+    specs: Mapping[str, TensorSpec], tensors: Sequence[InputTensor], binary: memoryview
+) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    place = 0
+    for tensor in tensors:
+        spec = specs[tensor.name]
+        data = bytes(tensor.data)
+        size = (tensor.parameters or {}).get("binary_data_size")
+        if size is None:
+            if not data:
+                raise BadRequestError(f"input {tensor.name!r} has neither data nor binary_data_size")
+            arrays[tensor.name] = read_json(spec, data, tensor.shape[0])
+            continue
+        if data:
+            raise BadRequestError(f"input {tensor.name!r} has both data and binary_data_size")
+        if type(size) is not int or not 0 <= size <= len(binary) - place:
+            raise BadRequestError(
+                f"input {tensor.name!r} has binary_data_size {size!r}, but {len(binary) - place} bytes are left after "
+                f"the JSON (whose length {HEADER_LENGTH} tells)"
+            )
+        arrays[tensor.name] = read_binary(spec, binary[place : place + size], tensor.shape[0])
+        place += size
+    if place != len(binary):
+        raise BadRequestError(f"{len(binary) - place} bytes of binary data belong to no input")
+    return arrays
+
+
+def _column(feature: Feature, array: Array) -> Array:
+    if feature.encoder is None:
+        return array
+    return feature.encoder.encode(array.reshape(-1).tolist()).reshape(array.shape)
+
+
+def _default(feature: Feature, rows: int) -> Array:
+    assert feature.default is not None
+    return np.broadcast_to(feature.default, (rows, *feature.shape))
+
+
+def _freshness(parameters: Parameters) -> tuple[dict[str, int], float | None]:
+    through = parameters.get("min_trained_through")
+    timeout_ms = parameters.get("timeout_ms")
+    if through is not None and not isinstance(through, str):
+        raise BadRequestError(f'min_trained_through is {through!r}; write it like "events:0=4711"')
+    if timeout_ms is not None and (isinstance(timeout_ms, bool | str) or timeout_ms < 0):
+        raise BadRequestError(f"timeout_ms is {timeout_ms!r}; write a number of milliseconds")
+    if timeout_ms is not None:
+        timeout_ms = min(timeout_ms, _LONGEST_TIMEOUT_MS)
+    try:
+        return parse_trained_through(through) if through is not None else {}, timeout_ms
+    except ValueError as exc:
+        raise BadRequestError(f"min_trained_through: {exc}") from exc

@@ -1,0 +1,51 @@
+"""What serving says of itself: `serving.json` in the state directory, replaced atomically about once a second.
+
+A file for the same reasons as `learner.report`. `time` tells its age.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+REPORT = "serving.json"
+
+
+class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment of a serving process."""
+
+    pid: int
+    started: float
+    """Seconds since 1970, as is `time`."""
+    time: float
+    address: str
+    """Where it listens, such as `http://127.0.0.1:8000`."""
+    ready: bool
+    """Whether a version is served."""
+    version: int | None = None
+    trained_through: str = ""
+    """Of the served version, as HTTP replies carry it."""
+    swaps: dict[str, int] = {}
+    """Versions by what became of them: swapped, refused."""
+    requests: dict[str, int] = {}
+    """Inference requests by HTTP status."""
+    request_p50_seconds: float | None = None
+    """Of the last minute's answers; None without any."""
+    request_p99_seconds: float | None = None
+    ill: list[str] = []
+    """One sentence for each part that does not work as it should; empty when all is well."""
+
+
+def write_report(state_dir: Path, report: ServingReport) -> None:
+    """Replace the report atomically for readers; without an fsync, since after a crash of the machine it is void."""
+    temporary = state_dir / f".{REPORT}.{os.getpid()}"
+    temporary.write_bytes(msgspec.json.encode(report))
+    temporary.replace(state_dir / REPORT)
+
+
+def read_report(state_dir: Path) -> ServingReport | None:
+    """Read the newest report; None when no serving process has written one that can be read."""
+    try:
+        return msgspec.json.decode((state_dir / REPORT).read_bytes(), type=ServingReport)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None

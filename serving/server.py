@@ -1,0 +1,165 @@
+"""The serving process: what it is made of, how it starts, and in which order it stops."""
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+
+import msgspec
+import prometheus_client
+import torch
+from prometheus_client import CollectorRegistry
+
+from ingest.errors import SettingsError
+from serving.app import HttpServer, build_app
+from serving.batcher import Batcher
+from serving.config import ServingSettings
+from serving.metrics import Metrics
+from serving.report import ServingReport, write_report
+from serving.served import Deployment, ServedVersion
+from serving.service import Service
+from serving.swap import Swap
+
+log = logging.getLogger("anabranch.serving")
+
+REPORT_EVERY = timedelta(seconds=1)
+_LOOK_EVERY = timedelta(milliseconds=50)
+_BACKLOG = 2048
+
+
+def serve(deployment: Deployment, settings: ServingSettings, stop: threading.Event) -> None:
+    """Answer requests until `stop` is set. Called in the main thread, whose signal handlers are left alone.
+
+    Raises:
+        SettingsError: the model cannot be built, the address or the port cannot be taken, or TLS files cannot be read.
+    """
+    deployment.check()
+    deployment.state_dir.mkdir(parents=True, exist_ok=True)
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for the event loop and the learner
+    with listen(settings.host, settings.port) as listener:
+        asyncio.run(_Process(deployment, settings, listener).run(stop))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raises SettingsError that names the key to change when that cannot be."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only where the protocol is named
+    except OSError as exc:
+        raise SettingsError(f'serving.host = "{host}" cannot be listened on: {exc.strerror}') from exc
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as exc:
+        listener.close()
+        if exc.errno == errno.EADDRINUSE:
+            raise SettingsError(
+                f"serving.port = {port} is taken on {host}: stop the program that has it, "
+                "or choose another port (0 takes a free one)"
+            ) from exc
+        key = f"serving.port = {port}" if exc.errno == errno.EACCES else f'serving.host = "{host}"'
+        raise SettingsError(f"{key} cannot be listened on: {exc.strerror}") from exc
+    return listener
+
+
+class _Process:
+    """One run of the serving process."""
+
+    def __init__(self, deployment: Deployment, settings: ServingSettings, listener: socket.socket) -> None:
+        self._deployment = deployment
+        self._settings = settings
+        self._listener = listener
+        self._address = _address(settings, listener)
+        self._metrics = Metrics(CollectorRegistry())
+        self._started = time.time()
+        self._bugs: list[BaseException] = []
+        self._report_ill: list[str] = []
+
+    async def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set, then stop in this order, within the time that a request may take:
+
+        1. requests that wait for a newer version are told that none will come;
+        2. the listener is closed, requests in flight are answered, connections are closed;
+        3. the swap's thread ends, then the model's;
+        4. the last report says that nothing is ready.
+
+        A bug in a thread stops the process too, and is raised here.
+        """
+        loop = asyncio.get_running_loop()
+        with ExitStack() as stack:
+            batcher = stack.enter_context(Batcher(self._settings, self._bugs.append))
+            self._swap = Swap(
+                self._deployment,
+                self._settings.max_batch,
+                self._metrics,
+                lambda: loop.call_soon_threadsafe(self._service.swapped),
+                self._bugs.append,
+            )
+            self._service = Service(self._deployment, self._settings, self._swap, batcher)
+            app = build_app(self._service, self._settings, self._metrics, self._report)
+            http = HttpServer(app, self._settings, self._deployment.folder)
+            http.load()
+            stack.enter_context(self._swap)
+            log.info("serving %s on %s/v2/models/%s", self._deployment.name, self._address, self._deployment.name)
+            await asyncio.gather(http.serve(self._listener), self._until(stop, http))
+        self._write(msgspec.structs.replace(self._report(), ready=False, ill=["it has stopped"]))
+        if self._bugs:
+            raise self._bugs[0]
+
+    async def _until(self, stop: threading.Event, http: HttpServer) -> None:
+        due = 0.0
+        reported: ServedVersion | None = None
+        try:
+            while not (stop.is_set() or self._bugs):
+                if time.monotonic() >= due or reported is not self._swap.current:
+                    reported = self._swap.current
+                    due = time.monotonic() + REPORT_EVERY.total_seconds()
+                    await asyncio.to_thread(self._write, self._report())
+                await asyncio.sleep(_LOOK_EVERY.total_seconds())
+        finally:
+            self._service.stop()
+            http.stop()
+
+    def _report(self) -> ServingReport:
+        version = self._service.version
+        percentiles = self._metrics.percentiles()
+        return ServingReport(
+            pid=os.getpid(),
+            started=self._started,
+            time=time.time(),
+            address=self._address,
+            ready=version is not None,
+            version=version.number if version else None,
+            trained_through=version.trained_through if version else "",
+            swaps=self._metrics.swap_outcomes(),
+            requests=self._metrics.requests(),
+            request_p50_seconds=percentiles[0] if percentiles else None,
+            request_p99_seconds=percentiles[1] if percentiles else None,
+            ill=[*([] if version else ["no version can be served yet"]), *self._swap.ill, *self._report_ill],
+        )
+
+    def _write(self, report: ServingReport) -> None:
+        try:
+            write_report(self._deployment.state_dir, report)
+            self._report_ill = []
+        except OSError as exc:
+            if not self._report_ill:
+                log.warning("cannot write %s: %s", self._deployment.state_dir, exc)
+            self._report_ill = [f"cannot write the report into {self._deployment.state_dir}: {exc.strerror}"]
+
+
+def _address(settings: ServingSettings, listener: socket.socket) -> str:
+    """Return the URL by which this machine reaches the server."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
+    scheme = "https" if settings.tls.cert else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,118 @@
+"""From a request's bytes to a reply's: decode, choose the version, wait for it if asked, predict, encode."""
+
+import asyncio
+from collections.abc import Mapping
+
+from learner.report import LearnerReport, read_report
+from serving.batcher import Batcher
+from serving.config import ServingSettings
+from serving.errors import BusyError, LateError, UnknownError
+from serving.protocol import Request, Signature
+from serving.served import Deployment, ServedVersion
+from serving.swap import Swap
+
+
+class Service:
+    """What HTTP asks of serving. Belongs to the event loop's thread."""
+
+    def __init__(self, deployment: Deployment, settings: ServingSettings, swap: Swap, batcher: Batcher) -> None:
+        self.name = deployment.name
+        self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue)
+        self._state_dir = deployment.state_dir
+        self._swap = swap
+        self._batcher = batcher
+        self._most_waiting_rows = settings.max_queue
+        self._waiting_rows = 0
+        self._swapped = asyncio.Event()
+        self._stopping = False
+
+    @property
+    def version(self) -> ServedVersion | None:
+        """The served version; None while there is none."""
+        return self._swap.current
+
+    def swapped(self) -> None:
+        """Wake the requests that wait for a newer version; to be called in the loop's thread after each swap."""
+        swapped, self._swapped = self._swapped, asyncio.Event()
+        swapped.set()
+
+    def stop(self) -> None:
+        """Answer the requests that wait for a newer version with 503, now and from now on."""
+        self._stopping = True
+        self.swapped()
+
+    def resident(self, name: str, version: str | None = None) -> ServedVersion:
+        """Return the served version if it is the one that was asked for.
+
+        Raises:
+            UnknownError: no such model, or no such version; the sentence names what is there.
+            BusyError: there is no version yet.
+        """
+        self.check_name(name)
+        current = self.version
+        if version is not None and (current is None or version != current.name):
+            raise UnknownError(f"version {version} is not resident; resident: {current.name if current else 'none'}")
+        if current is None:
+            raise BusyError(f"no version of {self.name} is ready yet")
+        return current
+
+    def check_name(self, name: str) -> None:
+        """Raise UnknownError unless this is the model's name."""
+        if name != self.name:
+            raise UnknownError(f"there is no model {name!r}; this server has {self.name!r}")
+
+    async def infer(
+        self, name: str, version: str | None, body: bytes, header_length: int | None
+    ) -> tuple[bytes, int | None]:
+        """Answer a request whole by one version; return the reply's body and the length of its JSON before binary data.
+
+        Raises:
+            RequestError: it gets no prediction; the sentence says why.
+        """
+        self.check_name(name)
+        request = self.signature.decode(body, header_length)
+        chosen = await self._choose(request, version)
+        answers = await self._batcher.predict(chosen, request.features, request.rows)
+        return self.signature.encode(request, answers, self.name, chosen.name, chosen.trained_through)
+
+    async def _choose(self, request: Request, version: str | None) -> ServedVersion:
+        offsets = request.min_trained_through
+        if not offsets:
+            return self.resident(self.name, version)
+        if version is not None:
+            chosen = self.resident(self.name, version)
+            if not chosen.has_learned(offsets):
+                raise LateError(f"version {version} will never have learned more than {chosen.trained_through}")
+            return chosen
+        current = self.version
+        if current is not None and current.has_learned(offsets):
+            return current
+        return await self._await_version(request, offsets)
+
+    async def _await_version(self, request: Request, offsets: Mapping[str, int]) -> ServedVersion:
+        if self._waiting_rows + request.rows > self._most_waiting_rows:
+            raise BusyError(f"{self._waiting_rows} rows wait for newer versions already")
+        self._waiting_rows += request.rows
+        seconds = None if request.timeout_ms is None else request.timeout_ms / 1000
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    swapped, current = self._swapped, self.version
+                    if self._stopping:
+                        raise BusyError("the server is stopping")
+                    if current is not None and current.has_learned(offsets):
+                        return current
+                    await swapped.wait()
+        except TimeoutError as exc:
+            raise LateError(self.lateness()) from exc
+        finally:
+            self._waiting_rows -= request.rows
+
+    def lateness(self) -> str:
+        """Say how far the served version has learned, for a request that waited for more in vain."""
+        current = self.version
+        return f"the time is over; the served version has learned {current.trained_through if current else 'nothing'}"
+
+    async def learner(self) -> LearnerReport | None:
+        """Read what the learner says of itself."""
+        return await asyncio.to_thread(read_report, self._state_dir)

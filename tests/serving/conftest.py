@@ -1,0 +1,261 @@
+"""What the tests of serving share: tiny models, versions of them, and a server over loopback."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ingest.config import SchemaSettings
+from ingest.schema import Schema
+from learner.config import ModelSettings
+from learner.version import Manifest, ModelReference, Trained, Verdict, Versions
+from serving.config import ServingSettings
+from serving.report import ServingReport, read_report
+from serving.served import Deployment
+from serving.server import serve
+
+MODULE = "anabranch_serving_test_models"
+
+MODELS = '''
+import threading
+import time
+import torch
+from torch import nn
+
+running = threading.Event()
+go_on = threading.Event()
+go_on.set()
+
+
+class Number(nn.Module):
+    """Answers its own number for each row, so that a reply tells which version it is by."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        running.set()
+        go_on.wait(30)
+        return self.number + 0 * x.sum(dim=1)
+
+
+class Mixed(nn.Module):
+    """A classifier of a number and a word."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(8, 3)
+        self.numbers = nn.Linear(2, 3)
+
+    def forward(self, word, size):
+        return self.numbers(size) + self.words(word).sum(dim=1)
+
+
+class Touchy(nn.Module):
+    """Fails on negative input, and has no finite answer above 100."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        if (x < 0).any():
+            raise IndexError("index out of range in self")
+        return torch.where(x.sum(dim=1) > 100, torch.inf, x.sum(dim=1)) * self.scale
+
+
+def linear(classes=3):
+    return nn.Linear(4, classes)
+
+
+def number():
+    return Number()
+
+
+def mixed():
+    return Mixed()
+
+
+def touchy():
+    return Touchy()
+
+
+def broken():
+    raise OSError("the factory fails")
+'''
+
+LINEAR = {"features": {"x": {"dtype": "float32", "shape": [4]}}, "label": {"name": "y", "classes": 3}}
+NUMBER = {"features": {"x": {"dtype": "float32", "shape": [4]}}, "label": {"name": "y", "dtype": "float32"}}
+MIXED = {
+    "features": {
+        "word": {"dtype": "string", "shape": [2], "encode": {"vocab": ["red", "green", "blue"]}},
+        "size": {"dtype": "float32", "shape": [2], "default": [0.5, 1.5]},
+    },
+    "label": {"name": "y", "classes": 3},
+}
+
+
+SCHEMAS = {"linear": LINEAR, "number": NUMBER, "touchy": NUMBER, "broken": NUMBER, "mixed": MIXED}
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 20) -> Any:
+    """Return the first true value of `holds`, which is asked until then."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = holds()
+        if value:
+            return value
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come true in time")
+
+
+@dataclass
+class Publisher:
+    """Plays the learner: writes versions of a model whose weights the test chooses."""
+
+    deployment: Deployment
+
+    @property
+    def versions(self) -> Versions:
+        return self.deployment.versions
+
+    def publish(
+        self,
+        number: int,
+        weights: Mapping[str, Tensor] | None = None,
+        offsets: Mapping[str, int] | None = None,
+        verdict: str = "abstain",
+        **changes: Any,
+    ) -> Path:
+        """Write a version; by default a `Number` that answers its own number and has learned `10 * number`."""
+        offsets = offsets if offsets is not None else {"events:0": 10 * number}
+        incarnation = changes.pop("incarnation", 0)
+        members = {
+            "number": number,
+            "epoch": 1,
+            "parent": None,
+            "time": time.time(),
+            "step": number,
+            "trained_through": {
+                name: Trained(offset, incarnation=incarnation, time_ms=int(time.time() * 1000))
+                for name, offset in offsets.items()
+            },
+            "metrics": {},
+            "schema": self.deployment.schema.digest,
+            "encoders": {},
+            "model": ModelReference(
+                self.deployment.model.factory, self.deployment.model.args, self.deployment.model.task
+            ),
+            "files": {},
+        }
+        weights = weights if weights is not None else {"number": torch.tensor(float(number))}
+        return self.versions.write(weights, Manifest(**{**members, **changes}), Verdict(verdict))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the module `MODULE`."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / f"{MODULE}.py").write_text(MODELS)
+    return folder
+
+
+@pytest.fixture
+def deploy(models: Path, tmp_path: Path) -> Callable[..., Publisher]:
+    """Make a deployment of one of the models above, in a state directory of its own."""
+
+    def make(factory: str) -> Publisher:
+        settings = SchemaSettings.model_validate(SCHEMAS[factory])
+        task = "classification" if settings.label.classes else "regression"
+        model = ModelSettings(factory=f"{MODULE}:{factory}", task=task)
+        state_dir = tmp_path / "var"
+        return Publisher(Deployment("tiny", Schema(settings), model, models, state_dir, torch.device("cpu")))
+
+    return make
+
+
+@pytest.fixture
+def numbers(deploy: Callable[..., Publisher]) -> Publisher:
+    """A deployment whose versions answer their own number."""
+    return deploy("number")
+
+
+@dataclass
+class Running:
+    """A server over loopback."""
+
+    url: str
+    deployment: Deployment
+
+    @property
+    def infer(self) -> str:
+        return f"{self.url}/v2/models/tiny/infer"
+
+    @property
+    def address(self) -> str:
+        return self.url.partition("://")[2]
+
+    def report(self) -> ServingReport:
+        report = read_report(self.deployment.state_dir)
+        assert report is not None
+        return report
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Any]:
+    """Ask a callable until it returns something true, and return that."""
+    return wait_until
+
+
+@pytest.fixture
+def served() -> Callable[..., Any]:
+    """Serve a deployment on a free port: `with served(publisher, **settings) as running`."""
+    return serve_it
+
+
+@pytest.fixture
+def body_of() -> Callable[..., dict[str, Any]]:
+    """Make a JSON request of so many rows for the models that take `x`."""
+    return make_body
+
+
+@contextmanager
+def serve_it(publisher: Publisher, ready: bool = True, **settings: Any) -> Iterator[Running]:
+    """Serve a deployment on a free port, until it is ready if asked; whatever ends it is raised."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    deployment = publisher.deployment
+
+    def target() -> None:
+        try:
+            serve(deployment, ServingSettings.model_validate({"port": 0, **settings}), stop)
+        except BaseException as exc:  # noqa: BLE001 - raised again by the test's thread
+            errors.append(exc)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    try:
+        wait_until(lambda: errors or ((r := read_report(deployment.state_dir)) and (r.ready or not ready)))
+        if not errors:
+            report = read_report(deployment.state_dir)
+            assert report is not None
+            yield Running(report.address, deployment)
+    finally:
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def make_body(rows: int, **members: Any) -> dict[str, Any]:
+    data = [1.0] * (4 * rows)
+    return {"inputs": [{"name": "x", "shape": [rows, 4], "datatype": "FP32", "data": data}], **members}

@@ -1,0 +1,408 @@
+"""The server over loopback: the protocol's routes, swaps under load, freshness, tokens, and every bound."""
+
+import asyncio
+import json
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ingest.errors import SettingsError
+from learner.errors import ModelError
+from learner.report import LearnerReport
+from learner.report import write_report as write_learner_report
+from serving.config import ServingSettings
+from serving.server import listen, serve
+
+Served = Callable[..., Any]
+Body = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def running(numbers: Any, served: Served) -> Iterator[Any]:
+    numbers.publish(1)
+    with served(numbers) as server:
+        yield server
+
+
+@pytest.fixture
+def held(numbers: Any) -> Iterator[Any]:
+    """The module of the models; whose `go_on` holds a `Number` inside its run while it is clear."""
+    numbers.deployment.check()
+    module = sys.modules["anabranch_serving_test_models"]
+    module.running.clear()
+    yield module
+    module.go_on.set()
+
+
+def test_the_protocols_routes_answer(running: Any, body_of: Body) -> None:
+    expected = {
+        "/v2": {"name": "anabranch", "extensions": ["binary_tensor_data"]},
+        "/v2/health/live": {"live": True},
+        "/v2/health/ready": {"ready": True},
+        "/v2/models/tiny": {
+            "name": "tiny",
+            "versions": ["1"],
+            "platform": "pytorch",
+            "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}],
+            "outputs": [{"name": "prediction", "datatype": "FP32", "shape": [-1]}],
+        },
+        "/v2/models/tiny/ready": {"name": "tiny", "ready": True},
+        "/v2/models/tiny/versions/1": {"name": "tiny", "versions": ["1"]},
+        "/v2/models/tiny/versions/1/ready": {"name": "tiny", "version": "1", "ready": True},
+    }
+    for path, members in expected.items():
+        response = httpx.get(running.url + path)
+        assert response.status_code == 200, path
+        assert response.json() | members == response.json()
+    for path in ("/v2/models/tiny/infer", "/v2/models/tiny/versions/1/infer"):
+        response = httpx.post(running.url + path, json=body_of(2, id="a"))
+        assert response.headers["content-type"] == "application/json"
+        assert response.json() == {
+            "model_name": "tiny",
+            "model_version": "1",
+            "id": "a",
+            "parameters": {"trained_through": "events:0=10"},
+            "outputs": [{"name": "prediction", "datatype": "FP32", "shape": [2], "data": [1.0, 1.0]}],
+        }
+
+
+def test_what_is_not_there_is_a_404_that_names_what_is(running: Any, body_of: Body) -> None:
+    for path, sentence in {
+        "/v2/models/other": "no model 'other'; this server has 'tiny'",
+        "/v2/models/other/ready": "no model 'other'",
+        "/v2/models/tiny/versions/7": "version 7 is not resident; resident: 1",
+        "/v2/models/tiny/versions/7/ready": "resident: 1",
+        "/nowhere": "Not Found",
+    }.items():
+        response = httpx.get(running.url + path)
+        assert response.status_code == 404
+        assert sentence in response.json()["error"]
+    for path in ("other/infer", "tiny/versions/7/infer", "tiny/versions/01/infer"):
+        response = httpx.post(f"{running.url}/v2/models/{path}", json=body_of(1))
+        assert response.status_code == 404
+    response = httpx.get(running.infer)
+    assert response.status_code == 405
+    assert "error" in response.json()
+
+
+def test_before_the_first_version_the_server_lives_but_is_not_ready(
+    numbers: Any, served: Served, body_of: Body, eventually: Callable[..., Any]
+) -> None:
+    with served(numbers, ready=False) as server:
+        assert httpx.get(server.url + "/v2/health/live").status_code == 200
+        assert httpx.get(server.url + "/v2/models/tiny").json()["versions"] == []
+        for response in (
+            httpx.get(server.url + "/v2/health/ready"),
+            httpx.get(server.url + "/v2/models/tiny/ready"),
+            httpx.post(server.infer, json=body_of(1)),
+        ):
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+            assert "no version of tiny is ready yet" in response.json()["error"]
+        assert "no version can be served yet" in server.report().ill
+        numbers.publish(1)
+        body = body_of(1, parameters={"min_trained_through": "events:0=10"})
+        assert httpx.post(server.infer, json=body).json()["model_version"] == "1"
+
+
+def test_a_swap_under_load_fails_no_request_and_each_reply_is_by_one_version(
+    numbers: Any, served: Served, body_of: Body
+) -> None:
+    numbers.publish(1)
+    seen: list[tuple[str, list[float], str]] = []
+    done = threading.Event()
+    last = 12
+
+    def ask(address: str, rows: int) -> None:
+        with httpx.Client() as client:
+            while not done.is_set():
+                response = client.post(address, json=body_of(rows))
+                assert response.status_code == 200, response.text
+                reply = response.json()
+                version = reply["model_version"]
+                seen.append((version, reply["outputs"][0]["data"], reply["parameters"]["trained_through"]))
+                if version == str(last):
+                    return
+
+    with served(numbers, max_batch=4) as server, ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, server.infer, rows) for rows in (1, 3, 9, 20)]
+        with httpx.Client() as client:
+            for number in range(2, last + 1):
+                numbers.publish(number)
+                body = body_of(1, parameters={"min_trained_through": f"events:0={10 * number}"})
+                assert client.post(server.infer, json=body).json()["model_version"] == str(number)
+        for future in asking:
+            future.result(30)
+        done.set()
+        assert httpx.get(server.url + "/api/status").json()["serving"]["requests"].keys() == {"200"}
+    for version, data, trained_through in seen:
+        assert set(data) == {float(version)}
+        assert trained_through == f"events:0={10 * int(version)}"
+
+
+def test_min_trained_through_waits_for_a_version_that_has_learned_so_far(
+    numbers: Any, running: Any, body_of: Body
+) -> None:
+    body = body_of(1, parameters={"min_trained_through": "events:0=11", "timeout_ms": 20_000})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(httpx.post, running.infer, json=body, timeout=30)
+        assert httpx.post(running.infer, json=body_of(1)).json()["model_version"] == "1"
+        numbers.publish(2)
+        assert waiting.result(30).json()["model_version"] == "2"
+    learned = body_of(1, parameters={"min_trained_through": "events:0=20"})
+    assert httpx.post(running.infer, json=learned).json()["parameters"] == {"trained_through": "events:0=20"}
+
+
+@pytest.mark.parametrize("through", ["events:0=11", "events:1=0", "events:0=10,events:1=0"])
+def test_min_trained_through_is_a_504_when_the_time_is_over(running: Any, body_of: Body, through: str) -> None:
+    for timeout_ms in (0, 30):
+        body = body_of(1, parameters={"min_trained_through": through, "timeout_ms": timeout_ms})
+        response = httpx.post(running.infer, json=body)
+        assert response.status_code == 504
+        assert "the served version has learned events:0=10" in response.json()["error"]
+    pinned = f"{running.url}/v2/models/tiny/versions/1/infer"
+    assert httpx.post(pinned, json=body_of(1, parameters={"min_trained_through": through})).status_code == 504
+
+
+def test_a_timeout_of_any_size_is_bounded_by_the_servers(numbers: Any, served: Served, body_of: Body) -> None:
+    numbers.publish(1)
+    with served(numbers, timeout="100ms") as server:
+        for timeout_ms in (10**400, 1e300, 1e9):
+            body = body_of(1, parameters={"min_trained_through": "events:0=11", "timeout_ms": timeout_ms})
+            response = httpx.post(server.infer, json=body)
+            assert response.status_code == 504
+            assert "serving.timeout" in response.json()["error"]
+
+
+def test_a_request_that_takes_too_long_is_a_504(numbers: Any, served: Served, body_of: Body, held: Any) -> None:
+    numbers.publish(1)
+    with served(numbers, timeout="200ms") as server:
+        held.go_on.clear()
+        response = httpx.post(server.infer, json=body_of(1))
+        held.go_on.set()
+        assert response.status_code == 504
+        assert "serving.timeout" in response.json()["error"]
+        assert httpx.post(server.infer, json=body_of(1)).status_code == 200
+
+
+def test_overload_is_a_503_with_retry_after(
+    numbers: Any, served: Served, body_of: Body, held: Any, eventually: Callable[..., Any]
+) -> None:
+    numbers.publish(1)
+    with served(numbers, max_queue=4, max_delay="0ms") as server, ThreadPoolExecutor(8) as pool:
+        held.running.clear()
+        held.go_on.clear()
+        first = pool.submit(httpx.post, server.infer, json=body_of(1), timeout=30)
+        assert held.running.wait(20)
+        others = [pool.submit(httpx.post, server.infer, json=body_of(2), timeout=30) for _ in range(3)]
+        eventually(lambda: any(future.done() for future in others))
+        held.go_on.set()
+        assert first.result(30).status_code == 200
+        responses = [future.result(30) for future in others]
+        assert sorted(response.status_code for response in responses) == [200, 200, 503]
+        (busy,) = [response for response in responses if response.status_code == 503]
+        assert busy.headers["retry-after"] == "1"
+        assert "4 rows wait already" in busy.json()["error"]
+        assert httpx.post(server.infer, json=body_of(5)).status_code == 413
+
+
+def test_a_client_that_hangs_up_leaves_the_queue(
+    numbers: Any, served: Served, body_of: Body, held: Any, eventually: Callable[..., Any]
+) -> None:
+    numbers.publish(1)
+    with served(numbers, max_queue=4, max_delay="0ms") as server, ThreadPoolExecutor(2) as pool:
+        held.running.clear()
+        held.go_on.clear()
+        first = pool.submit(httpx.post, server.infer, json=body_of(1), timeout=30)
+        assert held.running.wait(20)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.infer, json=body_of(4), timeout=0.2)
+        eventually(lambda: server.report().requests.get("499"))
+        last = pool.submit(httpx.post, server.infer, json=body_of(4), timeout=30)
+        held.go_on.set()
+        assert first.result(30).status_code == 200
+        assert last.result(30).status_code == 200
+
+
+def test_a_body_that_is_too_long_is_a_413_whether_its_length_is_told_or_not(numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(64):
+            yield b" " * 65536
+
+    with served(numbers, max_body_bytes=100_000) as server:
+        for content in (b" " * 100_001, chunks()):
+            response = httpx.post(server.infer, content=content)
+            assert response.status_code == 413
+            assert "more than 100000 bytes" in response.json()["error"]
+        declared = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+        assert asyncio.run(exchange(server.address, declared)).startswith(b"HTTP/1.1 413 ")
+
+
+async def exchange(address: str, request: bytes) -> bytes:
+    """Send bytes as they are and return the beginning of the answer."""
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    await writer.drain()
+    answer = await asyncio.wait_for(reader.read(4096), 20)
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+def test_an_input_that_breaks_the_model_is_a_400_and_harms_nobody(deploy: Any, served: Served, body_of: Body) -> None:
+    publisher = deploy("touchy")
+    publisher.publish(1, weights={"scale": torch.ones(())})
+    with served(publisher) as server:
+        for value, sentence in ((-1.0, "fails on this input"), (99.0, "no finite prediction")):
+            body = body_of(1)
+            body["inputs"][0]["data"] = [value] * 4
+            response = httpx.post(server.infer, json=body)
+            assert response.status_code == 400
+            assert sentence in response.json()["error"]
+            assert "Traceback" not in response.text
+        assert httpx.post(server.infer, json=body_of(1)).json()["outputs"][0]["data"] == [4.0]
+
+
+@pytest.fixture
+def fuzzed(running: Any) -> Iterator[Any]:
+    with httpx.Client() as client:
+        yield lambda content, headers: client.post(running.infer, content=content, headers=headers)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=300), st.none() | st.text("0123456789-+x", max_size=5) | st.integers(0, 400).map(str))
+def test_arbitrary_bodies_are_never_a_5xx(fuzzed: Any, content: bytes, header_length: str | None) -> None:
+    headers = {} if header_length is None else {"Inference-Header-Content-Length": header_length}
+    response = fuzzed(content, headers)
+    assert 400 <= response.status_code < 500 or (header_length == "0" and response.status_code == 200)
+    if response.status_code != 200:
+        assert response.json()["error"]
+
+
+def test_a_compressed_body_is_refused(running: Any) -> None:
+    assert httpx.post(running.infer, content=b"x", headers={"Content-Encoding": "gzip"}).status_code == 415
+
+
+def test_binary_tensors_over_http(running: Any) -> None:
+    x = np.ones((2, 4), "<f4").tobytes()
+    header = json.dumps(
+        {
+            "inputs": [
+                {"name": "x", "shape": [2, 4], "datatype": "FP32", "parameters": {"binary_data_size": len(x)}},
+            ],
+            "parameters": {"binary_data_output": True},
+        }
+    ).encode()
+    headers = {"Inference-Header-Content-Length": str(len(header))}
+    response = httpx.post(running.infer, content=header + x, headers=headers)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/octet-stream"
+    length = int(response.headers["inference-header-content-length"])
+    (output,) = json.loads(response.content[:length])["outputs"]
+    assert output["parameters"] == {"binary_data_size": 8}
+    assert np.frombuffer(response.content[length:], "<f4").tolist() == [1, 1]
+
+
+def test_status_tells_of_learner_and_serving(running: Any, body_of: Body, eventually: Callable[..., Any]) -> None:
+    httpx.post(running.infer, json=body_of(1))
+    httpx.post(running.infer, content=b"?")
+    status = httpx.get(running.url + "/api/status").json()
+    assert status["name"] == "tiny"
+    assert status["learner"] is None
+    assert status["serving"]["version"] == 1
+    assert status["serving"]["trained_through"] == "events:0=10"
+    assert status["serving"]["requests"] == {"200": 1, "400": 1}
+    assert status["serving"]["swaps"] == {"swapped": 1}
+    assert 0 < status["serving"]["request_p50_seconds"] <= status["serving"]["request_p99_seconds"] < 10
+    assert status["serving"]["ill"] == []
+    write_learner_report(running.deployment.state_dir, LearnerReport(pid=1, epoch=1, started=0, time=0, steps=7))
+    assert httpx.get(running.url + "/api/status").json()["learner"]["steps"] == 7
+    eventually(lambda: running.report().requests == {"200": 1, "400": 1})
+    assert running.report().address == running.url
+
+
+def test_the_last_report_says_that_nothing_is_ready(numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+    with served(numbers) as server:
+        assert server.report().ready
+    assert not server.report().ready
+
+
+def test_metrics_have_the_promised_names(running: Any, body_of: Body) -> None:
+    httpx.post(running.infer, json=body_of(1))
+    text = httpx.get(running.url + "/metrics").text
+    families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert families == {
+        "anabranch_serving_requests_total",
+        "anabranch_serving_request_duration_seconds",
+        "anabranch_serving_version",
+        "anabranch_serving_freshness_duration_seconds",
+        "anabranch_serving_swaps_total",
+    }
+    assert 'anabranch_serving_requests_total{code="200"} 1.0' in text
+
+
+def test_with_a_token_every_route_but_health_wants_one(numbers: Any, served: Served, body_of: Body) -> None:
+    numbers.publish(1)
+    with served(numbers, tokens={"read": "lesen", "admin": "admin"}) as server:
+        assert httpx.get(server.url + "/v2/health/live").status_code == 200
+        assert httpx.get(server.url + "/v2/health/ready").status_code == 200
+        for path in ("/v2", "/v2/models/tiny", "/metrics", "/api/status", "/openapi.json", "/nowhere"):
+            response = httpx.get(server.url + path)
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert "error" in response.json()
+        for header in ("Bearer", "Bearer lese", "Bearer lesenn", "Basic lesen", "lesen", "Bearer \xff"):
+            headers = {"Authorization": header.encode("latin-1")}
+            assert httpx.post(server.infer, json=body_of(1), headers=headers).status_code == 401  # type: ignore[arg-type]
+        for header in ("Bearer lesen", "bearer lesen", "Bearer admin"):
+            response = httpx.post(server.infer, json=body_of(1), headers={"Authorization": header})
+            assert response.status_code == 200
+        assert server.report().address in server.url
+
+
+def test_tls_with_the_configured_certificate(numbers: Any, served: Served, tmp_path: Path) -> None:
+    folder = numbers.deployment.folder
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -keyout key.pem"
+    names = "-subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    command = f"openssl req -x509 -nodes -days 2 -out cert.pem {key} {names}"
+    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+    numbers.publish(1)
+    with served(numbers, tls={"cert": "cert.pem", "key": "key.pem"}) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=str(folder / "cert.pem"))
+        assert httpx.get(server.url + "/v2/health/ready", verify=context).status_code == 200
+
+
+def test_settings_that_cannot_work_end_the_start_with_their_key(numbers: Any, deploy: Any) -> None:
+    stop = threading.Event()
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"serving.port = {port} is taken on 127.0.0.1"):
+            serve(numbers.deployment, ServingSettings(port=port), stop)
+    with pytest.raises(SettingsError, match=r'serving.host = "192.0.2.1"'):
+        listen("192.0.2.1", 0)
+    with pytest.raises(SettingsError, match=r"serving.tls: .* cannot be used"):
+        serve(numbers.deployment, ServingSettings.model_validate({"port": 0, "tls": {"cert": "no", "key": "no"}}), stop)
+    with pytest.raises(ModelError, match="broken"):
+        serve(deploy("broken").deployment, ServingSettings(port=0), stop)
+
+
+def test_small_replies_are_not_held_back_by_nagle() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == 6  # IPPROTO_TCP: asyncio sets TCP_NODELAY only then

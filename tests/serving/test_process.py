@@ -1,0 +1,148 @@
+"""`python -m serving` as a process: what it loads, how it ends, and with which exit code."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from anabranch.config import load_config
+from anabranch.daemon import Exit
+from ingest.schema import Schema
+from serving.report import read_report
+from serving.server import listen
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = """
+name = "tiny"
+[stream]
+topics = ["events"]
+[schema.features.x]
+dtype = "float32"
+shape = [4]
+[schema.label]
+name = "y"
+dtype = "float32"
+[model]
+factory = "anabranch_serving_test_models:number"
+task = "regression"
+[serving]
+port = {port}
+"""
+
+
+def start(*arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "serving", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def pipeline(models: Path, tmp_path: Path) -> Callable[..., Path]:
+    def write(port: int = 0, more: str = "") -> Path:
+        (tmp_path / "anabranch_serving_test_models.py").write_text(
+            (models / "anabranch_serving_test_models.py").read_text()
+        )
+        path = tmp_path / "pipeline.toml"
+        path.write_text(PIPELINE.format(port=port) + more)
+        return path
+
+    return write
+
+
+@contextmanager
+def daemon(
+    path: Path, eventually: Callable[..., Any], *arguments: str
+) -> "Iterator[tuple[subprocess.Popen[str], str]]":
+    process = start("-c", str(path), *arguments)
+    try:
+        report = eventually(lambda: process.poll() is not None or read_report(path.parent / "var"), 60)
+        assert process.poll() is None, process.communicate()
+        yield process, report.address
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_import_serving_app_loads_neither_kafka_nor_redis_nor_faiss() -> None:
+    code = "import sys, serving.app; print(sorted({'kafka', 'confluent_kafka', 'redis', 'faiss'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("max_bach = 3", r'unknown key serving.max_bach; the nearest known key is "max_batch"'),
+        ('host = "0.0.0.0"', r"tokens.read is required because host \"0.0.0.0\" is not loopback"),
+        ("max_held_bytes = 2000", r"max_held_bytes"),
+        ('timeout = "0s"', r"must be longer than 0s"),
+    ],
+)
+def test_bad_settings_are_one_sentence_and_exit_2(pipeline: Callable[..., Path], more: str, sentence: str) -> None:
+    process = start("-c", str(pipeline(more=more)))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == Exit.SETTINGS
+    assert re.search(sentence, errors), errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_a_missing_file_is_exit_2(tmp_path: Path) -> None:
+    process = start("-c", str(tmp_path / "none.toml"))
+    assert "does not exist" in process.communicate(timeout=60)[1]
+    assert process.returncode == Exit.SETTINGS
+
+
+def test_a_taken_port_is_one_sentence_that_names_the_key_and_exit_2(pipeline: Callable[..., Path]) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        process = start("-c", str(pipeline(port)))
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == Exit.SETTINGS
+    assert f"serving.port = {port} is taken" in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_sigterm_finishes_and_exits_0(
+    pipeline: Callable[..., Path], eventually: Callable[..., Any], numbers: Any, body_of: Callable[..., Any]
+) -> None:
+    path = pipeline()
+    config = load_config(path)
+    schema = Schema(config.pipeline.events)
+    numbers.publish(1, schema=schema.digest)
+    with daemon(path, eventually) as (process, address):
+        body = body_of(1, parameters={"min_trained_through": "events:0=10"})
+        response = httpx.post(f"{address}/v2/models/tiny/infer", json=body)
+        assert response.json()["model_version"] == "1"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == Exit.DONE
+        assert f"serving tiny on {address}/v2/models/tiny" in errors
+        assert "Traceback" not in errors
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(address + "/v2/health/live")
+
+
+def test_a_supervised_process_ends_with_its_parent(
+    pipeline: Callable[..., Path], eventually: Callable[..., Any]
+) -> None:
+    with daemon(pipeline(), eventually, "--supervised") as (process, _):
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == Exit.DONE

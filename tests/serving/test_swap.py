@@ -1,0 +1,257 @@
+"""Which versions are taken, which are refused, and what is said of it. No thread: each test looks itself."""
+
+import gc
+import logging
+import re
+import shutil
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from learner.version import MANIFEST, VERDICT, WEIGHTS, ModelReference, RegistryState, Trained, Verdict, replace_file
+from serving.metrics import Metrics
+from serving.served import pick_device
+from serving.swap import Swap
+
+Publish = Callable[..., Any]
+
+
+class Watched:
+    """A swap whose thread is not started, with its metrics."""
+
+    def __init__(self, publisher: Any) -> None:
+        self.registry = CollectorRegistry()
+        self.taken = 0
+        self.swap = Swap(publisher.deployment, 8, Metrics(self.registry), self.count, self.fail)
+
+    def count(self) -> None:
+        self.taken += 1
+
+    def fail(self, exc: BaseException) -> None:
+        raise exc
+
+    def look(self) -> int | None:
+        self.swap.look()
+        return self.swap.current.number if self.swap.current else None
+
+    def refused(self) -> float:
+        return self.registry.get_sample_value("anabranch_serving_swaps_total", {"outcome": "refused"}) or 0
+
+
+@pytest.fixture
+def watched(numbers: Any) -> Watched:
+    return Watched(numbers)
+
+
+def test_the_newest_version_is_taken_and_state_json_names_it_and_the_one_before(numbers: Any, watched: Watched) -> None:
+    assert watched.look() is None
+    numbers.publish(1)
+    numbers.publish(2)
+    assert watched.look() == 2
+    numbers.publish(3)
+    assert watched.look() == 3
+    assert numbers.versions.state() == RegistryState(serving=3, previous=2)
+    assert watched.taken == 2
+    assert watched.registry.get_sample_value("anabranch_serving_version") == 3
+    assert watched.registry.get_sample_value("anabranch_serving_swaps_total", {"outcome": "swapped"}) == 2
+
+
+def test_a_version_answers_with_its_weights(numbers: Any, watched: Watched) -> None:
+    numbers.publish(5)
+    watched.look()
+    assert watched.swap.current is not None
+    outputs = watched.swap.current.run({"x": np.zeros((3, 4), np.float32)})
+    assert outputs["prediction"].tolist() == [5, 5, 5]
+    assert outputs["prediction"].dtype == np.float32
+
+
+def test_a_restart_keeps_the_previous_version_and_what_others_wrote_into_state_json(numbers: Any) -> None:
+    numbers.publish(1)
+    numbers.publish(2)
+    numbers.versions.write_state(RegistryState(serving=2, previous=1, pinned=1, rolled_back=[9]))
+    assert Watched(numbers).look() == 2
+    assert numbers.versions.state() == RegistryState(serving=2, previous=1, pinned=1, rolled_back=[9])
+
+
+def test_a_version_waits_for_its_verdict_and_is_not_taken_on_fail(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1, verdict="pass")
+    numbers.publish(2, verdict="fail")
+    verdict = numbers.publish(3) / VERDICT
+    verdict.unlink()
+    assert watched.look() == 1
+    replace_file(verdict, msgspec.json.encode(Verdict("fail")))
+    assert watched.look() == 1
+    replace_file(verdict, msgspec.json.encode(Verdict("pass")))
+    assert watched.look() == 3
+    assert watched.refused() == 0
+
+
+def tear_manifest(version: Path) -> None:
+    content = (version / MANIFEST).read_bytes()
+    (version / MANIFEST).write_bytes(content[: len(content) // 2])
+
+
+def flip_a_bit(version: Path) -> None:
+    content = bytearray((version / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (version / WEIGHTS).write_bytes(content)
+
+
+def lose_weights(version: Path) -> None:
+    (version / WEIGHTS).unlink()
+
+
+def tear_verdict(version: Path) -> None:
+    (version / VERDICT).write_bytes(b'{"verdict": "pa')
+
+
+@pytest.mark.parametrize("damage", [tear_manifest, flip_a_bit, lose_weights, tear_verdict])
+def test_a_damaged_version_is_refused_once_and_the_next_best_is_taken(
+    numbers: Any, watched: Watched, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers.publish(1)
+    damage(numbers.publish(2))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert watched.look() == 1
+    assert watched.refused() == 1
+    assert sum("refused: " in record.message for record in caplog.records) == 1
+    numbers.publish(3)
+    assert watched.look() == 3
+    assert watched.swap.ill == []
+
+
+def test_a_directory_without_manifest_does_not_exist(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    (numbers.publish(2) / MANIFEST).unlink()
+    assert watched.look() == 1
+    assert watched.refused() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"schema": "0" * 64}, "another schema"),
+        ({"weights": {"other": torch.zeros(())}}, "Missing key|Error.* in loading"),
+        ({"weights": {"number": torch.zeros(3)}}, "Error.* in loading"),
+        ({"weights": {"number": torch.tensor(torch.nan)}}, "not finite"),
+        ({"model": ModelReference("os:system", {"command": "false"}, "regression")}, "it is of os:system"),
+        ({"model": ModelReference("anabranch_serving_test_models:number", {}, "classification")}, "for classification"),
+        (
+            {"model": ModelReference("anabranch_serving_test_models:number", {"a": 1}, "regression")},
+            "unexpected keyword",
+        ),
+    ],
+)
+def test_a_version_that_does_not_fit_is_refused(
+    numbers: Any, watched: Watched, changes: dict[str, Any], sentence: str
+) -> None:
+    numbers.publish(1)
+    watched.look()
+    numbers.publish(2, **changes)
+    assert watched.look() == 1
+    assert watched.refused() == 1
+    (ill,) = watched.swap.ill
+    assert ill.startswith("a version is refused: version 2: ")
+    assert re.search(sentence, ill), ill
+
+
+def test_a_factory_that_raises_refuses_the_version_and_nothing_else(deploy: Callable[..., Any]) -> None:
+    publisher = deploy("broken")
+    watched = Watched(publisher)
+    publisher.publish(1)
+    assert watched.look() is None
+    (ill,) = watched.swap.ill
+    assert "the factory fails" in ill
+
+
+def test_a_copied_directory_is_refused(numbers: Any, watched: Watched) -> None:
+    shutil.copytree(numbers.publish(1), numbers.versions.directory(2))
+    assert watched.look() == 1
+    assert watched.refused() == 1
+
+
+def test_a_stale_learners_version_is_refused(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1, epoch=2)
+    assert watched.look() == 1
+    numbers.publish(2, epoch=1)
+    assert watched.look() == 1
+    numbers.publish(3, epoch=3)
+    assert watched.look() == 3
+
+
+def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1, offsets={"events:0": 5, "events:1": 7})
+    assert watched.look() == 1
+    numbers.publish(2, offsets={"events:0": 6, "events:1": 6})
+    numbers.publish(3, offsets={"events:0": 9})
+    assert watched.look() == 1
+    assert watched.refused() == 2
+    numbers.publish(4, offsets={"events:0": 5, "events:1": 7, "events:2": 0})
+    assert watched.look() == 4
+
+
+def test_a_topic_that_was_made_anew_may_begin_again(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1, offsets={"events:0": 5})
+    watched.look()
+    numbers.publish(2, offsets={"events:0": 0}, incarnation=1)
+    assert watched.look() == 2
+
+
+def test_freshness_is_observed_for_each_partition_that_moved(numbers: Any, watched: Watched) -> None:
+    count = "anabranch_serving_freshness_duration_seconds_count"
+    numbers.publish(1, offsets={"events:0": 5, "events:1": 7})
+    watched.look()
+    assert watched.registry.get_sample_value(count) == 0
+    numbers.publish(2, offsets={"events:0": 6, "events:1": 7, "events:2": 0})
+    watched.look()
+    assert watched.registry.get_sample_value(count) == 2
+    numbers.publish(
+        3, trained_through={"events:0": Trained(7, time_ms=0), "events:1": Trained(7), "events:2": Trained(0)}
+    )
+    watched.look()
+    assert watched.registry.get_sample_value(count) == 2
+
+
+def test_the_old_version_is_freed_when_nobody_holds_it(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    watched.look()
+    assert watched.swap.current is not None
+    gone = weakref.ref(watched.swap.current)
+    numbers.publish(2)
+    watched.look()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_state_file_that_cannot_be_written_is_an_illness_not_the_end(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    (numbers.versions.path / "state.json").mkdir()
+    assert watched.look() == 1
+    (ill,) = watched.swap.ill
+    assert "state.json" in ill
+
+
+def test_the_thread_takes_a_version_and_ends_with_its_context(numbers: Any) -> None:
+    taken = threading.Event()
+    bugs: list[BaseException] = []
+    swap = Swap(numbers.deployment, 8, Metrics(CollectorRegistry()), taken.set, bugs.append)
+    with swap:
+        numbers.publish(1)
+        assert taken.wait(20)
+    assert swap.current is not None
+    assert not any(thread.name == "serving-swap" for thread in threading.enumerate())
+    assert not bugs
+
+
+def test_the_device_is_the_cpu_where_nothing_else_is_asked_for_or_there() -> None:
+    assert pick_device("cpu") == torch.device("cpu")
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
