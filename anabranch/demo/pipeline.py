@@ -1,0 +1,101 @@
+"""The example pipeline laid out for the demo: unchanged files, and everything else by the environment."""
+
+import json
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from anabranch.broker import free_port
+from anabranch.config import ENVIRONMENT_PREFIX, Config, load_config
+from anabranch.init import write_example
+from anabranch.supervisor import LEARNER_REPORT, Part, pipeline_parts
+
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""The demo's models are so small that more threads only get into each other's way."""
+
+
+@dataclass(frozen=True)
+class DemoPipeline:
+    """Where everything lies, and what runs."""
+
+    config: Config
+    environment: Mapping[str, str]
+    """Of every child."""
+    parts: tuple[Part, ...]
+    topics: Mapping[str, int]
+    """Topics that the demo makes, with their numbers of partitions."""
+    twin_state_dir: Path | None
+
+    @property
+    def url(self) -> str:
+        """Where serving answers."""
+        return f"http://127.0.0.1:{self.config.pipeline.serving.port}"
+
+
+def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, twin: bool) -> DemoPipeline:
+    """Write the example into `folder`, and return what is to run there.
+
+    On a broker of the user's own (`own_broker`) the topics get names that nobody else has.
+    """
+    write_example(folder)
+    stem = f"anabranch-demo-{uuid.uuid4().hex[:8]}." if own_broker else ""
+    events, dead, twin_dead = f"{stem}events", f"{stem}events.dead", f"{stem}events.twin.dead"
+    overrides = {
+        "STREAM__BOOTSTRAP_SERVERS": bootstrap,
+        "STREAM__TOPICS": [events],
+        "STREAM__DEAD_LETTER_TOPIC": dead,
+        "STREAM__GROUP_ID": f"{stem}anabranch-demo",
+        "SERVING__HOST": "127.0.0.1",
+        "SERVING__PORT": port,
+        "LEARNER__STATUS": f"127.0.0.1:{_free_port_beside(port)}",
+        "STATE_DIR": str(folder / "var"),
+    }
+    # torch leaves a cache among the temporary files; here it goes with the folder.
+    environment = {**os.environ, **_THREADS, "TMPDIR": str(folder), **_variables(overrides)}
+    config = load_config(folder / "pipeline.toml", environment)
+    for directory in (config.state_dir, folder / "logs"):
+        directory.mkdir()
+    parts = [
+        replace(part, environment=environment, output=folder / "logs" / f"{part.name}.log")
+        for part in pipeline_parts(config)
+    ]
+    topics = {events: 2, dead: 1}
+    twin_state_dir = folder / "twin" if twin else None
+    if twin_state_dir is not None:
+        twin_state_dir.mkdir()
+        changes = {
+            "STREAM__DEAD_LETTER_TOPIC": twin_dead,
+            "STREAM__GROUP_ID": f"{stem}anabranch-demo-twin",
+            "LEARNER__STRATEGY": "none",
+            "LEARNER__STATUS": "127.0.0.1:0",
+            "VERSIONS__PUBLISH_EVERY": "5s",
+            "STATE_DIR": str(twin_state_dir),
+        }
+        topics[twin_dead] = 1
+        parts.append(_twin(config, twin_state_dir, {**environment, **_variables(changes)}))
+    return DemoPipeline(config, environment, tuple(parts), topics, twin_state_dir)
+
+
+def _twin(config: Config, state_dir: Path, environment: Mapping[str, str]) -> Part:
+    return Part(
+        "twin",
+        (sys.executable, "-m", "learner", "-c", str(config.path), "--supervised"),
+        state_dir / LEARNER_REPORT,
+        environment,
+        config.folder / "logs" / "twin.log",
+    )
+
+
+def _variables(overrides: Mapping[str, object]) -> dict[str, str]:
+    # JSON's strings, numbers and lists are also TOML's.
+    return {f"{ENVIRONMENT_PREFIX}{name}": json.dumps(value) for name, value in overrides.items()}
+
+
+def _free_port_beside(taken: int) -> int:
+    while True:
+        port = free_port()
+        if port != taken:
+            return port

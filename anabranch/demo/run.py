@@ -1,0 +1,226 @@
+"""`anabranch demo`: starts everything, watches it, and ends it in order."""
+
+import contextlib
+import logging
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from anabranch.broker import EmbeddedBroker, free_port
+from anabranch.daemon import Exit, stop_on_signals
+from anabranch.demo.digits import Digits, load_digits
+from anabranch.demo.feed import Feed, Stream
+from anabranch.demo.figures import Completion, Figures, Sources
+from anabranch.demo.freshness import Freshness
+from anabranch.demo.panel import Display, LivePanel, PlainLines
+from anabranch.demo.pipeline import DemoPipeline, lay_out
+from anabranch.demo.prober import Prober, answers, request_body
+from anabranch.demo.report import make_report, summary, to_json
+from anabranch.supervisor import Supervisor
+from ingest.config import StreamSettings
+from ingest.errors import AnabranchError, SettingsError
+from ingest.producer import create_topics, delete_topics
+
+DEFAULT_PORT = 8000
+_LOOK_SECONDS = 0.25
+_START_SECONDS = 120.0
+_TAIL_LINES = 8
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    events: int | None = None
+    headless: bool = False
+    report: Path | None = None
+    bootstrap: str | None = None
+    twin: bool = True
+    rate: float = 600.0
+    requests: float = 50.0
+    port: int | None = None
+    seed: int = 0
+
+
+def run_demo(options: Options) -> Exit:
+    """Run the demo until its events are dealt with or a signal comes; nothing of it is left afterwards.
+
+    Returns:
+        DONE; BUG when events do not get their outcome; the exit code of a part that cannot go on.
+    """
+    begin = time.monotonic()
+    logging.getLogger().setLevel(logging.WARNING)
+    port = _port(options.port)
+    if options.report is not None and not options.report.absolute().parent.is_dir():
+        raise SettingsError(f"--report {options.report}: there is no folder {options.report.parent}")
+    _say("loading the digits")
+    digits = load_digits(options.seed)
+    with stop_on_signals() as stop, contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anabranch-demo-")))
+        bootstrap = options.bootstrap or stack.enter_context(_embedded_broker())
+        pipeline = lay_out(folder, bootstrap, port, own_broker=options.bootstrap is not None, twin=options.twin)
+        stack.enter_context(_topics(pipeline, keep=options.bootstrap is None))
+        request = folder / "request.json"
+        request.write_bytes(request_body(digits.request_pixels[0]))
+        headless = options.headless or not sys.stdout.isatty()
+        display = (
+            PlainLines() if headless else LivePanel(Console(), pipeline.url, pipeline.config.pipeline.name, request)
+        )
+        demo = _Demo(pipeline, digits, options, begin)
+        code = demo.run(display, stop)
+        figures = demo.figures()
+        _say(summary(figures).rstrip())
+        if code is Exit.DONE and not (stop.is_set() and options.events):
+            _write_report(figures, options)
+        return code
+
+
+class _Demo:
+    """The parts that run, from the first to the last."""
+
+    def __init__(self, pipeline: DemoPipeline, digits: Digits, options: Options, begin: float) -> None:
+        config = pipeline.config
+        freshness = Freshness()
+        self._pipeline = pipeline
+        self._events = options.events
+        self._supervisor = Supervisor(pipeline.parts)
+        self._feed = Feed(
+            config.path,
+            Stream(options.events, options.rate, options.seed),
+            pipeline.environment,
+            config.folder / "logs" / "producer.log",
+            freshness,
+        )
+        address = ("127.0.0.1", config.pipeline.serving.port)
+        self._prober = Prober(*address, config.pipeline.name, digits, freshness, options.requests, options.seed)
+        self._sources = Sources(begin, config.state_dir, pipeline.twin_state_dir, self._feed, self._prober, freshness)
+        self._completion = Completion(twin=pipeline.twin_state_dir is not None)
+
+    def figures(self) -> Figures:
+        """Return the figures of this moment."""
+        return self._sources.look(self._supervisor.restarts)
+
+    def run(self, display: Display, stop: threading.Event) -> Exit:
+        """Start all, watch until the end, stop all: requests, stream, learner with twin and serving, in this order."""
+        with contextlib.ExitStack() as stack:
+            _say(f"starting {', '.join(part.name for part in self._pipeline.parts)}")
+            stack.callback(self._supervisor.stop)
+            self._supervisor.start()
+            stack.callback(self._feed.stop)
+            self._feed.start()
+            ended = self._await_parts(stop)
+            if ended is not None or stop.is_set():
+                return ended or Exit.DONE
+            _say(f"serving answers at {self._pipeline.url}; the stream begins")
+            stack.callback(self._prober.stop)
+            self._prober.start()
+            self._feed.go()
+            with display:
+                ended = self._watch(display, stop)
+            _say("stopping")
+        return ended
+
+    def _await_parts(self, stop: threading.Event) -> Exit | None:
+        """Wait until every learner has reported and serving answers, so that freshness is not that of a start."""
+        deadline = time.monotonic() + _START_SECONDS
+        port = self._pipeline.config.pipeline.serving.port
+        reports = [part.report for part in self._pipeline.parts if part.report and part.name != "serving"]
+        while not (all(report.exists() for report in reports) and answers("127.0.0.1", port, "/v2/health/live")):
+            ended = self._check()
+            if ended is not None:
+                return ended
+            if stop.wait(_LOOK_SECONDS):
+                return None
+            if time.monotonic() > deadline:
+                _say(f"learner and serving are not up after {_START_SECONDS:.0f} s")
+                self._show_logs()
+                return Exit.BUG
+        return None
+
+    def _watch(self, display: Display, stop: threading.Event) -> Exit:
+        while not stop.wait(_LOOK_SECONDS):
+            ended = self._check()
+            if ended is not None:
+                return ended
+            self._prober.classes_seen = self._feed.classes_seen
+            figures = self.figures()
+            display.show(figures)
+            if self._events is not None:
+                missing = self._completion.missing(figures)
+                if missing is None:
+                    return Exit.DONE
+                if self._completion.is_overdue(figures):
+                    _say(f"nothing has moved for a minute: {missing}")
+                    self._show_logs()
+                    return Exit.BUG
+        return Exit.DONE
+
+    def _check(self) -> Exit | None:
+        ended = self._supervisor.check()
+        if ended is not None and self._supervisor.ended is not None:
+            self._show_logs(self._supervisor.ended.name)
+            return ended
+        ended = self._feed.failed()
+        if ended is not None:
+            self._show_logs("producer")
+        return ended
+
+    def _show_logs(self, *names: str) -> None:
+        """Write the last lines of parts' logs, since the logs themselves are about to be removed."""
+        for path in sorted((self._pipeline.config.folder / "logs").glob("*.log")):
+            if not names or path.stem in names:
+                lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+                sys.stderr.write("".join(f"{path.stem}: {line}\n" for line in lines))
+
+
+@contextlib.contextmanager
+def _embedded_broker() -> Iterator[str]:
+    _say("starting a Kafka-protocol broker")
+    with EmbeddedBroker() as broker:
+        yield broker.bootstrap
+
+
+@contextlib.contextmanager
+def _topics(pipeline: DemoPipeline, *, keep: bool) -> Iterator[None]:
+    """Make the demo's topics, and remove them at the end unless they go with their broker (`keep`)."""
+    stream: StreamSettings = pipeline.config.pipeline.stream
+    create_topics(stream, pipeline.topics)
+    try:
+        yield
+    finally:
+        if not keep:
+            try:
+                delete_topics(stream, pipeline.topics)
+            except AnabranchError as exc:
+                _say(f"{exc}; the topics are left behind: {', '.join(pipeline.topics)}")
+
+
+def _port(wanted: int | None) -> int:
+    port = free_port(wanted or DEFAULT_PORT)
+    if wanted and port != wanted:
+        raise SettingsError(f"--port {wanted} is taken")
+    return port
+
+
+def _write_report(figures: Figures, options: Options) -> None:
+    content = to_json(make_report(figures))
+    if options.report is not None:
+        try:
+            options.report.write_bytes(content)
+        except OSError as exc:
+            raise SettingsError(f"--report {options.report} cannot be written: {exc.strerror}") from exc
+    elif options.events is not None:
+        sys.stdout.write(content.decode())
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"{sentence}\n")
+    sys.stderr.flush()

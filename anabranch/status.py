@@ -1,0 +1,166 @@
+"""`anabranch status`: one screen of what learner and serving say of themselves."""
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from anabranch.config import Config
+from anabranch.daemon import stop_on_signals
+from learner.report import LearnerReport
+from learner.report import read_report as read_learner
+from serving.report import ServingReport
+from serving.report import read_report as read_serving
+
+_SILENT = timedelta(seconds=10)
+"""Reports are written about once a second; a part that has written none for so long hangs or is gone."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of a pipeline's parts at one moment; None where a part has never run in this state directory."""
+
+    name: str
+    state_dir: str
+    now: float
+    learner: LearnerReport | None
+    serving: ServingReport | None
+
+    def condition(self, report: LearnerReport | ServingReport | None) -> str:
+        """Return `running`, `silent` or `not running`."""
+        if report is None or not _lives(report.pid):
+            return "not running"
+        return "running" if self.now - report.time < _SILENT.total_seconds() else "silent"
+
+    def to_json(self) -> bytes:
+        """Return both reports, and whether they are of living processes, as one indented JSON object."""
+        document = {
+            "name": self.name,
+            "state_dir": self.state_dir,
+            "learner": self._part(self.learner),
+            "serving": self._part(self.serving),
+        }
+        return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+    def _part(self, report: LearnerReport | ServingReport | None) -> dict[str, object]:
+        return {
+            "condition": self.condition(report),
+            "age_seconds": None if report is None else round(self.now - report.time, 3),
+            "report": report,
+        }
+
+
+def read_status(config: Config) -> Status:
+    """Read what the parts of a pipeline have last said."""
+    state_dir = config.state_dir
+    return Status(config.pipeline.name, str(state_dir), time.time(), read_learner(state_dir), read_serving(state_dir))
+
+
+def render(status: Status) -> RenderableType:
+    """Return the screen."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("pipeline", f"{status.name}, state in {status.state_dir}")
+    for part, report in (("learner", status.learner), ("serving", status.serving)):
+        table.add_row(part, _condition(status, report))
+        for sentence in report.ill if report else ():
+            table.add_row("", Text(sentence, style="yellow"))
+    return Group(
+        table,
+        *([Text(), _learner(status.learner)] if status.learner else []),
+        *([Text(), _serving(status.serving)] if status.serving else []),
+    )
+
+
+def _condition(status: Status, report: LearnerReport | ServingReport | None) -> Text:
+    condition = status.condition(report)
+    style = {"running": "green", "silent": "yellow"}.get(condition, "dim")
+    text = Text(condition, style=style)
+    if report is None:
+        return text
+    age = status.now - report.time
+    if condition == "running":
+        return text.append(f"  pid {report.pid}, for {_age(report.time - report.started)}", style="default")
+    return text.append(f"  pid {report.pid}, last heard of {_age(age)} ago", style="default")
+
+
+def _learner(report: LearnerReport) -> RenderableType:
+    table = _section()
+    rates = report.rates
+    table.add_row("steps", f"{report.steps:,} ({_rate(rates, 'steps')})")
+    table.add_row("events", f"{_rate(rates, 'rows_new')} new, {_rate(rates, 'rows_replay')} replayed")
+    table.add_row("accuracy", _pairs({k: f"{v:.1%}" for k, v in report.accuracy.items()}) or "not known yet")
+    table.add_row("outcomes", _pairs({k: f"{v:,}" for k, v in report.outcomes.items()}) or "none")
+    if any(report.skipped.values()):
+        table.add_row("skipped", _pairs({k: f"{v:,}" for k, v in report.skipped.items() if v}))
+    for name, partition in report.partitions.items():
+        table.add_row(name, f"lag {partition.pending:,}, trained through {partition.trained_through:,}")
+    tiers = {
+        tier: f"{rows:,} ({report.replay_bytes.get(tier, 0) / 1e6:.1f} MB)" for tier, rows in report.replay_rows.items()
+    }
+    table.add_row("replay", _pairs(tiers) or "empty")
+    table.add_row("held out", f"{report.guard_rows:,}")
+    newest = "none yet" if report.version is None else str(report.version)
+    table.add_row("version", f"{newest}, {report.versions_published:,} published, {report.publish_skipped:,} skipped")
+    return table
+
+
+def _serving(report: ServingReport) -> RenderableType:
+    table = _section()
+    table.add_row("address", report.address)
+    table.add_row("version", "waits for the first" if report.version is None else str(report.version))
+    table.add_row("learned", report.trained_through or "nothing")
+    table.add_row("swaps", _pairs({k: f"{v:,}" for k, v in report.swaps.items()}) or "none")
+    table.add_row("requests", _pairs({k: f"{v:,}" for k, v in report.requests.items()}) or "none")
+    if report.request_p50_seconds is not None and report.request_p99_seconds is not None:
+        p50, p99 = report.request_p50_seconds * 1000, report.request_p99_seconds * 1000
+        table.add_row("latency", f"p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+    return table
+
+
+def _section() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True, min_width=8)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _pairs(values: dict[str, str]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+
+
+def _rate(rates: dict[str, float], name: str) -> str:
+    return f"{rates.get(name, 0.0):,.1f}/s"
+
+
+def _age(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{max(0.0, seconds):.1f} s"
+    return str(timedelta(seconds=whole))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def watch_status(config: Config) -> None:
+    """Show the screen until a signal comes, looked at anew every second."""
+    with stop_on_signals() as stop, Live(console=Console(), auto_refresh=False) as live:
+        while True:
+            live.update(render(read_status(config)), refresh=True)
+            if stop.wait(1.0):
+                return

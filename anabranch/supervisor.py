@@ -1,0 +1,284 @@
+"""Parts as child processes that are started again when they die: what `anabranch up` and the demo run.
+
+A child is the leader of a session of its own, so that Ctrl-C reaches the supervisor alone, which decides when and how
+a child stops. Its stdin is a pipe that stays open for as long as the supervisor lives: a child that reads its end
+stops by itself (`daemon.stop_with_parent`), also after a SIGKILL of the supervisor.
+"""
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+
+from anabranch.config import Config
+from anabranch.daemon import Exit
+
+LEARNER_REPORT = "learner.json"
+SERVING_REPORT = "serving.json"
+"""Where `learner.report` and `serving.report` write; those modules load torch, which a supervisor has no use for."""
+_LOOK_SECONDS = 0.1
+_BEYOND_STOP_TIMEOUT = timedelta(seconds=5)
+_LEFTOVERS_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One child process to keep alive."""
+
+    name: str
+    command: tuple[str, ...]
+    report: Path | None = None
+    """The file in which it tells its pid, and steps or a version once it has made progress."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of the supervisor."""
+    output: Path | None = None
+    """File to which its stdout and stderr are appended; None passes them through."""
+    stop_timeout: timedelta = timedelta(seconds=30)
+    """Time that it has to stop after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """How long to wait before the n-th start in a row that follows a death without progress."""
+
+    first: timedelta = timedelta(seconds=1)
+    longest: timedelta = timedelta(seconds=30)
+
+    def seconds(self, deaths: int) -> float:
+        """Return the delay after `deaths` deaths in a row: nothing after the first, then twice as long each time.
+
+        A random part of up to a half is taken off, so that parts that died together do not start together.
+        """
+        if deaths <= 1:
+            return 0.0
+        longest = min(self.longest.total_seconds(), self.first.total_seconds() * 2.0 ** min(deaths - 2, 30))
+        return longest * random.uniform(0.5, 1.0)  # noqa: S311
+
+
+@dataclass
+class _Child:
+    part: Part
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    deaths: int = 0
+    """Deaths in a row, the last counted too when it made no progress."""
+    due: float = 0.0
+    """When to start it again, in seconds of the monotonic clock."""
+
+
+class Supervisor:
+    """Keeps parts alive until it is told to stop or one of them ends in a way that a restart cannot mend.
+
+    Used by one thread.
+    """
+
+    def __init__(self, parts: Iterable[Part], backoff: Backoff | None = None) -> None:
+        self._children = [_Child(part) for part in parts]
+        self._backoff = backoff or Backoff()
+        self._leftovers: dict[int, float] = {}
+        self.ended: Part | None = None
+        """The part that ended everything, when one did."""
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each part was started again."""
+        return {child.part.name: max(0, child.starts - 1) for child in self._children}
+
+    def pids(self) -> dict[str, int]:
+        """Return the pid of each part that runs."""
+        return {child.part.name: child.process.pid for child in self._children if child.process is not None}
+
+    def run(self, stop: threading.Event) -> Exit:
+        """Keep the parts alive until `stop` is set (DONE) or one of them ends everything; all are stopped then."""
+        try:
+            self.start()
+            while not stop.wait(_LOOK_SECONDS):
+                ended = self.check()
+                if ended is not None:
+                    return ended
+            return Exit.DONE
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        """Start every part, in order."""
+        for child in self._children:
+            _start(child)
+
+    def check(self) -> Exit | None:
+        """Look at every child once: note deaths, start again what is due.
+
+        Returns:
+            The exit code with which everything is to end, or None: SETTINGS when a child ended with it, DEPENDENCY
+            when a child ended with it on its first start, before any progress.
+        """
+        self._kill_leftovers()
+        for child in self._children:
+            if child.process is None:
+                if time.monotonic() >= child.due:
+                    _start(child)
+                continue
+            code = child.process.poll()
+            if code is not None:
+                ended = self._bury(child, child.process.pid, code)
+                if ended is not None:
+                    return ended
+        return None
+
+    def stop(self) -> None:
+        """SIGTERM to all children in order, then SIGKILL to those that outlive their `stop_timeout`; wait for all.
+
+        An exception on the way, such as that of a second Ctrl-C, kills the rest at once.
+        """
+        running = [(child, child.process) for child in self._children if child.process is not None]
+        try:
+            for _, process in running:
+                process.terminate()
+            begin = time.monotonic()
+            for child, process in running:
+                deadline = begin + child.part.stop_timeout.total_seconds()
+                try:
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    log.warning("%s (pid %d) did not stop in time and is killed", child.part.name, process.pid)
+                    process.kill()
+        finally:
+            for child, process in running:
+                process.kill()
+                process.wait()
+                _close(process)
+                self._leftovers[process.pid] = time.monotonic() + _LEFTOVERS_SECONDS
+                child.process = None
+            self._await_leftovers()
+
+    def _bury(self, child: _Child, pid: int, code: int) -> Exit | None:
+        part = child.part
+        assert child.process is not None
+        _close(child.process)
+        child.process = None
+        self._leave(pid)
+        progress = part.report is not None and _has_progressed(part.report, pid)
+        if code == Exit.SETTINGS or (code == Exit.DEPENDENCY and child.starts == 1 and not progress):
+            self.ended = part
+            log.error("%s ended with exit code %d, which starting it again cannot mend", part.name, code)
+            return Exit(code)
+        child.deaths = 1 if progress else child.deaths + 1
+        delay = self._backoff.seconds(child.deaths)
+        child.due = time.monotonic() + delay
+        when = f"in {delay:.1f} s" if delay else "now"
+        log.warning("%s (pid %d) ended with %s; it is started again %s", part.name, pid, _describe(code), when)
+        return None
+
+    def _leave(self, group: int) -> None:
+        """Ask what a dead child has left behind in its session to end; `_kill_leftovers` insists later."""
+        if _signal_group(group, signal.SIGTERM):
+            self._leftovers[group] = time.monotonic() + _LEFTOVERS_SECONDS
+
+    def _kill_leftovers(self) -> None:
+        for group, deadline in list(self._leftovers.items()):
+            _reap(group)
+            if not _signal_group(group, None):
+                del self._leftovers[group]
+            elif time.monotonic() > deadline:
+                _signal_group(group, signal.SIGKILL)
+                del self._leftovers[group]
+
+    def _await_leftovers(self) -> None:
+        self._kill_leftovers()
+        for group in self._leftovers:
+            _signal_group(group, signal.SIGTERM)
+        while self._leftovers:
+            time.sleep(_LOOK_SECONDS / 10)
+            self._kill_leftovers()
+
+
+def pipeline_parts(config: Config) -> list[Part]:
+    """Return learner and serving of a pipeline."""
+    # The path is made absolute because a part may not be started from the same folder.
+    arguments = ("-c", str(config.path), "--supervised")
+    learner_timeout = config.pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
+    return [
+        Part(
+            "learner",
+            (sys.executable, "-m", "learner", *arguments),
+            config.state_dir / LEARNER_REPORT,
+            stop_timeout=learner_timeout,
+        ),
+        Part(
+            "serving",
+            (sys.executable, "-m", "serving", *arguments),
+            config.state_dir / SERVING_REPORT,
+            stop_timeout=learner_timeout,
+        ),
+    ]
+
+
+class _Progress(msgspec.Struct):
+    pid: int
+    steps: int = 0
+    version: int | None = None
+
+
+def _has_progressed(report: Path, pid: int) -> bool:
+    try:
+        progress = msgspec.json.decode(report.read_bytes(), type=_Progress)
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return progress.pid == pid and (progress.steps > 0 or progress.version is not None)
+
+
+def _start(child: _Child) -> None:
+    part = child.part
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(part.output.open("ab")) if part.output else None
+        child.process = subprocess.Popen(
+            part.command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **part.environment},
+            start_new_session=True,
+        )
+    child.starts += 1
+    log.info("%s started (pid %d)", part.name, child.process.pid)
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def _signal_group(group: int, number: signal.Signals | None) -> bool:
+    """Signal a process group (None only looks), and return whether it still has a member."""
+    try:
+        os.killpg(group, number or 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        # What macOS says of a group whose members are all dead but not yet waited for.
+        return False
+    return True
+
+
+def _reap(group: int) -> None:
+    """Take note of dead members of a group that were handed to this process, as happens to the first of a container."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+
+
+def _describe(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

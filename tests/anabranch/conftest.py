@@ -1,0 +1,88 @@
+"""What the tests of the command line share: waiting for a condition, an example pipeline, commands as processes."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from anabranch.init import write_example
+
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture
+def until():
+    """Returns the first true value of a callable: `until(condition, "what is awaited")`; fails after a minute."""
+
+    def wait(condition, what, patience=PATIENCE_SECONDS):
+        deadline = time.monotonic() + patience
+        while True:
+            value = condition()
+            if value:
+                return value
+            assert time.monotonic() < deadline, f"{what}: not so after {patience} s"
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture
+def is_gone():
+    """Whether a process has ended; one that nobody has waited for counts as ended."""
+
+    def look(pid):
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    return look
+
+
+@pytest.fixture
+def example(tmp_path):
+    """The example pipeline, in a folder of its own."""
+    folder = tmp_path / "example"
+    write_example(folder)
+    return folder
+
+
+@pytest.fixture
+def spawn():
+    """Starts `python -c/-m ...` with pipes, in a session of its own; whatever is left of it is killed at the end."""
+    processes = []
+
+    def start(*arguments, environment=None, **options):
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+            **options,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

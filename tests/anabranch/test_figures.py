@@ -1,0 +1,186 @@
+"""The demo's figures: when it is over, what it reports, what it shows."""
+
+import io
+import json
+import time
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from anabranch.demo.figures import Completion, Figures
+from anabranch.demo.panel import LivePanel, plain_line, sparkline
+from anabranch.demo.report import make_report, percent, seconds, summary, to_json
+from learner.report import LearnerReport
+from serving.report import ServingReport
+
+KEYS = [
+    "events_produced",
+    "events_trained",
+    "events_stored_only",
+    "events_held_out",
+    "events_dead_lettered",
+    "events_skipped",
+    "accuracy_now",
+    "accuracy_old",
+    "accuracy_old_without_replay",
+    "versions_published",
+    "swaps",
+    "http_requests",
+    "http_failures",
+    "freshness_p50_seconds",
+    "freshness_p99_seconds",
+    "replay_rows",
+    "seconds",
+]
+
+
+def learner(outcomes, **changes):
+    report = LearnerReport(
+        pid=1,
+        epoch=1,
+        started=0,
+        time=0,
+        steps=9,
+        outcomes=outcomes,
+        accuracy={"now": 0.9, "old": 0.8},
+        replay_rows={"device": 90},
+        versions_published=12,
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+def serving(**changes):
+    report = ServingReport(
+        pid=2, started=0, time=0, address="http://127.0.0.1:8000", ready=True, version=11, swaps={"swapped": 10}
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+@pytest.fixture
+def figures():
+    """Makes the figures of a demo of 100 events that is over, but for what is changed."""
+
+    def make(**changes):
+        values = {
+            "seconds": 12.3456,
+            "sent": 100,
+            "rate": 50.0,
+            "phase": 9,
+            "last_offsets": {"events:0": 49, "events:1": 49},
+            "learner": learner({"trained": 90, "held_out": 9, "dead_lettered": 1}),
+            "twin": learner({"trained": 90, "held_out": 9, "dead_lettered": 1}, accuracy={"old": 0.1}),
+            "serving": serving(),
+            "trained_through": {"events:0": 49, "events:1": 49},
+            "requests": 500,
+            "failures": 0,
+            "last_failure": None,
+            "request_accuracy": 0.75,
+            "request_p99_seconds": 0.004,
+            "freshness_p50_seconds": 0.25,
+            "freshness_p99_seconds": 0.5,
+            "restarts": {"learner": 0},
+        }
+        return Figures(**(values | changes))
+
+    return make
+
+
+def test_the_demo_is_over_when_every_event_has_its_outcome_and_is_in_replies(figures):
+    assert Completion(twin=True).missing(figures()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"last_offsets": None}, "the producer has sent 100 events and is not done"),
+        ({"learner": None}, "100 events were sent, but 0 have an outcome"),
+        ({"learner": learner({"trained": 99})}, "100 events were sent, but 99 have an outcome"),
+        ({"trained_through": {"events:0": 49}}, "the last reply's model has learned events:1 up to -1, not 49"),
+        ({"twin": learner({"trained": 40})}, "100 events were sent, but only 40 have an outcome in the twin"),
+    ],
+)
+def test_what_is_missing_is_named(figures, changes, missing):
+    assert Completion(twin=True).missing(figures(**changes)) == missing
+
+
+def test_without_a_twin_none_is_waited_for(figures):
+    assert Completion(twin=False).missing(figures(twin=None)) is None
+
+
+def test_a_minute_without_progress_is_overdue_and_progress_begins_it_anew(figures):
+    now = [0.0]
+    completion = Completion(twin=False, clock=lambda: now[0])
+    assert not completion.is_overdue(figures(sent=1))
+    for now[0], sent, overdue in ((59.0, 1, False), (60.0, 2, False), (119.0, 2, False), (121.0, 2, True)):
+        assert completion.is_overdue(figures(sent=sent)) is overdue
+
+
+def test_the_report_has_exactly_its_keys(figures):
+    report = json.loads(to_json(make_report(figures())))
+    assert list(report) == KEYS
+    assert report["events_produced"] == sum(report[key] for key in KEYS[1:6])
+    assert (report["accuracy_now"], report["accuracy_old"], report["accuracy_old_without_replay"]) == (0.9, 0.8, 0.1)
+    assert (report["versions_published"], report["swaps"], report["http_requests"]) == (12, 10, 500)
+    assert (report["replay_rows"], report["seconds"]) == ({"device": 90}, 12.346)
+
+
+def test_without_a_twin_its_accuracy_is_null(figures):
+    assert make_report(figures(twin=None)).accuracy_old_without_replay is None
+
+
+def test_a_demo_that_has_only_begun_can_be_reported_and_shown(figures):
+    empty = figures(
+        sent=0,
+        last_offsets=None,
+        learner=None,
+        twin=None,
+        serving=None,
+        trained_through={},
+        request_accuracy=None,
+        request_p99_seconds=None,
+        freshness_p50_seconds=None,
+        freshness_p99_seconds=None,
+    )
+    assert make_report(empty).events_trained == 0
+    assert "none with an outcome" in summary(empty)
+    assert "version -" in plain_line(empty)
+
+
+def test_the_closing_words_compare_with_the_twin(figures):
+    text = summary(figures())
+    assert "100 events in 12 s: 90 trained, 9 held out, 1 dead lettered" in text
+    assert "on old classes 80% (without replay: 10%)" in text
+    assert "without replay" not in summary(figures(twin=None))
+
+
+def test_the_plain_line_has_what_matters_and_what_is_ill(figures):
+    line = plain_line(figures(restarts={"learner": 2}, last_failure="503 busy", failures=1))
+    for part in ("100 events", "now 90%, old 80% (no replay 10%)", "version 11", "500 requests, 1 failed"):
+        assert part in line
+    assert line.endswith("learner was started again 2 times; the last request failed: 503 busy")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_panel_shows_every_figure(figures, tmp_path, width):
+    console = Console(width=width, height=60, file=io.StringIO(), force_terminal=True, color_system=None)
+    with LivePanel(console, "http://127.0.0.1:8000", "digits", tmp_path / "request.json") as panel:
+        panel.show(figures())
+        begin = time.monotonic()
+        panel.show(figures(sent=101))
+        assert time.monotonic() - begin < 1
+    text = console.file.getvalue()
+    for part in ("100 events", "trained 90", "90%", "80%", "10%", "90 old events in device", "version 11"):
+        assert part in text
+    for part in ("500 sent, 0 failed", "p50 0.25 s", "http://127.0.0.1:8000/api/status", "curl -s", "Ctrl-C"):
+        assert part in text
+
+
+def test_a_sparkline_goes_from_empty_to_full():
+    assert sparkline([0.0, 0.5, 1.0, 2.0]) == " ▄██"
+
+
+def test_figures_are_written_for_people():
+    assert (percent(None), percent(0.876), seconds(None)) == ("-", "88%", "-")
+    assert (seconds(0.0123), seconds(1.234)) == ("12.3 ms", "1.23 s")

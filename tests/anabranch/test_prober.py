@@ -1,0 +1,144 @@
+"""The prober counts every reply but a good one as a failure, and learns from replies how fresh the model is."""
+
+import http.server
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from anabranch.demo.digits import Digits
+from anabranch.demo.freshness import Freshness
+from anabranch.demo.prober import Prober, answers
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves what looks like a model: `answer` is called for each inference request."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.ready = True
+        self.answer = good
+        self.bodies = []
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.reply(200 if self.server.ready else 503, b"")
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append((self.path, body))
+        self.server.answer(self)
+
+    def reply(self, code, content):
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+def good(handler, learned="events:0=7,events:1=-1"):
+    outputs = [{"name": "prediction", "shape": [1], "datatype": "INT64", "data": [0]}]
+    reply = {"model_version": "3", "outputs": outputs, "parameters": {"trained_through": learned}}
+    handler.reply(200, json.dumps(reply).encode())
+
+
+def reset(handler):
+    handler.close_connection = True
+    handler.connection.close()
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def digits():
+    labels = np.arange(10)
+    pixels = np.repeat(labels[:, None] / 10, 64, axis=1).astype(np.float32)
+    return Digits(pixels, labels, pixels, labels)
+
+
+@pytest.fixture
+def prober(server, digits):
+    prober = Prober("127.0.0.1", server.server_address[1], "digits", digits, Freshness(), rate=2000, seed=0)
+    yield prober
+    prober.stop()
+
+
+def test_good_replies_are_counted_and_their_version_noted(server, prober, until):
+    prober.start()
+    until(lambda: prober.requests >= 20, "requests")
+    assert (prober.failures, prober.last_failure, prober.version) == (0, None, "3")
+    assert prober.trained_through == {"events:0": 7, "events:1": -1}
+    assert prober.accuracy == 1.0
+    assert 0 < prober.latency_seconds(0.5) < 5
+    path, body = server.bodies[0]
+    assert path == "/v2/models/digits/infer"
+    assert body["inputs"][0] | {"data": None} == {"name": "x", "shape": [1, 64], "datatype": "FP32", "data": None}
+
+
+def test_only_digits_of_classes_that_were_seen_are_asked_for(server, prober, until):
+    prober.classes_seen = 3
+    prober.start()
+    until(lambda: prober.requests >= 100, "requests")
+    assert {round(body["inputs"][0]["data"][0] * 10) for _, body in server.bodies} == {0, 1, 2}
+
+
+def test_requests_begin_when_serving_is_ready(server, prober, until):
+    server.ready = False
+    looks = []
+    server.RequestHandlerClass.do_GET = lambda self: (looks.append(1), Handler.reply(self, 503, b""))
+    try:
+        prober.start()
+        until(lambda: len(looks) >= 3, "looks")
+        assert (prober.requests, server.bodies) == (0, [])
+    finally:
+        server.RequestHandlerClass.do_GET = lambda self: Handler.reply(self, 200, b"")
+    until(lambda: prober.requests, "a request")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda handler: handler.reply(503, b"busy"), "503 busy"),
+        (reset, "RemoteDisconnected"),
+        (lambda handler: handler.reply(200, b"{"), "JSONDecodeError"),
+        (lambda handler: handler.reply(200, b'{"outputs": []}'), "KeyError"),
+        (lambda handler: good(handler, learned="nonsense"), "ValueError"),
+    ],
+)
+def test_everything_else_is_a_failure_and_the_prober_goes_on(server, prober, until, answer, said):
+    server.answer = answer
+    prober.start()
+    until(lambda: prober.failures >= 3, "failures")
+    assert prober.last_failure.startswith(said)
+    server.answer = good
+    before = until(lambda: prober.version and prober.requests, "a good reply")
+    until(lambda: prober.requests > before + 5, "more requests")
+    assert prober.last_failure is None
+
+
+def test_a_model_that_has_learned_nothing_yet_is_no_failure(server, prober, until):
+    server.answer = lambda handler: good(handler, learned="")
+    prober.start()
+    until(lambda: prober.requests >= 5, "requests")
+    assert (prober.failures, prober.trained_through) == (0, {})
+
+
+def test_an_address_where_nobody_listens_does_not_answer(free_port):
+    assert not answers("127.0.0.1", free_port(), "/v2/health/live")

@@ -1,0 +1,167 @@
+"""`anabranch produce`: what goes into the topic, and what is said of it."""
+
+import io
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from anabranch import cli
+from anabranch.config import load_config
+from anabranch.produce import STDIN, produce
+from ingest.errors import SettingsError
+from ingest.rows import row_dtype
+from ingest.schema import Schema
+from learner.version import parse_trained_through
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture
+def environment(kafka, make_topic, monkeypatch):
+    """Points pipelines at the broker; returns the name of a topic of two partitions."""
+    topic = make_topic(2)
+    monkeypatch.setenv("ANABRANCH__STREAM__BOOTSTRAP_SERVERS", kafka.bootstrap)
+    monkeypatch.setenv("ANABRANCH__STREAM__TOPICS", json.dumps([topic]))
+    return topic
+
+
+@pytest.fixture
+def anabranch(example, monkeypatch, capsys):
+    """Runs a command in the example's folder; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(example)
+
+    def call(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def values(kafka, consume_all):
+    """Returns the values in a topic."""
+
+    def read(topic, at_least=0):
+        return [record.value for record in consume_all(kafka.bootstrap, topic, at_least)]
+
+    return read
+
+
+def test_lines_are_sent_as_they_are_and_the_last_offsets_printed(anabranch, environment, example, values):
+    code, out, err = anabranch("produce", "events.jsonl")
+    assert (code, err) == (0, f"sent 20 events to {environment}; the last offsets:\n")
+    assert parse_trained_through(out.strip()) == {f"{environment}:0": 9, f"{environment}:1": 9}
+    assert sorted(values(environment, 20)) == sorted((example / "events.jsonl").read_bytes().splitlines())
+
+
+def test_the_result_as_json(anabranch, environment):
+    code, out, _ = anabranch("produce", "events.jsonl", "--json")
+    document = json.loads(out)
+    assert (code, document["topic"], document["events"]) == (0, environment, 20)
+    assert document["last_offsets"] == f"{environment}:0=9,{environment}:1=9"
+
+
+def test_stdin_is_a_source(anabranch, environment, values, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"x": 1}\r\n\n{"x": 2}')))
+    code, _, err = anabranch("produce", "-")
+    assert (code, err) == (0, f"sent 2 events to {environment}; the last offsets:\n")
+    assert sorted(values(environment, 2)) == [b'{"x": 1}', b'{"x": 2}']
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"), [("{broken", "it is not JSON"), ("[1]", "it is a JSON list, not an object")]
+)
+def test_a_bad_line_is_named_and_those_before_it_are_sent(anabranch, environment, example, values, line, wrong):
+    (example / "bad.jsonl").write_text(f'{{"x": 1}}\n{{"x": 2}}\n{line}\n{{"x": 4}}\n')
+    code, out, err = anabranch("produce", "bad.jsonl")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"anabranch: bad.jsonl, line 3: {wrong}")
+    assert err.endswith("the 2 lines before it were sent\n")
+    assert len(values(environment, 2)) == 2
+
+
+def test_unchecked_sends_anything(anabranch, environment, example, values):
+    (example / "bad.jsonl").write_bytes(b"{broken\n\n\xff\xfe\n")
+    code, _, _ = anabranch("produce", "bad.jsonl", "--unchecked")
+    assert code == 0
+    assert sorted(values(environment, 3)) == [b"", b"{broken", b"\xff\xfe"]
+
+
+def test_a_missing_file_is_exit_code_2(anabranch, environment):
+    code, _, err = anabranch("produce", "none.jsonl")
+    assert (code, err) == (2, "anabranch: none.jsonl cannot be read: No such file or directory\n")
+
+
+def test_a_missing_topic_is_exit_code_3_and_says_how_it_is_made(anabranch, environment, kafka):
+    code, _, err = anabranch("produce", "events.jsonl", "--topic", f"{environment}-none")
+    sentence = f'topic "{environment}-none" does not exist on {kafka.bootstrap}; --create-topic makes it'
+    assert (code, err) == (3, f"anabranch: {sentence}\n")
+
+
+def test_create_topic_makes_what_is_missing_and_only_that(anabranch, environment, kafka, values, consume_all):
+    name = f"{environment}-new"
+    arguments = ["produce", "events.jsonl", "--topic", name, "--create-topic", "--partitions", "3"]
+    code, out, err = anabranch(*arguments)
+    assert code == 0
+    # The dead-letter topic was there already.
+    assert err.splitlines()[0] == f"created {name}"
+    assert sorted(parse_trained_through(out.strip()).values()) == [5, 6, 6]
+    code, out, err = anabranch(*arguments)
+    assert (code, "created" in err, len(values(name, 40))) == (0, False, 40)
+
+
+def test_a_rate_is_held(anabranch, environment, example, kafka, consume_all):
+    code, _, _ = anabranch("produce", "events.jsonl", "--rate", "40")
+    times = sorted(record.timestamp for record in consume_all(kafka.bootstrap, environment, 20))
+    assert code == 0
+    # The pacer may make up for a slow first event; without a rate it takes some milliseconds.
+    assert times[-1] - times[0] >= 19 / 40 * 1000 / 2
+
+
+def test_rows_are_packed_by_the_schema(environment, example, values):
+    config = load_config(example / "pipeline.toml", {**os.environ, "ANABRANCH__STREAM__FORMAT": "rows"})
+    produced = produce(config, example / "events.jsonl", topic=None, rate=None, partitions=None, checked=True)
+    dtype = row_dtype(Schema(config.pipeline.events))
+    sent = values(environment, 20)
+    events = [json.loads(line) for line in (example / "events.jsonl").read_text().splitlines()]
+    assert (produced.events, {len(value) for value in sent}) == (20, {dtype.itemsize})
+    rows = np.frombuffer(b"".join(sent), dtype)
+    assert sorted(rows["y"].tolist()) == sorted(event["y"] for event in events)
+    assert sorted(rows["x"][:, 3].tolist()) == pytest.approx(sorted(event["x"][3] for event in events))
+
+
+def test_a_line_that_does_not_fit_its_row_is_named(environment, example):
+    (example / "bad.jsonl").write_text('{"x": [1, 2], "y": 3}\n')
+    config = load_config(example / "pipeline.toml", {**os.environ, "ANABRANCH__STREAM__FORMAT": "rows"})
+    with pytest.raises(SettingsError, match=r"bad\.jsonl, line 1: .*x"):
+        produce(config, example / "bad.jsonl", topic=None, rate=None, partitions=None, checked=True)
+
+
+def test_ctrl_c_ends_it_with_what_was_sent(environment, example, monkeypatch, values):
+    class Endless(io.RawIOBase):
+        lines = 0
+
+        def readable(self):
+            return True
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.lines += 1
+            if self.lines > 5:
+                raise KeyboardInterrupt
+            return b'{"x": 1}\n'
+
+    class Stdin:
+        buffer = Endless()
+
+    monkeypatch.setattr(sys, "stdin", Stdin())
+    config = load_config(example / "pipeline.toml")
+    produced = produce(config, STDIN, topic=None, rate=None, partitions=None, checked=True)
+    assert (produced.events, produced.interrupted) == (5, True)
+    assert len(values(environment, 5)) == 5

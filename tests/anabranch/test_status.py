@@ -1,0 +1,140 @@
+"""`anabranch status`: what learner and serving last said, and whether they still live."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+from rich.console import Console
+
+import learner.report
+import serving.report
+from anabranch.config import load_config
+from anabranch.status import read_status, render
+from learner.report import LearnerReport, PartitionReport
+from serving.report import ServingReport
+
+PARTITION = PartitionReport(
+    start=0, end=1000, finished=958, passed=0, gaps=0, removed=0, pending=42, trained_through=957
+)
+
+
+@pytest.fixture
+def config(example):
+    config = load_config(example / "pipeline.toml", {})
+    config.state_dir.mkdir()
+    return config
+
+
+@pytest.fixture
+def dead_pid():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def learner_report(**changes):
+    report = LearnerReport(
+        pid=os.getpid(),
+        epoch=3,
+        started=time.time() - 100,
+        time=time.time(),
+        steps=1234,
+        ill=["the Kafka broker does not answer"],
+        outcomes={"trained": 900, "held_out": 50, "dead_lettered": 8},
+        partitions={"events:0": PARTITION},
+        accuracy={"now": 0.875, "worst": 0.5, "old": 0.75},
+        rates={"steps": 9.5, "rows_new": 600.0, "rows_replay": 601.0},
+        replay_rows={"device": 900},
+        replay_bytes={"device": 2_500_000},
+        guard_rows=50,
+        version=17,
+        versions_published=17,
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+def serving_report(**changes):
+    report = ServingReport(
+        pid=os.getpid(),
+        started=time.time() - 100,
+        time=time.time(),
+        address="http://127.0.0.1:8000",
+        ready=True,
+        version=16,
+        trained_through="events:0=950",
+        swaps={"swapped": 15},
+        requests={"200": 321},
+        request_p50_seconds=0.0012,
+        request_p99_seconds=0.0098,
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+def screen(config):
+    console = Console(width=120, file=io.StringIO())
+    console.print(render(read_status(config)))
+    return " ".join(console.file.getvalue().split())
+
+
+def test_nothing_that_runs_is_said_so(config):
+    assert "learner not running serving not running" in screen(config)
+    document = json.loads(read_status(config).to_json())
+    assert document["learner"] == {"condition": "not running", "age_seconds": None, "report": None}
+
+
+def test_the_screen_has_every_figure(config):
+    learner.report.write_report(config.state_dir, learner_report())
+    serving.report.write_report(config.state_dir, serving_report())
+    text = screen(config)
+    for figure in (
+        f"learner running pid {os.getpid()}",
+        "the Kafka broker does not answer",
+        "steps 1,234 (9.5/s)",
+        "600.0/s new, 601.0/s replayed",
+        "now 87.5%, worst 50.0%, old 75.0%",
+        "trained 900, held out 50, dead lettered 8",
+        "events:0 lag 42, trained through 957",
+        "replay device 900 (2.5 MB)",
+        "version 17, 17 published, 0 skipped",
+        "address http://127.0.0.1:8000",
+        "version 16",
+        "learned events:0=950",
+        "swaps swapped 15",
+        "requests 200 321",
+        "p50 1.2 ms, p99 9.8 ms",
+    ):
+        assert figure in text
+
+
+def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid):
+    learner.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=time.time() - 3600))
+    assert f"learner not running pid {dead_pid}, last heard of 1:00:00 ago" in screen(config)
+
+
+def test_a_living_part_that_says_nothing_is_silent(config):
+    serving.report.write_report(config.state_dir, serving_report(time=time.time() - 25))
+    assert "serving silent" in screen(config)
+
+
+def test_json_holds_both_reports_whole(config):
+    report = learner_report()
+    learner.report.write_report(config.state_dir, report)
+    document = json.loads(read_status(config).to_json())
+    assert document["learner"]["report"] == msgspec.to_builtins(report)
+    assert (document["name"], document["learner"]["condition"]) == ("digits", "running")
+    assert document["serving"]["report"] is None
+
+
+def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
+    now = time.time()
+    learner.report.write_report(
+        config.state_dir, LearnerReport(pid=os.getpid(), epoch=1, started=now, time=now, steps=0)
+    )
+    text = screen(config)
+    for figure in ("accuracy not known yet", "outcomes none", "replay empty", "version none yet"):
+        assert figure in text

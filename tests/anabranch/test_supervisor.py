@@ -1,0 +1,307 @@
+"""Parts are kept alive, and none of them is left when the supervisor ends, however that happens."""
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+
+import pytest
+
+from anabranch.daemon import Exit
+from anabranch.supervisor import LEARNER_REPORT, SERVING_REPORT, Backoff, Part, Supervisor, pipeline_parts
+
+STAYS = "note('started')\nwhile sys.stdin.read(1): pass\nnote('end of stdin')"
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+place = {place!r}
+
+def note(what):
+    with open(os.path.join(place, what), "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+
+def notes(what):
+    return open(os.path.join(place, what)).read().split()
+
+def report(**figures):
+    with open(os.path.join(place, "report.json"), "w") as file:
+        json.dump(dict(pid=os.getpid(), **figures), file)
+
+def on_sigterm(*_):
+    note("sigterm")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, on_sigterm)
+"""
+SUPERVISE = """
+import json, sys
+from datetime import timedelta
+from pathlib import Path
+from anabranch.daemon import stop_on_signals
+from anabranch.supervisor import Part, Supervisor
+parts = [Part(name, tuple(command), stop_timeout=timedelta(seconds=s)) for name, command, s in json.loads(sys.argv[1])]
+with stop_on_signals() as stop:
+    sys.exit(Supervisor(parts).run(stop))
+"""
+
+
+class RecordedBackoff(Backoff):
+    """Waits for nothing, and keeps what it was asked."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "asked", [])
+
+    def seconds(self, deaths):
+        self.asked.append(deaths)
+        return 0.0
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder in which children leave notes: files with the pid of each child that left one."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def part(place):
+    """Makes a part of Python code that may call `note`, `notes` and `report`."""
+
+    def make(code, name="part", **options):
+        script = PRELUDE.format(place=str(place)) + textwrap.dedent(code)
+        return Part(name, (sys.executable, "-c", script), place / "report.json", **options)
+
+    return make
+
+
+@pytest.fixture
+def noted(place):
+    """Returns the pids that have left a note."""
+
+    def read(what):
+        path = place / what
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    return read
+
+
+@pytest.fixture
+def running():
+    """Runs a supervisor in a thread; returns the event that stops it and the future of its exit code."""
+    threads = []
+
+    def start(supervisor):
+        stop, result = threading.Event(), Future()
+        thread = threading.Thread(target=lambda: result.set_result(supervisor.run(stop)))
+        thread.start()
+        threads.append((stop, thread))
+        return stop, result
+
+    yield start
+    for stop, thread in threads:
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part, running, until, noted):
+    code = """
+        note("started")
+        report(steps=1)
+        if len(notes("started")) < 4:
+            os._exit(1)
+        while sys.stdin.read(1): pass
+    """
+    supervisor = Supervisor([part(code)], Backoff(first=timedelta(hours=1)))
+    running(supervisor)
+    until(lambda: len(noted("started")) == 4, "four starts")
+    assert supervisor.restarts == {"part": 3}
+
+
+@pytest.mark.parametrize("figures", ["version=0", "steps=7, version=None"])
+def test_a_version_or_a_step_is_progress(part, running, until, noted, figures):
+    backoff = RecordedBackoff()
+    running(Supervisor([part(f"note('started'); report({figures}); os._exit(1)")], backoff))
+    until(lambda: len(noted("started")) >= 4, "four starts")
+    assert set(backoff.asked) == {1}
+
+
+def test_deaths_without_progress_are_counted_and_progress_forgets_them(part, running, until, noted):
+    code = """
+        note("started")
+        starts = len(notes("started"))
+        if starts == 3:
+            report(steps=1)
+        if starts < 6:
+            os._exit(1)
+        while sys.stdin.read(1): pass
+    """
+    backoff = RecordedBackoff()
+    running(Supervisor([part(code)], backoff))
+    until(lambda: len(noted("started")) == 6, "six starts")
+    assert backoff.asked == [1, 2, 1, 2, 3]
+
+
+def test_another_process_s_report_is_no_progress(part, running, until, noted, place):
+    (place / "report.json").write_text(json.dumps({"pid": 1, "steps": 5, "version": 3}))
+    backoff = RecordedBackoff()
+    running(Supervisor([part("note('started'); os._exit(1)")], backoff))
+    until(lambda: len(noted("started")) >= 3, "three starts")
+    assert backoff.asked[:2] == [1, 2]
+
+
+def test_a_part_is_not_started_before_its_backoff_is_over(part, until, noted):
+    supervisor = Supervisor([part("note('started'); os._exit(1)")], Backoff(first=timedelta(hours=1)))
+    supervisor.start()
+    try:
+        until(lambda: (supervisor.check(), len(noted("started")) == 2 and not supervisor.pids())[1], "two deaths")
+        for _ in range(20):
+            supervisor.check()
+        assert (noted("started")[2:], supervisor.pids()) == ([], {})
+    finally:
+        supervisor.stop()
+
+
+def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest():
+    backoff = Backoff(timedelta(seconds=1), timedelta(seconds=30))
+    assert backoff.seconds(1) == 0
+    for deaths, longest in ((2, 1), (3, 2), (4, 4), (6, 16), (7, 30), (1000, 30)):
+        delays = {backoff.seconds(deaths) for _ in range(100)}
+        assert len(delays) > 1
+        assert longest / 2 <= min(delays)
+        assert max(delays) <= longest
+
+
+def test_exit_code_2_ends_everything_with_2_and_stops_the_others(part, running, until, noted):
+    other = part(STAYS, "other")
+    supervisor = Supervisor([other, part("while not os.path.exists(place + '/started'): pass\nsys.exit(2)", "bad")])
+    _, result = running(supervisor)
+    assert result.result(30) is Exit.SETTINGS
+    assert supervisor.ended is not None
+    assert supervisor.ended.name == "bad"
+    assert noted("sigterm") == noted("started")
+
+
+def test_exit_code_3_on_the_first_start_ends_everything_with_3(part, running):
+    _, result = running(Supervisor([part("sys.exit(3)")]))
+    assert result.result(30) is Exit.DEPENDENCY
+
+
+@pytest.mark.parametrize("first_life", ["report(steps=1); sys.exit(3)", "sys.exit(1)"])
+def test_exit_code_3_later_or_after_progress_is_waited_out(part, running, until, noted, first_life):
+    code = f"""
+        note("started")
+        if len(notes("started")) == 1:
+            {first_life}
+        if len(notes("started")) < 4:
+            sys.exit(3)
+        while sys.stdin.read(1): pass
+    """
+    stop, result = running(Supervisor([part(code)], RecordedBackoff()))
+    until(lambda: len(noted("started")) == 4, "four starts")
+    stop.set()
+    assert result.result(30) is Exit.DONE
+
+
+def test_a_stop_is_a_sigterm_to_every_part(part, running, until, noted, is_gone):
+    stop, result = running(Supervisor([part(STAYS, "one"), part(STAYS, "two")]))
+    pids = until(lambda: len(noted("started")) == 2 and noted("started"), "both started")
+    stop.set()
+    assert result.result(30) is Exit.DONE
+    assert sorted(noted("sigterm")) == sorted(pids)
+    assert all(map(is_gone, pids))
+
+
+def test_a_part_that_outlives_its_stop_timeout_is_killed(part, running, until, noted, is_gone):
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('started')\nwhile True: time.sleep(60)"
+    stop, result = running(Supervisor([part(code, stop_timeout=timedelta(milliseconds=200))]))
+    (pid,) = until(lambda: noted("started"), "the start")
+    stop.set()
+    assert result.result(30) is Exit.DONE
+    assert is_gone(pid)
+
+
+def test_what_a_dead_part_leaves_in_its_session_is_ended(part, running, until, noted, is_gone):
+    grandchild = "import time\nwhile True: time.sleep(60)"
+    code = f"""
+        if not os.path.exists(place + "/started"):
+            child = subprocess.Popen([sys.executable, "-c", {grandchild!r}])
+            with open(place + "/grandchild", "w") as file:
+                file.write(str(child.pid))
+            note("started")
+            os._exit(1)
+        note("started")
+        while sys.stdin.read(1): pass
+    """
+    running(Supervisor([part(code)]))
+    until(lambda: len(noted("started")) == 2, "the second start")
+    (pid,) = noted("grandchild")
+    until(lambda: is_gone(pid), "the grandchild's end")
+
+
+def test_output_goes_to_the_part_s_file_and_variables_reach_it(part, running, until, place):
+    code = "print(os.environ['COLOUR'], flush=True)\nprint('ill', file=sys.stderr, flush=True)\n" + STAYS
+    output = place / "log"
+    stop, result = running(Supervisor([part(code, environment={"COLOUR": "blue"}, output=output)]))
+    until(lambda: output.exists() and output.read_text() == "blue\nill\n", "the output")
+    stop.set()
+    assert result.result(30) is Exit.DONE
+
+
+def supervise(spawn, *parts):
+    arguments = json.dumps([(part.name, part.command, part.stop_timeout.total_seconds()) for part in parts])
+    return spawn("-c", SUPERVISE, arguments)
+
+
+def test_parts_end_when_their_supervisor_is_killed(part, spawn, until, noted, is_gone):
+    process = supervise(spawn, part(STAYS, "one"), part(STAYS, "two"))
+    pids = until(lambda: len(noted("started")) == 2 and noted("started"), "both started")
+    process.kill()
+    until(lambda: all(map(is_gone, pids)), "the end of both")
+    assert sorted(noted("end of stdin")) == sorted(pids)
+
+
+def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(part, spawn, until, noted, is_gone):
+    code = "signal.signal(signal.SIGINT, lambda *_: note('sigint'))\n" + STAYS
+    process = supervise(spawn, part(code))
+    (pid,) = until(lambda: noted("started"), "the start")
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 0
+    assert is_gone(pid)
+    assert (noted("sigterm"), noted("sigint")) == ([pid], [])
+
+
+def test_a_second_ctrl_c_kills_at_once(part, spawn, until, noted, is_gone):
+    code = """
+        signal.signal(signal.SIGTERM, lambda *_: note("sigterm"))
+        note("started")
+        while True: time.sleep(60)
+    """
+    process = supervise(spawn, part(code, stop_timeout=timedelta(hours=1)))
+    (pid,) = until(lambda: noted("started"), "the start")
+    process.send_signal(signal.SIGINT)
+    until(lambda: noted("sigterm"), "the SIGTERM")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    assert is_gone(pid)
+
+
+def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(example):
+    import learner.report
+    import serving.report
+    from anabranch.config import load_config
+
+    config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STOP_TIMEOUT": "7s"})
+    parts = pipeline_parts(config)
+    assert [part.command[2] for part in parts] == ["learner", "serving"]
+    assert [part.report for part in parts] == [
+        config.state_dir / learner.report.REPORT,
+        config.state_dir / serving.report.REPORT,
+    ]
+    assert (LEARNER_REPORT, SERVING_REPORT) == (learner.report.REPORT, serving.report.REPORT)
+    assert all(part.stop_timeout > timedelta(seconds=7) for part in parts)

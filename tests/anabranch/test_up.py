@@ -1,0 +1,104 @@
+"""`anabranch up` with a config and a broker of one's own: what was produced is in predictions, and parts come back."""
+
+import http.client
+import json
+import os
+import signal
+
+import pytest
+
+from anabranch.demo.prober import request_body
+from learner.version import parse_trained_through
+
+pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def anabranch(spawn, example, kafka, make_topic, free_port):
+    """Starts a command of the example pipeline on a topic and ports of its own; has the port of serving as `port`."""
+    environment = {
+        "ANABRANCH__STREAM__BOOTSTRAP_SERVERS": kafka.bootstrap,
+        "ANABRANCH__STREAM__TOPICS": json.dumps([make_topic(2)]),
+        "ANABRANCH__LEARNER__STATUS": "127.0.0.1:0",
+        "ANABRANCH__SERVING__PORT": str(free_port()),
+    }
+
+    def start(*arguments, **changes):
+        return spawn("-m", "anabranch", *arguments, environment=environment | changes, cwd=example)
+
+    start.port = int(environment["ANABRANCH__SERVING__PORT"])
+    return start
+
+
+@pytest.fixture
+def trained_through(anabranch):
+    """Asks for a prediction, and returns how far its model has learned; None when there is no good reply."""
+
+    def ask():
+        connection = http.client.HTTPConnection("127.0.0.1", anabranch.port, timeout=10)
+        try:
+            connection.request("POST", "/v2/models/digits/infer", request_body([0.5] * 64))
+            response = connection.getresponse()
+            content = response.read()
+        except OSError:
+            return None
+        finally:
+            connection.close()
+        return (
+            parse_trained_through(json.loads(content)["parameters"]["trained_through"])
+            if response.status == 200
+            else None
+        )
+
+    return ask
+
+
+def produced(anabranch):
+    process = anabranch("produce", "events.jsonl")
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    return parse_trained_through(out.strip())
+
+
+def reaches(learned, wanted):
+    return learned is not None and all(learned.get(name, -1) >= offset for name, offset in wanted.items())
+
+
+def pid_of(example, part):
+    try:
+        return json.loads((example / "var" / f"{part}.json").read_text())["pid"]
+    except FileNotFoundError:
+        return None
+
+
+def test_what_is_produced_is_soon_in_predictions_also_after_a_part_was_killed(
+    anabranch, trained_through, until, example
+):
+    first = produced(anabranch)
+    process = anabranch("up")
+    until(lambda: reaches(trained_through(), first), "a prediction that has learned the first events")
+    pids = [pid_of(example, part) for part in ("learner", "serving")]
+    os.kill(pids[0], signal.SIGKILL)
+    until(lambda: pid_of(example, "learner") != pids[0], "another learner")
+    second = produced(anabranch)
+    until(lambda: reaches(trained_through(), second), "a prediction that has learned the second events")
+    assert pid_of(example, "serving") == pids[1]
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert f"learner (pid {pids[0]}) ended with SIGKILL; it is started again now" in said
+
+
+def test_a_model_that_does_not_fit_ends_up_with_exit_code_2(anabranch):
+    process = anabranch("up", ANABRANCH__MODEL__FACTORY="my_model:nothing")
+    _, said = process.communicate(timeout=90)
+    assert process.returncode == 2, said
+    assert "has no function nothing" in said
+
+
+def test_a_missing_topic_ends_up_with_exit_code_3_and_the_way_out(anabranch):
+    process = anabranch("up", ANABRANCH__STREAM__TOPICS='["none-such"]')
+    _, said = process.communicate(timeout=90)
+    assert process.returncode == 3, said
+    assert 'anabranch: topic "none-such" does not exist' in said
+    assert "anabranch produce --create-topic" in said
