@@ -81,7 +81,7 @@ class EmbeddedBroker:
         command += ["--data-dir", str(self._folder / "data")]
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "anabranch.guard", "--remove", str(self._folder), *command],
+                [sys.executable, "-P", "-m", "anabranch.tether", "--remove", str(self._folder), *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

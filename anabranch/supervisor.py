@@ -23,10 +23,9 @@ import msgspec
 
 from anabranch.config import Config
 from anabranch.daemon import Exit
+from learner.report import REPORT as LEARNER_REPORT
+from serving.report import REPORT as SERVING_REPORT
 
-LEARNER_REPORT = "learner.json"
-SERVING_REPORT = "serving.json"
-"""Where `learner.report` and `serving.report` write; those modules load torch, which a supervisor has no use for."""
 _LOOK_SECONDS = 0.1
 _BEYOND_STOP_TIMEOUT = timedelta(seconds=5)
 _LEFTOVERS_SECONDS = 5.0
@@ -213,13 +212,13 @@ def pipeline_parts(config: Config) -> list[Part]:
     return [
         Part(
             "learner",
-            (sys.executable, "-m", "learner", *arguments),
+            (sys.executable, "-P", "-m", "learner", *arguments),
             config.state_dir / LEARNER_REPORT,
             stop_timeout=learner_timeout,
         ),
         Part(
             "serving",
-            (sys.executable, "-m", "serving", *arguments),
+            (sys.executable, "-P", "-m", "serving", *arguments),
             config.state_dir / SERVING_REPORT,
             stop_timeout=learner_timeout,
         ),

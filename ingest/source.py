@@ -162,7 +162,8 @@ class Source:
         ours, theirs = socket.socketpair()
         ring = Ring(self._layout, int(self._stream.buffer_bytes))
         with theirs:
-            command = [sys.executable, "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
+            # -P: a folder named ingest where the user stands must not take this package's place.
+            command = [sys.executable, "-P", "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
             self._process = subprocess.Popen(
                 [*command, str(ring.descriptor)],
                 pass_fds=(theirs.fileno(), ring.descriptor),

@@ -13,7 +13,7 @@ from ingest.block import Outcome, SkipReason, TopicPartition
 from ingest.messages import Position
 from learner.batches import Span
 from learner.report import PartitionReport
-from learner.version import Trained
+from learner.trained import Trained
 
 
 class PartitionLedger:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ingest.errors import SecondLearnerError, SettingsError
-from learner.version import replace_file
+from learner.files import replace_file
 
 LOCK = "learner.lock"
 EPOCH = "epoch"

@@ -16,7 +16,8 @@ from learner.deadline import Deadline
 from learner.guard import GuardRows, evaluate
 from learner.metrics import LearnerMetrics
 from learner.task import Task
-from learner.version import Manifest, ModelReference, Trained, Verdict, Versions
+from learner.trained import Trained
+from learner.version import Manifest, ModelReference, Verdict, Versions
 
 _SCORING_SHARE = 50
 """Scoring may take one part in so many of the time; versions in between have no scores, but for the last of a burst."""

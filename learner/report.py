@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from learner.version import replace_file
+from learner.files import replace_file
 
 REPORT = "learner.json"
 

@@ -11,8 +11,6 @@ model factory that the manifest names is imported from the reader's own path.
 
 import hashlib
 import json
-import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,21 +24,14 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from learner.errors import VersionError
+from learner.files import replace_file, sync_directory, write_durably
+from learner.trained import Trained
 
 _T = TypeVar("_T")
 MANIFEST = "manifest.json"
 VERDICT = "verdict.json"
 STATE = "state.json"
 WEIGHTS = "model.safetensors"
-
-
-class Trained(msgspec.Struct, frozen=True):
-    """How far a version has learned on one partition: up to `offset`, inclusive (-1 for none)."""
-
-    offset: int
-    incarnation: int = 0
-    time_ms: int = 0
-    """Timestamp of the last record with an outcome, milliseconds since 1970; 0 for none."""
 
 
 class ModelReference(msgspec.Struct, frozen=True):
@@ -86,22 +77,6 @@ class RegistryState(msgspec.Struct, frozen=True):
     previous: int | None = None
     pinned: int | None = None
     rolled_back: list[int] = []
-
-
-def format_trained_through(trained_through: Mapping[str, Trained]) -> str:
-    """Write the form that HTTP replies carry: `events:0=4711,events:1=4698`."""
-    return ",".join(f"{name}={trained.offset}" for name, trained in sorted(trained_through.items()))
-
-
-def parse_trained_through(text: str) -> dict[str, int]:
-    """Read that form back into an offset for each `topic:partition`; raises ValueError."""
-    offsets: dict[str, int] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*([A-Za-z0-9._-]+:\d+)=(-?\d+)\s*", part)
-        if match is None:
-            raise ValueError(f'{part.strip()!r} is not of the form "topic:partition=offset"')
-        offsets[match[1]] = int(match[2])
-    return offsets
 
 
 class Versions:
@@ -201,44 +176,6 @@ class Versions:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file and fsync it."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace a file atomically: readers see the old or the new content, and if `durable` also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    if durable:
-        write_durably(temporary, content)
-    else:
-        temporary.write_bytes(content)
-    temporary.replace(path)
-
-
-def sync_directory(path: Path) -> None:
-    """Fsync a directory, so that renames in it survive a crash of the machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors of which no two share memory, as safetensors wants them: tied weights are copied."""
-    apart: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in weights.items():
-        place = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone(memory_format=torch.contiguous_format) if place in seen else tensor.contiguous()
-        seen.add(place)
-    return apart
-
-
 def _pretty(value: msgspec.Struct) -> bytes:
     return json.dumps(msgspec.to_builtins(value), indent=1).encode()
 
@@ -250,3 +187,14 @@ def _read(path: Path, kind: type[_T]) -> _T:
         raise VersionError(f"{path} does not exist") from exc
     except (msgspec.MsgspecError, OSError) as exc:
         raise VersionError(f"{path} cannot be read: {exc}") from exc
+
+
+def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors of which no two share memory, as safetensors wants them: tied weights are copied."""
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in weights.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone(memory_format=torch.contiguous_format) if place in seen else tensor.contiguous()
+        seen.add(place)
+    return apart

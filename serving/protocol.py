@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ingest.schema import Feature, Schema
-from learner.version import parse_trained_through
+from learner.trained import parse_trained_through
 from serving.errors import BadRequestError, TooLargeError
 from serving.tensor import Array, TensorSpec, read_binary, read_json, write_binary, write_json
 

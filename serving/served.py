@@ -18,7 +18,8 @@ from learner.config import ModelSettings
 from learner.errors import ModelError, VersionError
 from learner.model import build_model, check_model, forward, make_task
 from learner.task import Task
-from learner.version import Manifest, Versions, format_trained_through
+from learner.trained import format_trained_through
+from learner.version import Manifest, Versions
 from serving.tensor import Array, TensorSpec
 
 _LONGEST_SENTENCE = 400

@@ -15,7 +15,8 @@ from typing import Self
 import msgspec
 
 from learner.errors import VersionError
-from learner.version import MANIFEST, VERDICT, Manifest, Trained
+from learner.trained import Trained
+from learner.version import MANIFEST, VERDICT, Manifest
 from serving.metrics import Metrics
 from serving.served import Deployment, ServedVersion, load_version
 

@@ -192,9 +192,9 @@ def _commanded(port: int, properties: Sequence[str], bootstrap: str) -> Iterator
         command = [*shlex.split(os.environ[START]), str(port), f"{folder}/data", *properties]
         log = Path(folder, "log")
         with log.open("wb") as said:
-            # The guard ends the broker also when the tests are killed.
+            # The tether ends the broker also when the tests are killed.
             process = subprocess.Popen(
-                [sys.executable, "-m", "anabranch.guard", *command],
+                [sys.executable, "-m", "anabranch.tether", *command],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=subprocess.STDOUT,

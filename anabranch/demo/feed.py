@@ -38,7 +38,7 @@ class Feed:
         self._environment = environment
         self._output = output
         self._freshness = freshness
-        self._command = [sys.executable, "-m", "anabranch.demo.producer", "-c", str(config)]
+        self._command = [sys.executable, "-P", "-m", "anabranch.demo.producer", "-c", str(config)]
         self._command += ["--rate", str(stream.rate), "--seed", str(stream.seed)]
         if stream.events is not None:
             self._command += ["--events", str(stream.events)]

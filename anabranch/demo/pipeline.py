@@ -11,7 +11,8 @@ from pathlib import Path
 from anabranch.broker import free_port
 from anabranch.config import ENVIRONMENT_PREFIX, Config, load_config
 from anabranch.init import write_example
-from anabranch.supervisor import LEARNER_REPORT, Part, pipeline_parts
+from anabranch.supervisor import Part, pipeline_parts
+from learner.report import REPORT as LEARNER_REPORT
 
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """The demo's models are so small that more threads only get into each other's way."""
@@ -82,7 +83,7 @@ def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, twin: 
 def _twin(config: Config, state_dir: Path, environment: Mapping[str, str]) -> Part:
     return Part(
         "twin",
-        (sys.executable, "-m", "learner", "-c", str(config.path), "--supervised"),
+        (sys.executable, "-P", "-m", "learner", "-c", str(config.path), "--supervised"),
         state_dir / LEARNER_REPORT,
         environment,
         config.folder / "logs" / "twin.log",

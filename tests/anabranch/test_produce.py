@@ -14,7 +14,7 @@ from anabranch.produce import STDIN, produce
 from ingest.errors import SettingsError
 from ingest.rows import row_dtype
 from ingest.schema import Schema
-from learner.version import parse_trained_through
+from learner.trained import parse_trained_through
 
 pytestmark = pytest.mark.services
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 
 from anabranch.daemon import Exit
-from anabranch.supervisor import LEARNER_REPORT, SERVING_REPORT, Backoff, Part, Supervisor, pipeline_parts
+from anabranch.supervisor import Backoff, Part, Supervisor, pipeline_parts
 
 STAYS = "note('started')\nwhile sys.stdin.read(1): pass\nnote('end of stdin')"
 PRELUDE = """
@@ -298,10 +298,9 @@ def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(exam
 
     config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STOP_TIMEOUT": "7s"})
     parts = pipeline_parts(config)
-    assert [part.command[2] for part in parts] == ["learner", "serving"]
+    assert [part.command[3] for part in parts] == ["learner", "serving"]
     assert [part.report for part in parts] == [
         config.state_dir / learner.report.REPORT,
         config.state_dir / serving.report.REPORT,
     ]
-    assert (LEARNER_REPORT, SERVING_REPORT) == (learner.report.REPORT, serving.report.REPORT)
     assert all(part.stop_timeout > timedelta(seconds=7) for part in parts)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from anabranch.demo.prober import request_body
-from learner.version import parse_trained_through
+from learner.trained import parse_trained_through
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -20,7 +20,8 @@ from learner.guard import GuardSet
 from learner.metrics import LearnerMetrics
 from learner.publisher import Publisher, Snapshot
 from learner.task import Classification
-from learner.version import RegistryState, Trained, Versions
+from learner.trained import Trained
+from learner.version import RegistryState, Versions
 
 SOON = timedelta(seconds=20)
 
@@ -137,7 +138,7 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
 ) -> None:
     bench = make_bench()
     with monkeypatch.context() as patch:
-        patch.setattr("learner.version.os.fsync", _no_space)
+        patch.setattr("learner.files.os.fsync", _no_space)
         bench.publish()
     assert bench.versions.numbers() == []
     assert bench.publisher.ill is not None

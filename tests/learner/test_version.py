@@ -13,18 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner import version
+from learner import files
 from learner.errors import VersionError
-from learner.version import (
-    Manifest,
-    ModelReference,
-    RegistryState,
-    Trained,
-    Verdict,
-    Versions,
-    format_trained_through,
-    parse_trained_through,
-)
+from learner.trained import Trained, format_trained_through, parse_trained_through
+from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 
 PASS = Verdict("pass", ["better"], {"drop": -0.1})
 
@@ -232,7 +224,7 @@ class Disk:
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
         self._open, self._fsync = Path.open, os.fsync
         monkeypatch.setattr(Path, "open", lambda path, mode="r", *rest: self.open(path, mode, *rest))
-        monkeypatch.setattr(version.os, "fsync", self.fsync)
+        monkeypatch.setattr(files.os, "fsync", self.fsync)
 
     def step(self):
         if self.left == 0:
@@ -363,7 +355,7 @@ class TestCrashes:
             def full(descriptor):
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(version.os, "fsync", full)
+            patch.setattr(files.os, "fsync", full)
             with pytest.raises(OSError, match="No space left"):
                 one.write(weights_of(2), manifest_of(2), PASS)
         assert [path.name for path in one.path.iterdir()] == ["1"]

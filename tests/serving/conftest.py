@@ -15,7 +15,8 @@ from torch import Tensor
 from ingest.config import SchemaSettings
 from ingest.schema import Schema
 from learner.config import ModelSettings
-from learner.version import Manifest, ModelReference, Trained, Verdict, Versions
+from learner.trained import Trained
+from learner.version import Manifest, ModelReference, Verdict, Versions
 from serving.config import ServingSettings
 from serving.report import ServingReport, read_report
 from serving.served import Deployment

@@ -16,7 +16,9 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from learner.version import MANIFEST, VERDICT, WEIGHTS, ModelReference, RegistryState, Trained, Verdict, replace_file
+from learner.files import replace_file
+from learner.trained import Trained
+from learner.version import MANIFEST, VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
 from serving.metrics import Metrics
 from serving.served import pick_device
 from serving.swap import Swap

@@ -1,4 +1,4 @@
-"""`python -m anabranch.guard [--remove FOLDER] COMMAND...`: runs a command for as long as stdin stays open.
+"""`python -m anabranch.tether [--remove FOLDER] COMMAND...`: runs a command for as long as stdin stays open.
 
 For children that do not watch a pipe themselves. Whoever holds the other end of stdin may die in any way, also by
 SIGKILL: the end of the pipe is noticed here, the command is stopped, and then the folder, if one is named, removed.
@@ -34,7 +34,7 @@ def main() -> int:
         abandoned.set()
         stop()
 
-    # SIGINT goes to the whole group of a terminal; the guard's parent decides when the command ends.
+    # SIGINT goes to the whole group of a terminal; this process' parent decides when the command ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     threading.Thread(target=watch, name="watch-stdin", daemon=True).start()

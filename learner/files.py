@@ -1,0 +1,31 @@
+"""Files that are there whole or not at all. Imports no torch: whoever only reads reports needs none."""
+
+import os
+from pathlib import Path
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file and fsync it."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replace a file atomically: readers see the old or the new content, and if `durable` also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    if durable:
+        write_durably(temporary, content)
+    else:
+        temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Fsync a directory, so that renames in it survive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,138 @@
+"""The learner as a whole: what it is made of, and in which order it starts and stops."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import GapError
+from ingest.metrics import IngestMetrics
+from ingest.schema import Schema
+from ingest.source import Source
+from learner.config import GateSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.deadline import Deadline
+from learner.guard import GuardSet
+from learner.lock import hold_state_directory
+from learner.loop import Loop, Metrics, Parts
+from learner.metrics import LearnerMetrics
+from learner.model import build_model, check_model, make_task
+from learner.precision import choose_device, choose_precision
+from learner.publisher import Publisher
+from learner.reporter import Reporter
+from learner.status import serve_status
+from learner.strategy import STRATEGIES
+from learner.trainer import Trainer
+from learner.version import Versions
+from replay.config import ReplaySettings
+from replay.metrics import ReplayMetrics
+from replay.store import build_store
+
+_GUARD_SALT = 0x5F3759DF
+"""Makes the choice of held-out events independent of the choice of what is kept."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The sections that the learner takes its settings from, and where things lie."""
+
+    stream: StreamSettings
+    events: SchemaSettings
+    model: ModelSettings
+    learner: LearnerSettings
+    replay: ReplaySettings
+    versions: VersionsSettings
+    gate: GateSettings
+    seed: int
+    folder: Path
+    """Where the model factory may lie: on the Python path, last."""
+    state_dir: Path
+    read_token: str
+    """Wanted by `/metrics`, unless it is empty."""
+
+
+def learn(deployment: Deployment, stop: threading.Event) -> None:
+    """Compose the learner and run it until `stop` is set.
+
+    Everything that can be wrong is found before the first step: settings, model, the lock, the address, the broker.
+    When `stop` is set: 1. polling stops; 2. the step ends; 3. what was learned is published and positions are
+    committed; 4. the ingest process ends, then the address closes, then the lock is let go.
+    """
+    schema = Schema(deployment.events)
+    device = choose_device(deployment.learner.device)
+    precision = choose_precision(deployment.learner.precision, device)
+    torch.manual_seed(deployment.seed)
+    task = make_task(deployment.model.task)
+    model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
+    check_model(model, task, schema, device)
+    strategy = STRATEGIES[deployment.learner.strategy]()
+    trainer = Trainer(model, task, strategy, schema, deployment.learner, device, precision)
+    store = build_store(deployment.replay, schema, device, deployment.seed) if strategy.replays else None
+    registry = CollectorRegistry()
+    metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
+    hold_out = HoldOut(fraction=deployment.gate.guard_fraction, seed=deployment.seed ^ _GUARD_SALT)
+    with contextlib.ExitStack() as stack:
+        epoch = stack.enter_context(hold_state_directory(deployment.state_dir))
+        versions = Versions(deployment.state_dir / "versions")
+        versions.clean()
+        publisher = Publisher(
+            *(versions, deployment.versions, deployment.model, schema, model, task, device, epoch, metrics.learner)
+        )
+        source = Source(deployment.stream, deployment.events, hold_out)
+        guard = GuardSet(schema, deployment.gate.guard_rows)
+        loop = Loop(deployment.learner, Parts(source, trainer, store, guard, publisher), metrics)
+        reporter = Reporter(
+            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, metrics),
+            classification=schema.label.classes is not None,
+        )
+        port = stack.enter_context(
+            serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill)
+        )
+        stack.callback(source.close)
+        source.open()
+        log.info(
+            "learning %s on %s in %s; metrics on port %d",
+            *(", ".join(deployment.stream.topics), device, precision.name, port),
+        )
+        try:
+            loop.run(stop, reporter.report_if_due)
+        except GapError:
+            _finish(loop, reporter, deployment.learner.stop_timeout)
+            raise
+        _finish(loop, reporter, deployment.learner.stop_timeout)
+        log.info("stopped after %d steps, version %s", loop.steps, publisher.number)
+
+
+def _finish(loop: Loop, reporter: Reporter, stop_timeout: timedelta) -> None:
+    """Publish and tell what was learned, or leave when that takes too long."""
+    deadline = Deadline(stop_timeout)
+    with _bounded(deadline):
+        loop.finish(deadline)
+        reporter.report()
+
+
+@contextlib.contextmanager
+def _bounded(deadline: Deadline) -> Iterator[None]:
+    """End the process when a shutdown does not end by itself in time: a device or a disk may hang."""
+    timer = threading.Timer(deadline.left, _give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up() -> None:
+    sys.stderr.write("anabranch: learner.stop_timeout is over; leaving without a clean end\n")
+    os._exit(1)

@@ -1,0 +1,31 @@
+"""How far a version has learned, and the form in which replies say so. Imports no torch."""
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """How far a version has learned on one partition: up to `offset`, inclusive (-1 for none)."""
+
+    offset: int
+    incarnation: int = 0
+    time_ms: int = 0
+    """Timestamp of the last record with an outcome, milliseconds since 1970; 0 for none."""
+
+
+def format_trained_through(trained_through: Mapping[str, Trained]) -> str:
+    """Write the form that HTTP replies carry: `events:0=4711,events:1=4698`."""
+    return ",".join(f"{name}={trained.offset}" for name, trained in sorted(trained_through.items()))
+
+
+def parse_trained_through(text: str) -> dict[str, int]:
+    """Read that form back into an offset for each `topic:partition`; raises ValueError."""
+    offsets: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z0-9._-]+:\d+)=(-?\d+)\s*", part)
+        if match is None:
+            raise ValueError(f'{part.strip()!r} is not of the form "topic:partition=offset"')
+        offsets[match[1]] = int(match[2])
+    return offsets
