@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from ingest.config import SchemaSettings, Section, StreamSettings
 from ingest.errors import SettingsError
-from learner.config import GateSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
 from replay.config import ReplaySettings
 from serving.config import ServingSettings, is_loopback
 
@@ -44,6 +44,8 @@ class Pipeline(Section):
     """What is kept for rehearsal."""
     versions: VersionsSettings = VersionsSettings()
     """What is published."""
+    cuts: CutsSettings = CutsSettings()
+    """What a restart resumes from."""
     gate: GateSettings = GateSettings()
     """The held-out events."""
     serving: ServingSettings = ServingSettings()

@@ -227,7 +227,7 @@ def pipeline_parts(config: Config) -> list[Part]:
 
 class _Progress(msgspec.Struct):
     pid: int
-    steps: int = 0
+    steps_since_start: int = 0
     version: int | None = None
 
 
@@ -236,7 +236,7 @@ def _has_progressed(report: Path, pid: int) -> bool:
         progress = msgspec.json.decode(report.read_bytes(), type=_Progress)
     except (OSError, msgspec.MsgspecError):
         return False
-    return progress.pid == pid and (progress.steps > 0 or progress.version is not None)
+    return progress.pid == pid and (progress.steps_since_start > 0 or progress.version is not None)
 
 
 def _start(child: _Child) -> None:

@@ -113,7 +113,9 @@ class Worker:
         offsets = self._client.first_offsets(added, start, moment) if added else {}
         positions = dict(known) | {partition: Position(offsets[partition]) for partition in added}
         self._table, self._next = list(positions), list(positions.values())
-        self._client.assign({partition: position.offset for partition, position in positions.items()})
+        # A topic that was taken out of the settings keeps its index, but is not read.
+        read = {p: position.offset for p, position in positions.items() if p.topic in self._stream.topics}
+        self._client.assign(read)
         send(self._connection, Opened(self._table, [position.offset for position in self._next]))
 
     def _listen(self, *, wait: bool) -> None:

@@ -41,6 +41,7 @@ def learn_config(path: Path, *, supervised: bool = False) -> None:
             learner=pipeline.learner,
             replay=pipeline.replay,
             versions=pipeline.versions,
+            cuts=pipeline.cuts,
             gate=pipeline.gate,
             seed=pipeline.seed,
             folder=config.folder,

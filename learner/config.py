@@ -84,6 +84,15 @@ class VersionsSettings(Section):
     """Beyond those, the last version of each of so many hours."""
 
 
+class CutsSettings(Section):
+    """How often everything is saved that a restart resumes from."""
+
+    every: PositiveDuration = timedelta(seconds=30)
+    """Time between cuts: what a crash costs at most is learning that long again."""
+    keep: Annotated[int, Field(ge=2)] = 3
+    """Newest cuts to keep."""
+
+
 class GateSettings(Section):
     """The held-out events by which versions are judged."""
 

@@ -14,3 +14,7 @@ class ModelError(SettingsError):
 
 class VersionError(SettingsError):
     """A version is refused: no manifest, a file that does not have its digest, or weights that do not fit."""
+
+
+class CutError(SettingsError):
+    """A cut is refused: torn, made under another schema, or of another model."""

@@ -64,6 +64,14 @@ class GuardSet:
             joined = {name: column[stays] for name, column in joined.items()}
         self.held = GuardRows(joined)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The set, for a cut: it shares memory with `held`, which is immutable."""
+        return {name: torch.from_numpy(column) for name, column in self.held.columns.items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take up the set of a cut."""
+        self.held = GuardRows({name: tensor.numpy() for name, tensor in tensors.items()})
+
     def _stays(self, label: NDArray[np.float64], hashed: NDArray[np.uint64]) -> NDArray[np.bool_]:
         total = len(label)
         young = self._most // _YOUNG

@@ -5,7 +5,8 @@
 Events are counted by outcome; offsets are counted by message, since one may hold many events.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,6 +31,34 @@ class PartitionLedger:
         self.time_ms = 0
         self.outcomes = np.zeros(len(Outcome), np.int64)
         self.skipped = np.zeros(len(SkipReason), np.int64)
+
+    def state(self) -> dict[str, Any]:
+        """The account as JSON values, for a cut."""
+        return {
+            "topic": self.name.topic,
+            "partition": self.name.partition,
+            "incarnation": self.name.incarnation,
+            "start": self.start,
+            "position": [self.position.offset, self.position.row],
+            "end": self.end,
+            "gaps": self.gaps,
+            "removed": self.removed,
+            "passed": self.passed,
+            "time_ms": self.time_ms,
+            "outcomes": {outcome.label: int(self.outcomes[outcome]) for outcome in Outcome},
+            "skipped": {reason.label: int(self.skipped[reason]) for reason in SkipReason},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Open the account of a cut again."""
+        account = cls(TopicPartition(state["topic"], state["partition"], state["incarnation"]), state["start"])
+        account.position = Position(*state["position"])
+        account.end, account.gaps, account.removed = state["end"], state["gaps"], state["removed"]
+        account.passed, account.time_ms = state["passed"], state["time_ms"]
+        account.outcomes = np.array([state["outcomes"].get(outcome.label, 0) for outcome in Outcome], np.int64)
+        account.skipped = np.array([state["skipped"].get(reason.label, 0) for reason in SkipReason], np.int64)
+        return account
 
     @property
     def trained(self) -> Trained:
@@ -60,6 +89,20 @@ class Ledger:
     def take_up(self, name: TopicPartition, start: int) -> None:
         """Open the account of the partition with the next index."""
         self.partitions.append(PartitionLedger(name, start))
+
+    def state(self) -> list[dict[str, Any]]:
+        """All accounts as JSON values, in order, for a cut."""
+        return [account.state() for account in self.partitions]
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Open the accounts of a cut again; must come before any other is opened."""
+        assert not self.partitions
+        self.partitions = [PartitionLedger.from_state(account) for account in state]
+
+    @property
+    def positions(self) -> dict[TopicPartition, Position]:
+        """The first event without an outcome of each partition, in the order of the index."""
+        return {account.name: account.position for account in self.partitions}
 
     def advance(self, span: Span, outcome: Outcome, reason: SkipReason = SkipReason.NONE) -> None:
         """Settle a span: the rows of the batch get `outcome`, other pending rows were stored only.

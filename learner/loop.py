@@ -13,12 +13,15 @@ from ingest.metrics import IngestMetrics
 from ingest.source import Source
 from learner.batches import Batch, Batches
 from learner.config import LearnerSettings
+from learner.cut import Cut
+from learner.cutter import Cutter, Moment, replay_contents
 from learner.deadline import Deadline
 from learner.guard import GuardSet
 from learner.ledger import Ledger
 from learner.metrics import LearnerMetrics
 from learner.prequential import Prequential
 from learner.publisher import Publisher, Snapshot
+from learner.rng import restore_rng, rng_tensors, rng_values
 from learner.trainer import StepResult, Trainer
 from replay.metrics import ReplayMetrics
 from replay.store import Store
@@ -37,6 +40,7 @@ class Parts:
     store: Store | None
     guard: GuardSet
     publisher: Publisher
+    cutter: Cutter
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,13 @@ class Loop:
             if batch is not None:
                 self._settle(batch)
             self._parts.publisher.publish_if_due(self.steps, self._snapshot)
+            self._parts.cutter.cut_if_due(self._moment)
             self._commit_if_due()
             at_boundary()
 
     def finish(self, deadline: Deadline) -> None:
-        """Publish what was learned since the last version and commit positions, before the deadline."""
+        """Publish what was learned since the last version, cut, and commit positions, before the deadline."""
+        self._parts.cutter.cut_last(self._moment, deadline)
         self._parts.publisher.publish_last(self.steps, self._snapshot, deadline)
         self._next_commit = 0.0
         self._commit_if_due()
@@ -88,7 +94,7 @@ class Loop:
     def _settle(self, batch: Batch) -> None:
         """Do all that a batch is about, in an order in which a crash costs nothing.
 
-        Nothing here is durable, so a crash anywhere loses the batch whole and the restart begins where it always does.
+        Nothing here is durable, so a crash anywhere loses the batch whole; a restart learns it again from the cut.
 
         1. Draw old events from what is stored now, so that no event is replayed in the step that learns it.
         2. Test, then train. A step that is not finite leaves the weights as they were.
@@ -170,6 +176,36 @@ class Loop:
             if partition.end is not None:
                 account = self.ledger.partitions[index]
                 account.end = max(account.end, partition.end)
+
+    def restore(self, cut: Cut) -> None:
+        """Take up a cut, before the first step; raises CutError or SettingsError when it does not fit."""
+        parts, state = self._parts, cut.state
+        parts.trainer.restore(cut.tensors, state["trainer"])
+        contents = replay_contents(cut)
+        if parts.store is not None and contents is not None:
+            parts.store.restore(contents)
+        parts.guard.restore(cut.tensors["guard"])
+        self.ledger.restore(state["ledger"])
+        self.prequential.restore(state["prequential"])
+        self.steps, self.rows_new, self.rows_replay = cut.step, state["rows_new"], state["rows_replay"]
+        self._replay_debt = state["replay_debt"]
+        parts.publisher.go_on_from(cut.step)
+        restore_rng(dict(cut.tensors["rng"]), state["rng"])
+
+    def _moment(self) -> Moment:
+        """Copy all that a cut is made from; called between steps."""
+        parts = self._parts
+        state = {
+            "trainer": parts.trainer.state(),
+            "ledger": self.ledger.state(),
+            "prequential": self.prequential.state(),
+            "rows_new": self.rows_new,
+            "rows_replay": self.rows_replay,
+            "replay_debt": self._replay_debt,
+            "rng": rng_values(),
+        }
+        tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors(), "rng": rng_tensors()}
+        return Moment(self.steps, tensors, state, parts.store.hold() if parts.store is not None else None)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(

@@ -33,5 +33,14 @@ class LearnerMetrics:
         self.publish_skipped = Counter(
             "anabranch_publish_skipped", "Versions that fell due while one was being written.", registry=registry
         )
+        self.cut = Histogram(
+            "anabranch_cut_duration_seconds",
+            "Time to write a cut, in the background.",
+            buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+            registry=registry,
+        )
+        self.cut_stall = Counter(
+            "anabranch_cut_stall_seconds", "Time that steps waited for a cut to be written.", registry=registry
+        )
         self.published = Counter("anabranch_versions_published", "Versions published.", registry=registry)
         self.gate_verdicts = Counter("anabranch_gate_verdicts", "Versions by verdict.", ["verdict"], registry=registry)

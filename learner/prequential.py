@@ -1,6 +1,7 @@
 """Test-then-train accuracy over the newest events."""
 
 from collections import deque
+from collections.abc import Iterable
 
 
 class Prequential:
@@ -19,6 +20,15 @@ class Prequential:
         while self._rows - self._batches[0][0] >= self._window:
             self._rows -= self._batches.popleft()[0]
         self._score = sum(score for _, score in self._batches)
+
+    def state(self) -> list[tuple[int, float]]:
+        """The window, for a cut."""
+        return list(self._batches)
+
+    def restore(self, state: Iterable[tuple[int, float]]) -> None:
+        """Take up the window of a cut."""
+        for rows, score in state:
+            self.add(rows, score)
 
     @property
     def mean(self) -> float | None:

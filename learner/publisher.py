@@ -96,6 +96,11 @@ class Publisher:
             return
         self._start(take(), final=False)
 
+    def go_on_from(self, step: int) -> None:
+        """Publish nothing more of a step that was published before a restart, as long as any version is there."""
+        if self.number is not None:
+            self._step = step
+
     def publish_last(self, step: int, take: Callable[[], Snapshot], deadline: Deadline) -> None:
         """Publish what was learned since the last version, and wait until it is written."""
         self._wait(deadline)

@@ -35,6 +35,11 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970, as is `time`."""
     time: float
     steps: int
+    """Steps over the life of the pipeline, restarts included."""
+    steps_since_start: int = 0
+    """Steps of this process."""
+    cut: int | None = None
+    """The newest cut."""
     ill: list[str] = []
     """One sentence for each part that does not work as it should; empty when all is well."""
     outcomes: dict[str, int] = {}

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from ingest.source import Source
+from learner.cutter import Cutter
 from learner.guard import GuardSet
 from learner.loop import Loop, Metrics
 from learner.publisher import Publisher
@@ -26,6 +27,7 @@ class Reporter:
         store: Store | None,
         guard: GuardSet,
         publisher: Publisher,
+        cutter: Cutter,
         metrics: Metrics,
         *,
         classification: bool,
@@ -37,6 +39,8 @@ class Reporter:
         self._store = store
         self._guard = guard
         self._publisher = publisher
+        self._cutter = cutter
+        self._resumed_at = loop.steps
         self._metrics = metrics
         self._classification = classification
         self._started = time.time()
@@ -45,7 +49,7 @@ class Reporter:
 
     def ill(self) -> list[str]:
         """One sentence for each part that does not work as it should."""
-        return [sentence for sentence in (self._source.ill, self._publisher.ill) if sentence]
+        return [sentence for sentence in (self._source.ill, self._publisher.ill, self._cutter.ill) if sentence]
 
     def report_if_due(self) -> None:
         """Report when half a second has passed since the last time."""
@@ -63,6 +67,8 @@ class Reporter:
             started=self._started,
             time=time.time(),
             steps=loop.steps,
+            steps_since_start=loop.steps - self._resumed_at,
+            cut=self._cutter.number or None,
             ill=self.ill(),
             outcomes=loop.ledger.outcomes,
             skipped=loop.ledger.skipped,

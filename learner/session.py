@@ -18,7 +18,9 @@ from ingest.errors import GapError
 from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
 from ingest.source import Source
-from learner.config import GateSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.cut import Cuts
+from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.guard import GuardSet
 from learner.lock import hold_state_directory
@@ -52,6 +54,7 @@ class Deployment:
     learner: LearnerSettings
     replay: ReplaySettings
     versions: VersionsSettings
+    cuts: CutsSettings
     gate: GateSettings
     seed: int
     folder: Path
@@ -90,16 +93,20 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         )
         source = Source(deployment.stream, deployment.events, hold_out)
         guard = GuardSet(schema, deployment.gate.guard_rows)
-        loop = Loop(deployment.learner, Parts(source, trainer, store, guard, publisher), metrics)
+        cuts = Cuts(deployment.state_dir / "cuts", schema.digest, epoch)
+        cuts.clean()
+        cutter = Cutter(cuts, deployment.cuts, store, metrics.learner)
+        loop = Loop(deployment.learner, Parts(source, trainer, store, guard, publisher, cutter), metrics)
+        _resume(loop, cuts)
         reporter = Reporter(
-            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, metrics),
+            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, metrics),
             classification=schema.label.classes is not None,
         )
         port = stack.enter_context(
             serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill)
         )
         stack.callback(source.close)
-        source.open()
+        source.open(loop.ledger.positions)
         log.info(
             "learning %s on %s in %s; metrics on port %d",
             *(", ".join(deployment.stream.topics), device, precision.name, port),
@@ -111,6 +118,17 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
             raise
         _finish(loop, reporter, deployment.learner.stop_timeout)
         log.info("stopped after %d steps, version %s", loop.steps, publisher.number)
+
+
+def _resume(loop: Loop, cuts: Cuts) -> None:
+    """Go on from the newest cut that is whole, if there is one."""
+    found = cuts.newest()
+    if found is None:
+        log.info("there is no cut in %s: learning begins anew", cuts.path)
+        return
+    number, cut = found
+    loop.restore(cut)
+    log.info("going on from cut %d at step %d", number, cut.step)
 
 
 def _finish(loop: Loop, reporter: Reporter, stop_timeout: timedelta) -> None:

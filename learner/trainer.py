@@ -6,6 +6,7 @@ Legend: B new events, R replayed ones.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ingest.block import Array
 from ingest.schema import Schema
 from learner.config import LearnerSettings
+from learner.errors import CutError
 from learner.model import forward
 from learner.optimizer import build_optimizer
 from learner.precision import Precision
@@ -127,6 +129,49 @@ class Trainer:
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the weights and buffers as they are now, on the device; later steps do not change the copy."""
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Weights and the optimizer's tensors, copied on the device, for a cut."""
+        state = self._optimizer.state_dict()["state"]
+        moments = {
+            f"{index}.{name}": value.detach().clone()
+            for index, values in state.items()
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        return {"model": self.snapshot(), "optimizer": moments}
+
+    def state(self) -> dict[str, Any]:
+        """What optimizer and scaler have beside tensors, as JSON values, for a cut."""
+        optimizer = self._optimizer.state_dict()
+        others = {
+            str(index): {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+            for index, values in optimizer["state"].items()
+        }
+        return {"groups": optimizer["param_groups"], "others": others, "scaler": self._scaler.state_dict()}
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Take up the weights and the optimizer of a cut.
+
+        The settings of the optimizer (learning rate and so on) stay those of the config: what the user changed between
+        two starts is to hold.
+
+        Raises:
+            CutError: they are of another model or optimizer.
+        """
+        moments: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
+        for name, value in tensors["optimizer"].items():
+            index, _, key = name.partition(".")
+            moments.setdefault(int(index), {})[key] = value
+        try:
+            self.model.load_state_dict(dict(tensors["model"]))
+            groups = self._optimizer.state_dict()["param_groups"]
+            if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["groups"]]:
+                raise ValueError("the optimizer has other parameters")
+            self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+            self._scaler.load_state_dict(state["scaler"] if self._precision.scaled else {})
+        except (RuntimeError, KeyError, ValueError) as exc:
+            raise CutError(f"the newest cut does not fit the model or optimizer of the config: {exc}") from exc
 
     def _tensor(self, column: Array) -> Tensor:
         return torch.from_numpy(column).to(self.device, non_blocking=True)

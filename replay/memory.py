@@ -61,6 +61,15 @@ class MemoryTier:
             columns[name] = field.reshape(len(slots), *shape)
         return columns
 
+    def rows(self, slots: NDArray[np.int64]) -> Tensor:
+        """Gather n packed rows to the CPU."""
+        return self._rows_SR.index_select(0, torch.from_numpy(slots).to(self._device)).cpu()
+
+    def put_rows(self, slots: NDArray[np.int64], rows_nR: Tensor) -> None:
+        """Scatter n packed rows."""
+        where = torch.from_numpy(slots).to(self._device)
+        self._rows_SR.index_copy_(0, where, rows_nR.to(self._device))
+
     def close(self) -> None:
         """Let go of the memory."""
         self._rows_SR = self._rows_SR.new_empty((0, self.row_bytes))

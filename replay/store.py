@@ -42,9 +42,6 @@ _ENTRY = np.dtype(
 )
 """What is known of each event beside its payload, 56 bytes."""
 
-BURST = 1024
-"""Events that are inserted at once; so many slots a tier has beyond what is held between two calls."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,6 +49,32 @@ class Plan:
 
     step: int
     positions: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a store holds at one moment, for a cut.
+
+    Attributes:
+        index: uint8 `[H, bytes of an entry]`, what is known of each event beside its payload.
+        payload: uint8 `[H, R]` on the CPU, rows of the tier in the order of the index.
+        threshold: the reservoir's; infinity while everything is admitted.
+        watermarks: by index of the partition, the highest `(offset, row)` that was offered.
+    """
+
+    index: NDArray[np.uint8]
+    payload: Tensor
+    threshold: float
+    watermarks: Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A store's index at a step boundary; its payload is read by `Store.contents` while the store goes on."""
+
+    index: NDArray[np.void]
+    threshold: float
+    watermarks: Mapping[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -72,8 +95,10 @@ class Store:
     """
 
     def __init__(self, reservoir: Reservoir, sampler: Sampler, tier: Tier, seed: int) -> None:
-        slots = reservoir.limit + BURST
-        assert tier.slots >= slots
+        slots = tier.slots
+        assert slots > reservoir.limit + 1
+        self.burst = (slots - reservoir.limit) // 2
+        """Events that are inserted at once."""
         self._reservoir = reservoir
         self._sampler = sampler
         self._tier = tier
@@ -82,6 +107,7 @@ class Store:
         self._free = np.arange(slots, dtype=np.int32)[::-1].copy()
         self._held = 0
         self._watermarks: dict[int, tuple[int, int]] = {}
+        self._kept: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return self._held
@@ -111,10 +137,10 @@ class Store:
         admitted = np.flatnonzero(self._reservoir.admits(priority) & self._is_new(where, offset, row, identity))
         count = len(admitted)
         while len(admitted):
-            self._insert(admitted[:BURST], priority, identity, columns)
+            self._insert(admitted[: self.burst], priority, identity, columns)
             if self._held > self._reservoir.limit:
                 self._evict()
-            admitted = admitted[BURST:]
+            admitted = admitted[self.burst :]
             admitted = admitted[self._reservoir.admits(priority[admitted])]  # the threshold may have fallen
         return count
 
@@ -125,6 +151,53 @@ class Store:
     def fetch(self, plan: Plan) -> Draw:
         """Return the events of a plan."""
         return Draw(self._tier.get(self._index["slot"][plan.positions].astype(np.int64)))
+
+    def hold(self) -> Held:
+        """Copy the index, and keep every slot in it as it is until `let_go`: slots freed meanwhile are not reused.
+
+        Raises:
+            AssertionError: an earlier hold was not let go.
+        """
+        assert self._kept is None
+        self._kept = np.empty(0, np.int32)
+        return Held(self._index[: self._held].copy(), self._reservoir.threshold, dict(self._watermarks))
+
+    def contents(self, held: Held) -> Contents:
+        """Read the payload of what was held. May run in another thread until `let_go`."""
+        payload = self._tier.rows(held.index["slot"].astype(np.int64))
+        index = held.index.copy()
+        index["slot"] = 0
+        return Contents(
+            index.view(np.uint8).reshape(len(index), _ENTRY.itemsize), payload, held.threshold, held.watermarks
+        )
+
+    def let_go(self) -> None:
+        """End a hold: slots freed since are used again."""
+        if self._kept is not None:
+            self._free = np.concatenate([self._free, self._kept])
+            self._kept = None
+
+    @property
+    def reserve(self) -> int:
+        """Slots that can be filled before a hold has to end."""
+        return len(self._free)
+
+    def restore(self, contents: Contents) -> None:
+        """Take up contents in place of what is held; raises SettingsError when they do not fit this store."""
+        rows = len(contents.index)
+        if contents.index.shape[1:] != (_ENTRY.itemsize,) or contents.payload.shape[1:] != (self._tier.row_bytes,):
+            raise SettingsError("the cut's replay contents have another layout than this store")
+        index = np.ascontiguousarray(contents.index).reshape(-1).view(_ENTRY).copy()
+        self._reservoir.threshold, self._watermarks = contents.threshold, dict(contents.watermarks)
+        keep = np.ones(rows, np.bool_)
+        if rows > self._reservoir.limit:
+            keep = self._reservoir.lower(index["priority"])
+            index, rows = index[keep], int(keep.sum())
+        slots = np.arange(rows, dtype=np.int32)
+        index["slot"] = slots
+        self._index[:rows], self._held = index, rows
+        self._free = np.arange(rows, len(self._index), dtype=np.int32)[::-1].copy()
+        self._tier.put_rows(slots.astype(np.int64), contents.payload[torch.from_numpy(keep)])
 
     def close(self) -> None:
         """Let go of the tiers."""
@@ -142,7 +215,8 @@ class Store:
             mine = where == partition
             at, line = offset[mine], row[mine]
             steps = np.diff(at)
-            first, last = (int(at[0]), int(line[0])), (int(at[-1]), int(line[-1]))
+            highest = np.lexsort((line, at))[-1]
+            first, last = (int(at[0]), int(line[0])), (int(at[highest]), int(line[highest]))
             mark = self._watermarks.get(partition, (-1, -1))
             rising &= bool(((steps > 0) | ((steps == 0) & (np.diff(line) > 0))).all()) and first > mark
             self._watermarks[partition] = max(last, mark)
@@ -173,7 +247,10 @@ class Store:
     def _evict(self) -> None:
         held = self._index[: self._held]
         stays = self._reservoir.lower(held["priority"])
-        self._free = np.concatenate([self._free, held["slot"][~stays]])
+        if self._kept is None:
+            self._free = np.concatenate([self._free, held["slot"][~stays]])
+        else:
+            self._kept = np.concatenate([self._kept, held["slot"][~stays]])
         kept = held[stays]
         self._index[: len(kept)] = kept
         self._held = len(kept)
@@ -187,15 +264,22 @@ def build_store(settings: ReplaySettings, schema: Schema, device: torch.device, 
     """
     payload = schema.payload()
     row_bytes = MemoryTier.row_bytes_of(payload)
-    fits = int(settings.device_bytes) // row_bytes - BURST
-    k = min(settings.capacity, fits * 32 // 33)
+    fits = int(settings.device_bytes) // row_bytes
+    k = min(settings.capacity, fits)
+    while k > 0 and (too_many := k + _spare(k) - fits) > 0:
+        k -= max(1, too_many * 8 // 9)
     if k < 1:
         raise SettingsError(
             f"replay.device_bytes = {int(settings.device_bytes)} is too small: an event has {row_bytes} bytes, and "
-            f"{BURST} come in at once"
+            f"{_spare(1)} slots are needed beside those for events"
         )
     if k < settings.capacity:
         log.warning("replay.device_bytes holds %d events of %d bytes, not %d", k, row_bytes, settings.capacity)
     reservoir = Reservoir(k)
-    tier = MemoryTier(payload, reservoir.limit + BURST, device)
+    tier = MemoryTier(payload, k + _spare(k), device)
     return Store(reservoir, SAMPLERS[settings.sampling](), tier, seed)
+
+
+def _spare(k: int) -> int:
+    """Slots beside k: the reservoir's slack, what one insertion brings, and what is replaced while a cut is written."""
+    return Reservoir(k).limit - k + 2 * max(64, min(1024, k // 32)) + k // 16

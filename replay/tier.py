@@ -33,6 +33,14 @@ class Tier(Protocol):
         """Return the payload of slots `[n]`, each column `[n, ...]`, on the tier's device."""
         ...
 
+    def rows(self, slots: NDArray[np.int64]) -> Tensor:
+        """Return the payload of slots `[n]` as it lies in the tier, uint8 `[n, row_bytes]` on the CPU."""
+        ...
+
+    def put_rows(self, slots: NDArray[np.int64], rows_nR: Tensor) -> None:
+        """Write what `rows` returned, uint8 `[n, row_bytes]`, into slots `[n]`."""
+        ...
+
     def close(self) -> None:
         """Let go of memory and files."""
         ...

@@ -90,6 +90,13 @@ class Learner:
             assert time.monotonic() < deadline, f"{report}\n{self.log.read_text()}"
             threading.Event().wait(0.05)
 
+    def wait_and_read_log(self, times: int) -> str:
+        """Wait for a first report, and return what all processes so far said; `times` of them went on from a cut."""
+        self.wait_for(lambda _: True)
+        said = self.log.read_text()
+        assert said.count("going on from cut") == times, said
+        return said
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(30)
@@ -199,6 +206,58 @@ def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
     assert report.skipped == {"non_finite": 1}
     assert report.replay_rows == {"device": 32}
     assert f"skipped {topic}[0]@16..16" in learner.log.read_text()
+
+
+def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic(partitions=2)
+    config = pipeline(kafka.bootstrap, topic)
+    produced = 0
+    environment = {"ANABRANCH__CUTS__EVERY": "200ms"}
+    learner = start(config, **environment)
+    for round_ in range(1, 5):
+        for partition in range(2):
+            produce(kafka.bootstrap, topic, [*events(150), b"bad"], partition=partition)
+        produced += 302
+        report = learner.wait_for(lambda each, n=produced: total(each) >= n // 2 and each.cut is not None)
+        assert adds_up(report)
+        learner.process.kill()
+        learner.process.wait()
+        learner = start(config, **environment)
+        assert "going on from cut" in learner.wait_and_read_log(round_)
+    report = learner.wait_for(lambda each: total(each) == produced)
+    assert adds_up(report)
+    assert report.outcomes["dead_lettered"] == 8
+    assert report.outcomes["trained"] + report.outcomes["held_out"] == 1200
+    assert report.replay_rows == {"device": report.outcomes["trained"]}, "an event is in the store twice, or not at all"
+    assert report.guard_rows == report.outcomes["held_out"]
+
+
+def test_sigterm_cuts_so_that_no_event_comes_twice(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic()
+    config = pipeline(kafka.bootstrap, topic)
+    learner = start(config)
+    produce(kafka.bootstrap, topic, events(300))
+    learner.wait_for(lambda each: total(each) > 0)
+    assert learner.stop() == 0
+    before = read_report(learner.state_dir)
+    learner = start(config)
+    report = learner.wait_for(lambda each: total(each) == 300)
+    assert before is not None
+    assert report.steps == before.steps + report.steps_since_start
+    assert report.outcomes["trained"] + report.outcomes["held_out"] == 300
+    assert adds_up(report)
 
 
 def test_it_ends_with_its_supervisor(

@@ -1,5 +1,6 @@
 """What the store holds and what it draws."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -16,7 +17,7 @@ from ingest.identity import identity_hash, partition_base
 from ingest.schema import Schema
 from replay.admission import priorities
 from replay.config import ReplaySettings
-from replay.store import BURST, Store, build_store
+from replay.store import Store, build_store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 MakeStore = Callable[..., Store]
@@ -89,19 +90,21 @@ def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: 
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 1), st.integers(0, 400), st.integers(1, 120), st.booleans()), min_size=1, max_size=25
+        st.tuples(st.integers(0, 1), st.integers(0, 400), st.integers(1, 120), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=25,
     ),
     st.integers(1, 60),
     st.integers(0, 3),
 )
 def test_the_k_smallest_of_all_that_was_offered_are_held(
-    schema: Schema, batches: list[tuple[int, int, int, bool]], k: int, seed: int
+    schema: Schema, batches: list[tuple[int, int, int, bool, bool]], k: int, seed: int
 ) -> None:
     """In any order, with any repetition, within and across batches."""
     store = build_store(ReplaySettings(capacity=k), schema, torch.device("cpu"), seed)
     offered: list[tuple[int, int]] = []
-    for partition, begin, count, backwards in batches:
-        offsets = [*range(begin, begin + count), begin]
+    for partition, begin, count, backwards, twice in batches:
+        offsets = [*range(begin, begin + count), *([begin] if twice else [])]
         store.add(fake_columns(schema, offsets[::-1] if backwards else offsets, partition=partition), PARTITIONS)
         offered += [(partition, offset) for offset in offsets]
         contents = held(store)
@@ -123,8 +126,9 @@ def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -
 
 def test_a_burst_larger_than_the_room_for_it_is_taken_in_pieces(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(10)
-    store.add(fake_columns(schema, range(3 * BURST + 7)), PARTITIONS)
-    assert held(store) >= k_smallest(schema, [(0, offset) for offset in range(3 * BURST + 7)], 10, 0)
+    total = 3 * store.burst + 7
+    store.add(fake_columns(schema, range(total)), PARTITIONS)
+    assert held(store) >= k_smallest(schema, [(0, offset) for offset in range(total)], 10, 0)
     assert len(store) == 10
 
 
@@ -226,3 +230,70 @@ def test_a_store_on_the_gpu_draws_what_one_in_memory_draws(schema: Schema) -> No
         expected = on_host.fetch(on_host.plan(step, 32)).columns
         drawn = on_gpu.fetch(on_gpu.plan(step, 32)).columns
         assert all(drawn[name].is_cuda and drawn[name].cpu().equal(value) for name, value in expected.items())
+
+
+class TestCuts:
+    """What a cut holds of a store, and what becomes of it."""
+
+    def test_contents_are_those_of_the_moment_however_much_is_added_meanwhile(
+        self, schema: Schema, make_store: MakeStore
+    ) -> None:
+        store, twin = make_store(640), make_store(640)
+        for begin in range(0, 4000, 200):
+            for each in (store, twin):
+                each.add(fake_columns(schema, range(begin, begin + 200), label=[0, 1, 2, 3]), PARTITIONS)
+        moment = store.hold()
+        begin = 4000
+        while store.reserve > store.burst:
+            store.add(fake_columns(schema, range(begin, begin + 50), label=[3]), PARTITIONS)
+            begin += 50
+        contents = store.contents(moment)
+        store.let_go()
+        assert begin > 4200, "a hold leaves too little room"
+        restored = make_store(640)
+        restored.restore(contents)
+        assert held(restored) == held(twin)
+        expected, found = everything(twin), everything(restored)
+        for name in expected:
+            assert found[name][found["feature.n"].argsort(stable=True)].sum() == expected[name].sum()
+        # It goes on as if nothing had been: the same events, the same draws.
+        for each in (restored, twin):
+            each.add(fake_columns(schema, range(4000, 6000), label=[1]), PARTITIONS)
+        assert held(restored) == held(twin)
+        assert restored.plan(7, 50).positions.tolist() == twin.plan(7, 50).positions.tolist()
+        assert everything(restored)["feature.n"].tolist() == everything(twin)["feature.n"].tolist()
+
+    def test_slots_that_were_freed_during_a_hold_are_used_again_after_it(
+        self, schema: Schema, make_store: MakeStore
+    ) -> None:
+        store = make_store(64)
+        for begin in range(0, 30_000, 100):
+            if store.reserve < store.burst:
+                store.let_go()
+            elif begin % 1000 == 0:
+                store.let_go()
+                store.hold()
+            store.add(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
+        store.let_go()
+        assert store.reserve == store._tier.slots - len(store)
+        slots = store._index["slot"][: len(store)]
+        assert len(set(slots.tolist())) == len(store)
+
+    def test_a_smaller_store_takes_up_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:
+        large, small = make_store(500), make_store(50)
+        large.add(fake_columns(schema, range(3000)), PARTITIONS)
+        small.restore(large.contents(large.hold()))
+        assert held(small) == k_smallest(schema, [(0, offset) for offset in range(3000)], 50, 0)
+
+    def test_an_empty_store_can_be_cut(self, make_store: MakeStore) -> None:
+        store = make_store(10)
+        restored = make_store(10)
+        restored.restore(store.contents(store.hold()))
+        assert len(restored) == 0
+
+    def test_contents_of_another_layout_are_refused(self, schema: Schema, make_store: MakeStore) -> None:
+        store = make_store(10)
+        store.add(fake_columns(schema, range(5)), PARTITIONS)
+        contents = store.contents(store.hold())
+        with pytest.raises(SettingsError, match="another layout"):
+            make_store(10).restore(dataclasses.replace(contents, payload=contents.payload[:, :8]))

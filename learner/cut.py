@@ -1,0 +1,161 @@
+"""The cut format: everything that a restart resumes from, in a directory that exists whole or not at all.
+
+    var/cuts/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, guard, rng
+    var/cuts/<number>/rank-0/state.json           everything that is no tensor
+    var/cuts/<number>/manifest.json               number, epoch, step, schema, and the SHA-256 of every file
+
+Files first, fsync, manifest last, one rename, as with versions. Nothing is unpickled.
+"""
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from learner.errors import CutError
+from learner.files import sync_directory, write_durably
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+RANK = "rank-0"
+
+log = logging.getLogger(__name__)
+
+
+class CutManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cut is, and the digests by which it is found to be whole."""
+
+    number: int
+    epoch: int
+    time: float
+    step: int
+    schema: str
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One moment of the learner: tensors by part, and a state of plain JSON values."""
+
+    step: int
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    state: Mapping[str, Any]
+
+
+class Cuts:
+    """The directory `var/cuts`, written and read by the learner that holds the lock."""
+
+    def __init__(self, path: Path, schema: str, epoch: int) -> None:
+        self.path = path
+        self._schema = schema
+        self._epoch = epoch
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all cuts, rising."""
+        names = [entry.name for entry in self.path.iterdir()] if self.path.exists() else []
+        return sorted(int(name) for name in names if name.isdigit() and (self.path / name / MANIFEST).exists())
+
+    def newest(self) -> tuple[int, Cut] | None:
+        """Return the newest cut that is whole, or None when there is none; others are named in the log.
+
+        Raises:
+            CutError: it is whole, but was made under another schema.
+        """
+        for number in reversed(self.numbers()):
+            try:
+                manifest = self._manifest(number)
+                contents = self._verified(manifest)
+            except CutError as exc:
+                log.warning("%s; the one before it is taken", exc)
+                continue
+            if manifest.schema != self._schema:
+                raise CutError(
+                    f"cut {number} in {self.path} was made under another [schema]; put the schema back, or begin anew "
+                    f"by moving {self.path} away"
+                )
+            return number, _parse(manifest, contents)
+        return None
+
+    def write(self, number: int, cut: Cut, now: float) -> Path:
+        """Write a cut. After an error or a crash there is nothing, or a leftover that `clean` removes."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        temporary = self.path / f".tmp-{self._epoch}-{number}"
+        try:
+            (temporary / RANK).mkdir(parents=True)
+            files: dict[str, str] = {}
+            for part, tensors in cut.tensors.items():
+                payload = save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+                files[f"{RANK}/{part}.safetensors"] = _write(temporary / RANK / f"{part}.safetensors", payload)
+            files[f"{RANK}/{STATE}"] = _write(temporary / RANK / STATE, msgspec.json.encode(cut.state))
+            manifest = CutManifest(
+                number=number, epoch=self._epoch, time=now, step=cut.step, schema=self._schema, files=files
+            )
+            sync_directory(temporary / RANK)
+            write_durably(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            sync_directory(temporary)
+            final = temporary.rename(self.path / str(number))
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        sync_directory(self.path)
+        return final
+
+    def prune(self, keep: int) -> None:
+        """Delete all but the newest `keep`: the manifest first, so that half a cut does not exist."""
+        for number in self.numbers()[:-keep]:
+            (self.path / str(number) / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(self.path / str(number), ignore_errors=True)
+
+    def clean(self) -> None:
+        """Remove what a crash left half-written or half-deleted."""
+        if self.path.exists():
+            for entry in self.path.iterdir():
+                if entry.is_dir() and not (entry / MANIFEST).exists():
+                    shutil.rmtree(entry, ignore_errors=True)
+            for leftover in self.path.glob(".tmp-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _manifest(self, number: int) -> CutManifest:
+        path = self.path / str(number) / MANIFEST
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=CutManifest)
+        except (OSError, msgspec.MsgspecError) as exc:
+            raise CutError(f"cut {number}: {path} cannot be read: {exc}") from exc
+
+    def _verified(self, manifest: CutManifest) -> dict[str, bytes]:
+        contents: dict[str, bytes] = {}
+        for name, digest in manifest.files.items():
+            path = self.path / str(manifest.number) / name
+            try:
+                contents[name] = path.read_bytes()
+            except OSError as exc:
+                raise CutError(f"cut {manifest.number}: cannot read {path}: {exc}") from exc
+            if hashlib.sha256(contents[name]).hexdigest() != digest:
+                raise CutError(f"cut {manifest.number}: {path} does not have its digest")
+        return contents
+
+
+def _write(path: Path, payload: bytes) -> str:
+    write_durably(path, payload)
+    return hashlib.sha256(payload).hexdigest()
+
+
+def _parse(manifest: CutManifest, contents: Mapping[str, bytes]) -> Cut:
+    tensors: dict[str, dict[str, Tensor]] = {}
+    try:
+        for name, payload in contents.items():
+            part = name.removeprefix(f"{RANK}/")
+            if part.endswith(".safetensors"):
+                tensors[part.removesuffix(".safetensors")] = load_tensors(payload)
+        return Cut(manifest.step, tensors, msgspec.json.decode(contents[f"{RANK}/{STATE}"]))
+    except (SafetensorError, KeyError, msgspec.MsgspecError) as exc:
+        raise CutError(f"cut {manifest.number}: a part of it cannot be read: {exc}") from exc
