@@ -21,6 +21,7 @@ from replay.config import ReplaySettings
 from serving.config import ServingSettings, is_loopback
 
 ENVIRONMENT_PREFIX = "ANABRANCH__"
+_TESTS_PREFIX = "ANABRANCH_TEST_"
 
 
 class Pipeline(Section):
@@ -93,6 +94,8 @@ def load_config(path: Path, environment: Mapping[str, str] = os.environ) -> Conf
 
 def _override(document: dict[str, Any], environment: Mapping[str, str]) -> None:
     for name, text in environment.items():
+        if name.startswith("ANABRANCH_") and not name.startswith((ENVIRONMENT_PREFIX, _TESTS_PREFIX)):
+            raise SettingsError(f"{name}: overrides are written {ENVIRONMENT_PREFIX}SECTION__KEY, two underscores each")
         if not name.startswith(ENVIRONMENT_PREFIX):
             continue
         place, kind = document, cast("Any", Pipeline)

@@ -75,9 +75,12 @@ _TAIL = """\
 | `versions/<number>/manifest.json` | all else about it; immutable; without it the version does not exist |
 | `versions/<number>/verdict.json` | whether serving may take it; replaced atomically |
 | `versions/state.json` | what serving serves; replaced atomically |
+| `cuts/<number>/rank-0/` | training state: weights, optimizer, replay, guard set, generators, ledger and positions |
+| `cuts/<number>/manifest.json` | what the cut is, and the digest of every file; without it the cut does not exist |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
+| `epoch` | how many learners have held the lock |
 
 ## Variables of the environment
 
@@ -97,7 +100,7 @@ The design fixes the names that users build on. These were added to it:
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
   `anabranch_versions_published_total`
-- files `learner.json`, `serving.json`, `learner.lock`
+- files `learner.json`, `serving.json`, `learner.lock`, `epoch`
 """
 
 

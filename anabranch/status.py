@@ -96,7 +96,10 @@ def _learner(report: LearnerReport) -> RenderableType:
     rates = report.rates
     table.add_row("steps", f"{report.steps:,} ({_rate(rates, 'steps')})")
     table.add_row("events", f"{_rate(rates, 'rows_new')} new, {_rate(rates, 'rows_replay')} replayed")
-    table.add_row("accuracy", _pairs({k: f"{v:.1%}" for k, v in report.accuracy.items()}) or "not known yet")
+    if report.error:
+        table.add_row("absolute error", _pairs({k: f"{v:.4g}" for k, v in report.error.items()}))
+    else:
+        table.add_row("accuracy", _pairs({k: f"{v:.1%}" for k, v in report.accuracy.items()}) or "not known yet")
     table.add_row("outcomes", _pairs({k: f"{v:,}" for k, v in report.outcomes.items()}) or "none")
     if any(report.skipped.values()):
         table.add_row("skipped", _pairs({k: f"{v:,}" for k, v in report.skipped.items() if v}))

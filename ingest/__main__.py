@@ -26,8 +26,9 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
-    # Ctrl-C reaches the whole group of a terminal; the learner decides when ingest ends.
+    # Ctrl-C, and the SIGTERM of many a service manager, reach the whole group; the learner decides when ingest ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(arguments.connection)
     begin = receive_in_ingest(connection)
     assert isinstance(begin, Begin)

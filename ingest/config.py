@@ -36,6 +36,14 @@ def _start(value: object) -> object:
     return value
 
 
+def _servers(value: str) -> str:
+    for server in value.split(","):
+        host, _, port = server.strip().rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ValueError(f'"{server.strip()}" is not HOST:PORT')
+    return value
+
+
 def _property(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
 
@@ -73,7 +81,7 @@ class Section(BaseModel):
 class StreamSettings(Section):
     """Where events come from, and what becomes of those that cannot be used."""
 
-    bootstrap_servers: Annotated[str, Field(min_length=1)] = "localhost:9092"
+    bootstrap_servers: Annotated[str, AfterValidator(_servers)] = "localhost:9092"
     """Kafka brokers to ask first, as `host:port`, separated by commas."""
     topics: Annotated[tuple[TopicName, ...], Field(min_length=1)]
     """Topics to read. All their partitions are read, and those added later too."""

@@ -20,6 +20,9 @@ from ingest.schema import Feature, Label, Schema
 _LARGEST_BOUND = 2**63 - 1
 """msgspec compares integers with bounds of at most 64 bits."""
 
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a message can make the parser raise: malformed or unfit, not UTF-8, nested without end."""
+
 
 class JsonFormat:
     """Decodes JSON objects. Fields that the schema does not know are ignored, and their messages counted."""
@@ -42,11 +45,11 @@ class JsonFormat:
             except msgspec.ValidationError:
                 try:
                     events.append(self._lenient.decode(value))
-                except msgspec.DecodeError as exc:
+                except _UNREADABLE as exc:
                     rejects.append(Reject(index, WHOLE_MESSAGE, str(exc)))
                     continue
                 unknown += 1
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            except _UNREADABLE as exc:
                 rejects.append(Reject(index, WHOLE_MESSAGE, str(exc)))
                 continue
             message.append(index)
@@ -67,7 +70,7 @@ class JsonFormat:
                 self._columns([self._lenient.decode(value)])
             except OverflowError as exc:
                 too_large.append(Reject(index, WHOLE_MESSAGE, f"an integer is too large: {exc}"))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except _UNREADABLE:
                 fits.append(index)  # rejected with its own reason below
             else:
                 fits.append(index)

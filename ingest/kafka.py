@@ -38,6 +38,7 @@ class KafkaPythonClient:
         self._admin: Any = None
         self._committing: threading.Thread | None = None
         self._incarnations: dict[tuple[str, int], TopicPartition] = {}
+        self._positions: dict[Any, int] = {}
 
     def open(self) -> None:
         """Connect and see that every topic is there."""
@@ -66,11 +67,12 @@ class KafkaPythonClient:
 
     def partitions(self) -> list[TopicPartition]:
         """All partitions of the topics, by the metadata of the last few seconds."""
-        return [
-            TopicPartition(topic, partition)
-            for topic in self._settings.topics
-            for partition in sorted(self._consumer.partitions_for_topic(topic) or ())
-        ]
+        with _translated("cannot look up the partitions"):
+            return [
+                TopicPartition(topic, partition)
+                for topic in self._settings.topics
+                for partition in sorted(self._consumer.partitions_for_topic(topic) or ())
+            ]
 
     def first_offsets(
         self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
@@ -90,8 +92,9 @@ class KafkaPythonClient:
         """Read exactly these partitions from these offsets on."""
         self._incarnations = {(partition.topic, partition.partition): partition for partition in positions}
         self._consumer.assign([_theirs(partition) for partition in positions])
-        for partition, offset in positions.items():
-            self._consumer.seek(_theirs(partition), offset)
+        self._positions = {_theirs(partition): offset for partition, offset in positions.items()}
+        for partition, offset in self._positions.items():
+            self._consumer.seek(partition, offset)
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return at most `limit` messages."""
@@ -102,6 +105,9 @@ class KafkaPythonClient:
         except kafka_errors.OffsetOutOfRangeError as exc:
             removed = self._pass_gap(exc.args[0])
             batches = {tp: [] for tp in removed}
+        # A position may move without a record: markers and aborted records at the end of a partition.
+        moved = [tp for tp in self._positions if tp not in batches and self._position(tp) != self._positions[tp]]
+        batches |= {tp: [] for tp in moved}
         return [self._messages(tp, records, removed.get(tp, 0)) for tp, records in batches.items()]
 
     def lag(self) -> Lag:
@@ -110,6 +116,9 @@ class KafkaPythonClient:
         try:
             ends = self._consumer.end_offsets([_theirs(p) for p in partitions], timeout_ms=_REQUEST_MS)
         except kafka_errors.KafkaError as exc:
+            gone = [topic for topic in self._settings.topics if not self._consumer.partitions_for_topic(topic)]
+            if gone:
+                return Lag({}, f'topic "{gone[0]}" is gone from {self._settings.bootstrap_servers}')
             return Lag({}, f"the Kafka broker at {self._settings.bootstrap_servers} does not answer ({_brief(exc)})")
         # A broker may report less than it has already delivered, so what was delivered counts as well.
         return Lag({p: max(int(ends[_theirs(p)]), self._consumer.highwater(_theirs(p)) or 0) for p in partitions})
@@ -138,10 +147,9 @@ class KafkaPythonClient:
         """Send and wait; a letter that the broker finds too large goes without its value."""
         deadline = time.monotonic() + timeout.total_seconds()
         try:
-            producer = self._dead_letter_producer()
-            futures = [self._send(producer, letter) for letter in letters]
+            futures = [self._send(letter) for letter in letters]
             for done, (letter, future) in enumerate(zip(letters, futures, strict=True)):
-                if not self._acknowledged(future, letter, deadline):
+                if not self._acknowledged(letter, future, deadline):
                     return done
         except (kafka_errors.KafkaError, BrokerError) as exc:
             log.warning("dead letters wait: %s", _brief(exc))
@@ -173,7 +181,13 @@ class KafkaPythonClient:
             self._consumer.seek(tp, earliest[tp])
         return removed
 
+    def _position(self, tp: Any) -> int:
+        with _translated(f"cannot tell the position of {tp.topic}[{tp.partition}]"):
+            position = self._consumer.position(tp, timeout_ms=_REQUEST_MS)
+        return self._positions[tp] if position is None else int(position)
+
     def _messages(self, tp: Any, records: Sequence[Any], removed: int) -> Messages:
+        self._positions[tp] = self._position(tp)
         return Messages(
             partition=self._incarnations[tp.topic, tp.partition],
             offsets=[record.offset for record in records],
@@ -181,33 +195,51 @@ class KafkaPythonClient:
             keys=[record.key for record in records],
             values=[record.value for record in records],
             headers=[record.headers for record in records],
-            end=int(self._consumer.position(tp, timeout_ms=_REQUEST_MS)),
+            end=self._positions[tp],
             removed=removed,
         )
 
-    def _dead_letter_producer(self) -> Any:
+    def _send(self, letter: DeadLetter) -> Any:
         if self._producer is None:
+            # Not idempotent: after a message that is too large, kafka-python's idempotent producer answers every later
+            # one with the same error. Dead letters are at least once anyway.
             self._producer = connect(
-                KafkaProducer, self._settings, acks="all", linger_ms=1, max_request_size=_LARGEST_LETTER
+                KafkaProducer,
+                self._settings,
+                acks="all",
+                enable_idempotence=False,
+                linger_ms=1,
+                max_request_size=_LARGEST_LETTER,
             )
             self._connections.callback(self._producer.close, timeout=1)
-        return self._producer
+        headers = [(name, value if value is not None else b"") for name, value in letter.headers]
+        # kafka-python sends no message without both key and value.
+        key = b"" if letter.key is None and letter.value is None else letter.key
+        return self._producer.send(self._settings.dead_letter_topic, key=key, value=letter.value, headers=headers)
 
-    def _send(self, producer: Any, letter: DeadLetter) -> Any:
-        return producer.send(
-            self._settings.dead_letter_topic, key=letter.key, value=letter.value, headers=list(letter.headers)
+    def _acknowledged(self, letter: DeadLetter, future: Any, deadline: float) -> bool:
+        """Wait for a letter; one that the broker finds too large goes again with less in it, at last with nothing."""
+        own = [header for header in letter.headers if header[0].startswith("anabranch-")]
+        smaller = iter(
+            [
+                DeadLetter(letter.key, None, [*letter.headers, ("anabranch-truncated", b"value")]),
+                DeadLetter(None, None, [*own, ("anabranch-truncated", b"key, value and headers")]),
+            ]
         )
-
-    def _acknowledged(self, future: Any, letter: DeadLetter, deadline: float) -> bool:
-        try:
-            future.get(timeout=max(0.01, deadline - time.monotonic()))
-        except kafka_errors.MessageSizeTooLargeError:
-            bare = DeadLetter(letter.key, None, [*letter.headers, ("anabranch-truncated", b"value")])
-            return self._acknowledged(self._send(self._producer, bare), bare, deadline)
-        except kafka_errors.KafkaError as exc:
-            log.warning("dead letters wait: %s", _brief(exc))
-            return False
-        return True
+        while True:
+            try:
+                future.get(timeout=max(0.01, deadline - time.monotonic()))
+            except kafka_errors.MessageSizeTooLargeError as exc:
+                bare = next(smaller, None)
+                if bare is None:
+                    log.warning("a dead letter is too large even without its contents: %s", _brief(exc))
+                    return False
+                future = self._send(bare)
+            except kafka_errors.KafkaError as exc:
+                log.warning("dead letters wait: %s", _brief(exc))
+                return False
+            else:
+                return True
 
 
 def client_options(settings: StreamSettings) -> dict[str, Any]:
@@ -260,8 +292,6 @@ def _explain(servers: str, error: Exception, heard: Sequence[BaseException]) -> 
         host, _, port = server.strip().rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-        except ValueError:
-            return f'stream.bootstrap_servers: "{server.strip()}" is not HOST:PORT'
         except OSError as exc:
             return f"no Kafka broker can be reached at {server.strip()}: {exc.strerror or exc}"
     return (
@@ -303,6 +333,11 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except kafka_errors.OffsetOutOfRangeError:
         raise
+    except kafka_errors.LogTruncationError as exc:
+        raise GapError(
+            "what the topic holds at offsets that were read is no longer the same: it seems to have been deleted and "
+            "created again; move the state directory away to begin anew"
+        ) from exc
     except kafka_errors.KafkaError as exc:
         raise BrokerError(f"{what}: {_brief(exc)}") from exc
 

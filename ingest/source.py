@@ -5,6 +5,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,12 +88,16 @@ class Source:
         """Messages so far with fields that the schema does not know."""
 
     def open(
-        self, positions: Mapping[TopicPartition, Position] | None = None, timeout: timedelta = timedelta(seconds=60)
+        self,
+        positions: Mapping[TopicPartition, Position] | None = None,
+        stop: threading.Event | None = None,
+        timeout: timedelta = timedelta(seconds=60),
     ) -> None:
-        """Start reading and wait until the partitions are known.
+        """Start reading and wait until the partitions are known, or `stop` is set.
 
         Args:
             positions: where to go on, for the partitions that are known from before; others begin at `stream.start`.
+            stop: ends the waiting.
             timeout: for the broker to tell its partitions.
 
         Raises:
@@ -103,7 +108,7 @@ class Source:
         self._table = list(self._received)
         self._start()
         deadline = time.monotonic() + timeout.total_seconds()
-        while not self._opened:
+        while not self._opened and not (stop is not None and stop.is_set()):
             if self._connection is None or time.monotonic() > deadline:
                 raise BrokerError(f"ingest did not find the topics on {self._stream.bootstrap_servers} in time")
             if self._connection.poll(0.2):
@@ -125,7 +130,7 @@ class Source:
             left = max(0.0, deadline - time.monotonic())
             if self._connection is None:
                 if time.monotonic() < self._restart_at:
-                    time.sleep(min(left, self._restart_at - time.monotonic(), 0.05))
+                    time.sleep(max(0.0, min(left, self._restart_at - time.monotonic(), 0.05)))
                 else:
                     self._start()
             elif self._connection.poll(left) and (block := self._receive()) is not None:
@@ -156,7 +161,7 @@ class Source:
     def close(self) -> None:
         """End the process, within a few seconds."""
         self._say(Stop())
-        self._drop(_STOP_SECONDS)
+        self._drop(_STOP_SECONDS if self._opened else 0)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()

@@ -41,6 +41,8 @@ _LITTLE = 8
 _LETTER_TIMEOUT = timedelta(seconds=10)
 _LAG_SECONDS = 1.0
 _PARTITIONS_SECONDS = 5.0
+_MOST_UNHEARD = 8
+"""Reports that are sent to a learner that says nothing: a connection that is full would block both sides for good."""
 _LONGEST_BACKOFF_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class Worker:
         self._next: list[Position] = []
         self._ill: str | None = None
         self._next_lag = 0.0
+        self._unheard = 0
 
     def run(self, positions: Sequence[tuple[TopicPartition, Position]]) -> None:
         """Read from `positions` on, and where there are none from `stream.start`, until the learner says stop.
@@ -76,7 +79,8 @@ class Worker:
             BrokerError, GapError: as the client does.
         """
         self._client.open()
-        self._take_up(positions, self._stream.start)
+        # Beside known partitions, those that are new are read whole: only a first start begins where it is told to.
+        self._take_up(positions, "earliest" if positions else self._stream.start)
         next_partitions, backoff = time.monotonic() + _PARTITIONS_SECONDS, 0.0
         while True:
             while self._paused or not self._free:
@@ -128,6 +132,7 @@ class Worker:
             wait = self._paused or not self._free
 
     def _obey(self, message: ToIngest) -> None:
+        self._unheard = 0
         match message:
             case Release(slot):
                 self._free.append(slot)
@@ -195,8 +200,6 @@ class Worker:
 
     def _back_off(self, seconds: float, ill: str) -> float:
         """Say what is ill, wait while listening to the learner, and return the next waiting time."""
-        if self._ill != ill:
-            log.warning("%s", ill)
         self._report(Lag(ill=ill))
         seconds = min(_LONGEST_BACKOFF_SECONDS, max(0.1, seconds * 2))
         until = time.monotonic() + seconds * random.uniform(0.5, 1.0)  # noqa: S311 jitter needs no secrecy
@@ -214,7 +217,12 @@ class Worker:
     def _report(self, lag: Lag) -> None:
         if lag.ill != self._ill and lag.ill is None:
             log.info("the Kafka broker answers again")
+        elif lag.ill != self._ill:
+            log.warning("%s", lag.ill)
         self._ill = lag.ill
+        if self._unheard >= _MOST_UNHEARD:
+            return
+        self._unheard += 1
         ends = [(index, lag.ends[partition]) for index, partition in enumerate(self._table) if partition in lag.ends]
         send(self._connection, Broker(ends, lag.ill))
 

@@ -95,7 +95,7 @@ class Batches:
     def next(self, stop: threading.Event) -> Batch | None:
         """Return the next batch, or None when nothing came for a moment.
 
-        A batch that is not full is returned when `max_delay` has passed since its first event. One without new events
+        A batch that is not full is returned when `max_delay` has passed since its first row. One without new events
         moves positions only.
         """
         parts = _Parts()
@@ -108,8 +108,11 @@ class Batches:
             if self._block is None:
                 break
             self._take(self._block, parts)
-            if deadline is None and parts.count:
+            # From the first row on, also where none is to be trained on: a backlog of such rows moves positions too.
+            if deadline is None:
                 deadline = time.monotonic() + self._max_delay
+            elif time.monotonic() >= deadline:
+                break
         return parts.batch() if parts.spans else None
 
     def _take(self, block: Block, parts: _Parts) -> None:
@@ -155,7 +158,9 @@ def _span(block: Block, begin: int, end: int, trained: NDArray[np.bool_]) -> Spa
             positions[cover.partition] = Position(cover.end, int(columns["row"][mine][-1]) + 1)
         elif cover.end > (positions[cover.partition].offset if cover.partition in positions else -1):
             positions[cover.partition] = Position(cover.end)
-    first = block.coverage if begin == 0 else ()
+    # What went before a partition's rows is told with the first span that moves it.
+    before = np.unique(block.columns["partition"][:begin]).tolist()
+    first = [cover for cover in block.coverage if cover.partition in positions and cover.partition not in before]
     return Span(
         columns,
         trained,

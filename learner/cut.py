@@ -110,10 +110,10 @@ class Cuts:
         return final
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep`: the manifest first, so that half a cut does not exist."""
+        """Delete all but the newest `keep`; what a crash leaves of one that was renamed is for `clean`."""
         for number in self.numbers()[:-keep]:
-            (self.path / str(number) / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(self.path / str(number), ignore_errors=True)
+            discarded = (self.path / str(number)).rename(self.path / f".tmp-deleted-{number}")
+            shutil.rmtree(discarded, ignore_errors=True)
 
     def clean(self) -> None:
         """Remove what a crash left half-written or half-deleted."""

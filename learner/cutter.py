@@ -101,6 +101,7 @@ class Cutter:
         replay = {"index": torch.from_numpy(contents.index), "payload": contents.payload}
         threshold = contents.threshold
         state = {
+            "offered": contents.offered,
             "threshold": None if threshold == float("inf") else threshold,
             "watermarks": [[index, *mark] for index, mark in contents.watermarks.items()],
         }
@@ -116,5 +117,6 @@ def replay_contents(cut: Cut) -> Contents | None:
         tensors["index"].numpy(),
         tensors["payload"],
         float("inf") if state["threshold"] is None else state["threshold"],
+        state["offered"],
         {index: (offset, row) for index, offset, row in state["watermarks"]},
     )

@@ -20,6 +20,8 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     else:
         temporary.write_bytes(content)
     temporary.replace(path)
+    if durable:
+        sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

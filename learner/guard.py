@@ -3,6 +3,7 @@
 Legend: G events in the set, C classes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, devi
 
     Returns:
         Mean scores: `new` of the youngest quarter, `old` of the rest, and, where there are classes, `worst` of the
-        class that does worst. What cannot be told from so few events is absent.
+        class that does worst. What cannot be told from so few events, or is not finite, is absent.
     """
     total = len(rows)
     if total < 2 * _YOUNG:
@@ -128,4 +129,4 @@ def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, devi
         enough = counts >= _FEWEST_OF_A_CLASS
         if enough.any():
             result["worst"] = float((sums[enough] / counts[enough]).min())
-    return result
+    return {name: score for name, score in result.items() if math.isfinite(score)}

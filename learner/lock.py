@@ -48,5 +48,10 @@ def _next_epoch(path: Path) -> int:
         last = 0
     except ValueError as exc:
         raise SettingsError(f"{path} does not hold a number; was something else written there?") from exc
-    replace_file(path, str(last + 1).encode())
+    except OSError as exc:
+        raise SettingsError(f"{path} cannot be read: {exc.strerror}") from exc
+    try:
+        replace_file(path, str(last + 1).encode())
+    except OSError as exc:
+        raise SettingsError(f"{path} cannot be written: {exc.strerror}") from exc
     return last + 1

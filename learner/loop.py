@@ -20,7 +20,7 @@ from learner.guard import GuardSet
 from learner.ledger import Ledger
 from learner.metrics import LearnerMetrics
 from learner.prequential import Prequential
-from learner.publisher import Publisher, Snapshot
+from learner.publisher import Progress, Publisher, Snapshot
 from learner.rng import restore_rng, rng_tensors, rng_values
 from learner.trainer import StepResult, Trainer
 from replay.metrics import ReplayMetrics
@@ -67,6 +67,7 @@ class Loop:
         self.steps = 0
         self.rows_new = 0
         self.rows_replay = 0
+        self.non_finite_in_a_row = 0
 
     def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
         """Learn until `stop` is set; `at_boundary` is called between steps.
@@ -79,7 +80,7 @@ class Loop:
             self._meet_partitions()
             if batch is not None:
                 self._settle(batch)
-            self._parts.publisher.publish_if_due(self.steps, self._snapshot)
+            self._parts.publisher.publish_if_due(self._progress(), self._snapshot)
             self._parts.cutter.cut_if_due(self._moment)
             self._commit_if_due()
             at_boundary()
@@ -87,7 +88,7 @@ class Loop:
     def finish(self, deadline: Deadline) -> None:
         """Publish what was learned since the last version, cut, and commit positions, before the deadline."""
         self._parts.cutter.cut_last(self._moment, deadline)
-        self._parts.publisher.publish_last(self.steps, self._snapshot, deadline)
+        self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
         self._next_commit = 0.0
         self._commit_if_due()
 
@@ -109,9 +110,9 @@ class Loop:
                 outcome, reason = Outcome.SKIPPED, SkipReason.NON_FINITE
         names = [partition.name for partition in self._parts.source.partitions]
         if self._parts.store is not None:
-            for columns in (batch.new if outcome is Outcome.TRAINED else {}, batch.stored_only):
-                if columns:
-                    self._parts.store.add(columns, names)
+            columns = _in_order(batch.new if outcome is Outcome.TRAINED else {}, batch.stored_only)
+            if columns:
+                self._parts.store.add(columns, names)
         self._parts.guard.add(batch.held_out, names)
         before = [account.outcomes.copy() for account in self.ledger.partitions]
         for span in batch.spans:
@@ -131,18 +132,20 @@ class Loop:
             with self._metrics.replay.draw.time():
                 draw = self._parts.store.fetch(self._parts.store.plan(self.steps, wanted))
             drawn = len(draw)
-            old = trainer.rehearsal(draw.columns) if drawn else None
+            old = trainer.rehearsal(draw) if drawn else None
         result = trainer.step(trainer.examples(batch.new), old)
         self.steps += 1
         self._metrics.learner.steps.inc()
         self._metrics.learner.step.observe(time.perf_counter() - begin)
         if not result.finite:
             self._metrics.learner.non_finite.inc()
+            self.non_finite_in_a_row += 1
             log.warning(
                 "step %d: loss %s or its gradient is not finite; skipped %s",
                 *(self.steps, result.loss, self._ranges(batch.new)),
             )
             return result
+        self.non_finite_in_a_row = 0
         self.rows_new += len(batch)
         self.rows_replay += drawn
         self._metrics.learner.rows.labels("new").inc(len(batch))
@@ -189,7 +192,7 @@ class Loop:
         self.prequential.restore(state["prequential"])
         self.steps, self.rows_new, self.rows_replay = cut.step, state["rows_new"], state["rows_replay"]
         self._replay_debt = state["replay_debt"]
-        parts.publisher.go_on_from(cut.step)
+        parts.publisher.go_on_from(self._progress())
         restore_rng(dict(cut.tensors["rng"]), state["rng"])
 
     def _moment(self) -> Moment:
@@ -207,6 +210,10 @@ class Loop:
         tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors(), "rng": rng_tensors()}
         return Moment(self.steps, tensors, state, parts.store.hold() if parts.store is not None else None)
 
+    def _progress(self) -> Progress:
+        """What tells one version from the next: steps, and positions, which held-out and bad events move as well."""
+        return self.steps, tuple(self.ledger.positions.values())
+
     def _snapshot(self) -> Snapshot:
         return Snapshot(
             step=self.steps,
@@ -221,3 +228,12 @@ class Loop:
             offsets = {index: account.position.offset for index, account in enumerate(self.ledger.partitions)}
             self._parts.source.commit(offsets)
             self._next_commit = time.monotonic() + _COMMIT_SECONDS
+
+
+def _in_order(first: dict[str, Array], second: dict[str, Array]) -> dict[str, Array]:
+    """Join two sets of rows in the order of (partition, offset, row), in which the store takes them up at no cost."""
+    if not first or not second:
+        return first or second
+    joined = {name: np.concatenate([column, second[name]]) for name, column in first.items()}
+    order = np.lexsort((joined["row"], joined["offset"], joined["partition"]))
+    return {name: column[order] for name, column in joined.items()}

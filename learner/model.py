@@ -37,14 +37,14 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
         raise ModelError(
             f'model.factory = "{factory}": no module named {exc.name} in {folder} or on the Python path'
         ) from exc
-    except Exception as exc:  # the user's own code may raise anything
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
         raise ModelError(f'model.factory = "{factory}": importing {module_name} fails: {_told(exc)}') from exc
     build = getattr(module, name, None)
     if not callable(build):
         raise ModelError(f'model.factory = "{factory}": {module.__file__} has no function {name}')
     try:
         model = build(**args)
-    except Exception as exc:  # the user's own code may raise anything
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
         raise ModelError(f'model.factory = "{factory}" fails with model.args = {dict(args)}: {_told(exc)}') from exc
     if not isinstance(model, nn.Module):
         raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
@@ -64,23 +64,28 @@ def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
 def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> None:
     """Run the model on a few events of zeros, and raise ModelError when it fails or its output does not fit.
 
-    The module's mode and buffers are as before afterwards.
+    It is run as in serving and as in training. The module's mode and state are as before afterwards.
     """
-    features = {
-        feature.name: torch.zeros((_CHECK_ROWS, *feature.shape), dtype=tensor_dtype(feature.dtype.name), device=device)
-        for feature in schema.features
-    }
     was_training = model.training
-    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
+        features = {
+            feature.name: torch.zeros(
+                (_CHECK_ROWS, *feature.shape), dtype=tensor_dtype(feature.dtype.name), device=device
+            )
+            for feature in schema.features
+        }
         with torch.no_grad():
-            output = forward(model, features)
+            for training in (False, True):
+                task.check(forward(model.train(training), features), schema.label, _CHECK_ROWS)
+    except ModelError:
+        raise
     except Exception as exc:  # the user's own code may raise anything
-        shapes = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in features.items())
+        shapes = ", ".join(f"{each.name} {[_CHECK_ROWS, *each.shape]} torch.{each.dtype}" for each in schema.features)
         raise ModelError(f"model.factory: the model fails on {shapes}: {_told(exc)}") from exc
     finally:
         model.train(was_training)
-    task.check(output, schema.label, _CHECK_ROWS)
+        model.load_state_dict(before)
 
 
 def make_task(name: str) -> Task:
@@ -95,7 +100,7 @@ def tensor_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """What was raised and where, on one line."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     text = " ".join(str(error).split())

@@ -32,8 +32,8 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
     unknown = sorted(set(arguments) - set(known))
     if unknown:
         raise SettingsError(f"learner.optimizer: {settings.name} has no {unknown[0]!r}; it takes {', '.join(known)}")
-    if all(weight.is_cuda for weight in weights):
-        arguments.setdefault("fused", True)
+    if all(weight.is_cuda for weight in weights) and not {"fused", "foreach"} & set(arguments):
+        arguments["fused"] = True
     try:
         return kind(weights, **arguments)
     except (TypeError, ValueError, RuntimeError) as exc:

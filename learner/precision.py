@@ -41,7 +41,13 @@ def choose_device(name: str) -> torch.device:
 def choose_precision(name: str, device: torch.device) -> Precision:
     """Return the arithmetic that the setting names; raises SettingsError when the device cannot do it."""
     if name == "auto":
-        name = "fp32" if device.type != "cuda" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        name = (
+            "fp32"
+            if device.type != "cuda"
+            else "bf16"
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else "fp16"
+        )
     if name == "fp16" and device.type != "cuda":
         raise SettingsError(f'learner.precision = "fp16" needs a CUDA device, but the device is {device}; try "auto"')
     return Precision(name, {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name])

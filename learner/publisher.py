@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ingest.messages import Position
 from ingest.schema import Schema
 from learner.config import ModelSettings, VersionsSettings
 from learner.deadline import Deadline
+from learner.errors import VersionError
 from learner.guard import GuardRows, evaluate
 from learner.metrics import LearnerMetrics
 from learner.task import Task
@@ -21,6 +23,9 @@ from learner.version import Manifest, ModelReference, Verdict, Versions
 
 _SCORING_SHARE = 50
 """Scoring may take one part in so many of the time; versions in between have no scores, but for the last of a burst."""
+
+Progress = tuple[int, tuple[Position, ...]]
+"""Steps, and the position of each partition."""
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +70,14 @@ class Publisher:
         self._metrics = metrics
         self._every = settings.publish_every.total_seconds()
         self._due = 0.0
-        self._step = 0
+        self._progress: Progress | None = None
+        self._bug: Exception | None = None
         self._scored_at, self._scoring_seconds = 0.0, 0.0
         self._unscored: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
-        self._highest = max(self.number or 0, *(n or 0 for n in _remembered(versions)))
+        self._highest = max(versions.highest(), *(n or 0 for n in _remembered(versions)))
         self.scores: dict[str, float] = {}
         """Scores of the newest version that was scored on the guard set: new, old, worst."""
         self.ill: str | None = None
@@ -79,13 +85,14 @@ class Publisher:
         self.published = 0
         self.skipped = 0
 
-    def publish_if_due(self, step: int, take: Callable[[], Snapshot]) -> None:
-        """Publish what `take` returns when a version is due; called at every step boundary."""
+    def publish_if_due(self, progress: Progress, take: Callable[[], Snapshot]) -> None:
+        """Publish what `take` returns when a version is due and there is progress; called at every step boundary."""
+        self._raise_bug()
         now = time.monotonic()
         if now < self._due:
             return
         busy = self._thread is not None and self._thread.is_alive()
-        if step == self._step:
+        if not self._is_new(progress):
             if self._unscored is not None and not busy:
                 self._run(self._score, self._unscored, final=True)
             return
@@ -94,38 +101,52 @@ class Publisher:
             self.skipped += 1
             self._metrics.publish_skipped.inc()
             return
-        self._start(take(), final=False)
+        self._start(progress, take(), final=False)
 
-    def go_on_from(self, step: int) -> None:
-        """Publish nothing more of a step that was published before a restart, as long as any version is there."""
+    def go_on_from(self, progress: Progress) -> None:
+        """Publish nothing of what was published before a restart, as long as any version is there."""
         if self.number is not None:
-            self._step = step
+            self._progress = progress
 
-    def publish_last(self, step: int, take: Callable[[], Snapshot], deadline: Deadline) -> None:
+    def publish_last(self, progress: Progress, take: Callable[[], Snapshot], deadline: Deadline) -> None:
         """Publish what was learned since the last version, and wait until it is written."""
         self._wait(deadline)
-        if step != self._step:
-            self._start(take(), final=True)
+        if self._is_new(progress) and (self._thread is None or not self._thread.is_alive()):
+            self._start(progress, take(), final=True)
             self._wait(deadline)
+        self._raise_bug()
+
+    def _is_new(self, progress: Progress) -> bool:
+        """Whether there is something to publish: nothing before the first step, and nothing twice."""
+        return progress[0] > 0 and progress != self._progress
+
+    def _raise_bug(self) -> None:
+        """Let what went wrong in the thread stop the process, where it is seen."""
+        if self._bug is not None:
+            raise self._bug
 
     def _wait(self, deadline: Deadline) -> None:
         if self._thread is not None:
             self._thread.join(deadline.left)
 
-    def _start(self, snapshot: Snapshot, *, final: bool) -> None:
-        self._step = snapshot.step
+    def _start(self, progress: Progress, snapshot: Snapshot, *, final: bool) -> None:
+        self._progress = progress
         self._run(self._publish, snapshot, final=final)
 
     def _run(self, work: Callable[..., object], snapshot: Snapshot, *, final: bool) -> None:
-        self._thread = threading.Thread(
-            target=work, args=(snapshot,), kwargs={"final": final}, name="publisher", daemon=True
-        )
+        def run() -> None:
+            try:
+                work(snapshot, final=final)
+            except Exception as exc:  # noqa: BLE001 the top of a thread: the loop raises it
+                self._bug = exc
+
+        self._thread = threading.Thread(target=run, name="publisher", daemon=True)
         self._thread.start()
 
     def _publish(self, snapshot: Snapshot, *, final: bool) -> None:
         """Score, write, and delete what is old. A full or read-only disk costs this version, never the training."""
         scores = self._score(snapshot, final=final)
-        number = self._highest + 1
+        number = self._highest = self._highest + 1  # a number that failed is not used again
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         manifest = Manifest(
             number=number,
@@ -146,17 +167,22 @@ class Publisher:
         )
         try:
             self._versions.write({name: tensor.cpu() for name, tensor in snapshot.weights.items()}, manifest, _VERDICT)
-            self._prune()
         except OSError as exc:
             self.ill = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
             log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
             self._versions.clean()
             return
-        self.ill = None
-        self._highest = self.number = number
+        self.number = number
         self.published += 1
         self._metrics.published.inc()
         self._metrics.gate_verdicts.labels(_VERDICT.verdict).inc()
+        try:
+            self._prune()
+        except (OSError, VersionError) as exc:
+            self.ill = f"old versions in {self._versions.path} cannot be deleted: {exc}"
+            log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
+        else:
+            self.ill = None
 
     def _score(self, snapshot: Snapshot, *, final: bool) -> dict[str, float]:
         begin = time.monotonic()

@@ -13,6 +13,7 @@ from learner.report import LearnerReport, write_report
 from replay.store import Store
 
 _EVERY_SECONDS = 0.5
+_MANY_NON_FINITE = 10
 
 
 class Reporter:
@@ -44,12 +45,20 @@ class Reporter:
         self._metrics = metrics
         self._classification = classification
         self._started = time.time()
+        self._ill: str | None = None
         self._due = 0.0
         self._last = (time.monotonic(), 0, 0, 0)
 
     def ill(self) -> list[str]:
         """One sentence for each part that does not work as it should."""
-        return [sentence for sentence in (self._source.ill, self._publisher.ill, self._cutter.ill) if sentence]
+        parts = (self._source.ill, self._publisher.ill, self._cutter.ill, self._ill, self._spoiled())
+        return [sentence for sentence in parts if sentence]
+
+    def _spoiled(self) -> str | None:
+        steps = self._loop.non_finite_in_a_row
+        if steps < _MANY_NON_FINITE:
+            return None
+        return f"the last {steps} steps were skipped because loss or gradient was not finite: are the weights?"
 
     def report_if_due(self) -> None:
         """Report when half a second has passed since the last time."""
@@ -85,7 +94,12 @@ class Reporter:
             publish_skipped=publisher.skipped,
         )
         self._set_gauges(report)
-        write_report(self._state_dir, report)
+        try:
+            write_report(self._state_dir, report)
+        except OSError as exc:
+            self._ill = f"{self._state_dir} cannot be written to: {exc.strerror or exc}"
+        else:
+            self._ill = None
 
     def _windows(self) -> dict[str, float]:
         """Mean scores: now of the newest events before training on them, old and worst of the guard set."""

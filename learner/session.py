@@ -41,6 +41,8 @@ from replay.store import build_store
 _GUARD_SALT = 0x5F3759DF
 """Makes the choice of held-out events independent of the choice of what is kept."""
 
+_FINISHING_SHARE = 0.8
+
 log = logging.getLogger(__name__)
 
 
@@ -85,6 +87,7 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
     metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
     hold_out = HoldOut(fraction=deployment.gate.guard_fraction, seed=deployment.seed ^ _GUARD_SALT)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_bounded(stop, deployment.learner.stop_timeout))
         epoch = stack.enter_context(hold_state_directory(deployment.state_dir))
         versions = Versions(deployment.state_dir / "versions")
         versions.clean()
@@ -106,7 +109,9 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
             serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill)
         )
         stack.callback(source.close)
-        source.open(loop.ledger.positions)
+        source.open(loop.ledger.positions, stop)
+        if stop.is_set():
+            return
         log.info(
             "learning %s on %s in %s; metrics on port %d",
             *(", ".join(deployment.stream.topics), device, precision.name, port),
@@ -132,25 +137,24 @@ def _resume(loop: Loop, cuts: Cuts) -> None:
 
 
 def _finish(loop: Loop, reporter: Reporter, stop_timeout: timedelta) -> None:
-    """Publish and tell what was learned, or leave when that takes too long."""
-    deadline = Deadline(stop_timeout)
-    with _bounded(deadline):
-        loop.finish(deadline)
-        reporter.report()
+    """Publish, cut and tell what was learned; a part of the time is left for the parts to close."""
+    loop.finish(Deadline(stop_timeout * _FINISHING_SHARE))
+    reporter.report()
 
 
 @contextlib.contextmanager
-def _bounded(deadline: Deadline) -> Iterator[None]:
-    """End the process when a shutdown does not end by itself in time: a device or a disk may hang."""
-    timer = threading.Timer(deadline.left, _give_up)
-    timer.daemon = True
-    timer.start()
+def _bounded(stop: threading.Event, stop_timeout: timedelta) -> Iterator[None]:
+    """End the process when `stop_timeout` has passed since `stop` was set: a step, a device or a disk may hang."""
+    done = threading.Event()
+
+    def watch() -> None:
+        stop.wait()
+        if not done.wait(stop_timeout.total_seconds()):
+            sys.stderr.write("anabranch: learner.stop_timeout is over; leaving without a clean end\n")
+            os._exit(1)
+
+    threading.Thread(target=watch, name="stop-timeout", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
-
-
-def _give_up() -> None:
-    sys.stderr.write("anabranch: learner.stop_timeout is over; leaving without a clean end\n")
-    os._exit(1)
+        done.set()

@@ -3,6 +3,7 @@
 import contextlib
 import hmac
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from socketserver import ThreadingMixIn
@@ -18,7 +19,13 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
 
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
 class _QuietHandler(WSGIRequestHandler):
+    timeout = 10  # seconds in which a request has to come, so that idle connections do not keep their threads
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 the name is the base class's
         """Scrapes are no news."""
 
@@ -53,7 +60,8 @@ def serve_status(address: str, token: str, registry: CollectorRegistry, ill: Cal
 
     host, _, port = address.rpartition(":")
     try:
-        server = make_server(host.strip("[]"), int(port), application, _Server, _QuietHandler)
+        kind = _Server6 if ":" in host else _Server
+        server = make_server(host.strip("[]"), int(port), application, kind, _QuietHandler)
     except OSError as exc:
         raise SettingsError(f'learner.status = "{address}" cannot be listened on: {exc.strerror or exc}') from exc
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="status", daemon=True)

@@ -20,6 +20,7 @@ from learner.optimizer import build_optimizer
 from learner.precision import Precision
 from learner.strategy import Examples, Strategy
 from learner.task import Task
+from replay.store import Draw
 
 _SCALE_RETRIES = 16
 """How often fp16 may halve its loss scale within a step before the events themselves are to blame."""
@@ -57,12 +58,12 @@ class Trainer:
         self.task = task
         self.device = device
         self._strategy = strategy
+        self._weight = schema.weight
         self._features = [feature.name for feature in schema.features]
         self._precision = precision
         self._max_grad_norm = settings.max_grad_norm
         self._optimizer = build_optimizer(settings.optimizer, model.parameters())
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
-        self._buffers = list(model.buffers())
 
     def examples(self, columns: Mapping[str, Array]) -> Examples:
         """Move the columns of B labelled events to the device."""
@@ -72,15 +73,17 @@ class Trainer:
             self._tensor(columns["weight"]),
         )
 
-    def rehearsal(self, columns: Mapping[str, Tensor]) -> Examples:
-        """Make examples of a draw.
+    def rehearsal(self, draw: Draw) -> Examples:
+        """Make examples of a draw: their weight is 0 where there is no label.
 
-        Their weight is 1 whatever `[schema.weight]` says, since the weighted reservoir has seen to it by drawing heavy
-        events more often, and 0 where there is no label.
+        Where `[schema.weight]` is declared, heavy events are kept more often than light ones, and the draw's
+        importance makes up for that: the rehearsed loss is that of the stream.
         """
+        columns = draw.columns
         labelled = columns["labelled"]
         label = torch.where(labelled, columns["label"], torch.zeros_like(columns["label"]))
-        return Examples({name: columns[f"feature.{name}"] for name in self._features}, label, labelled.float())
+        weight = labelled.float() if self._weight is None else torch.where(labelled, draw.importance, 0.0)
+        return Examples({name: columns[f"feature.{name}"] for name in self._features}, label, weight)
 
     def step(self, new: Examples, old: Examples | None) -> StepResult:
         """Score the new events, then train on new and old.
@@ -89,29 +92,37 @@ class Trainer:
         seen the events before it, and a second pass would cost a third of the step. So dropout, where the model has
         it, is on.
         """
-        buffers = [buffer.clone() for buffer in self._buffers]
+        rows = len(new.label_B)
+        if rows == 1 and old is None:
+            # Batch norm needs two: the event stands for another one of no weight.
+            new = _twice(new)
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        scale = self._scaler.get_scale()
         finite, total, score = False, 0.0, 0.0
         for _ in range(_SCALE_RETRIES if self._precision.scaled else 1):
-            total, norm, statistics, score = self._backward(new, old)
-            finite = math.isfinite(total) and math.isfinite(norm) and math.isfinite(statistics)
+            total, norm, spoiled, score = self._backward(new, old, rows, before)
+            finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
             if finite:
                 self._scaler.step(self._optimizer)
+            else:
+                self._put_back(before)
             if self._precision.scaled:
                 self._scaler.update()
             if finite or not math.isfinite(total):
                 break
-        if not finite:
-            # Undo what the forward pass left in running statistics.
-            for buffer, before in zip(self._buffers, buffers, strict=True):
-                buffer.copy_(before)
+        if not finite and self._precision.scaled:
+            # The events are to blame, not the scale.
+            self._scaler.update(scale)
         return StepResult(finite, total, score)
 
-    def _backward(self, new: Examples, old: Examples | None) -> list[float]:
+    def _backward(
+        self, new: Examples, old: Examples | None, rows: int, before: Mapping[str, Tensor]
+    ) -> tuple[float, float, bool, float]:
         """Compute the gradient, clipped.
 
         Returns:
-            The loss, the gradient's norm, the sum of the running statistics (which an overflow can spoil while loss and
-            gradient look well), and the score of the new events.
+            The loss, the gradient's norm, whether running statistics that were finite `before` no longer are (an
+            overflow can spoil them while loss and gradient look well), and the score of the first `rows` events.
         """
         self._optimizer.zero_grad(set_to_none=True)
         with self._precision.autocast(self.device):
@@ -120,11 +131,20 @@ class Trainer:
         self._scaler.unscale_(self._optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         with torch.no_grad():
-            score = self.task.score(loss.output_B, new.label_B).sum()
-            statistics = sum((buffer.sum(dtype=torch.float32) for buffer in self._buffers), torch.zeros_like(score))
+            score = self.task.score(loss.output_B[:rows], new.label_B[:rows]).sum()
+            spoiled = torch.zeros((), dtype=torch.bool, device=self.device)
+            for name, buffer in self.model.named_buffers():
+                if buffer.is_floating_point() and name in before and before[name].shape == buffer.shape:
+                    spoiled = spoiled | (before[name].isfinite() & ~buffer.isfinite()).any()
             # The one wait for the device in a step: whether its events were learned is settled before the next.
-            numbers: list[float] = torch.stack([loss.total.float(), norm.float(), statistics, score.float()]).tolist()
-        return numbers
+            numbers = torch.stack([loss.total.float(), norm.float(), spoiled.float(), score.float()]).tolist()
+        return numbers[0], numbers[1], bool(numbers[2]), numbers[3]
+
+    def _put_back(self, buffers: Mapping[str, Tensor]) -> None:
+        """Undo what a forward pass left in buffers, also in those that the model binds anew."""
+        for name, value in buffers.items():
+            owner, _, attribute = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[attribute] = value.clone()
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the weights and buffers as they are now, on the device; later steps do not change the copy."""
@@ -175,3 +195,12 @@ class Trainer:
 
     def _tensor(self, column: Array) -> Tensor:
         return torch.from_numpy(column).to(self.device, non_blocking=True)
+
+
+def _twice(one: Examples) -> Examples:
+    """Return an event and its double, which has no weight."""
+    return Examples(
+        {name: torch.cat([value, value]) for name, value in one.features.items()},
+        torch.cat([one.label_B, one.label_B]),
+        torch.cat([one.weight_B, torch.zeros_like(one.weight_B)]),
+    )

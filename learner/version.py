@@ -9,6 +9,7 @@ A directory without a manifest does not exist. Weights are safetensors: reading 
 model factory that the manifest names is imported from the reader's own path.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -97,6 +98,11 @@ class Versions:
             return []
         return sorted(int(name) for name in names if name.isdigit() and (self.path / name / MANIFEST).exists())
 
+    def highest(self) -> int:
+        """Return the highest number of any directory, whole or not; 0 when there is none."""
+        names = [entry.name for entry in self.path.iterdir()] if self.path.exists() else []
+        return max((int(name) for name in names if name.isdigit()), default=0)
+
     def manifest(self, number: int) -> Manifest:
         """Read a manifest; raises VersionError when it is missing or no manifest."""
         path = self.directory(number) / MANIFEST
@@ -170,14 +176,15 @@ class Versions:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def delete(self, number: int) -> None:
-        """Remove a version: the manifest first, so that half of it does not exist."""
-        directory = self.directory(number)
-        (directory / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(directory, ignore_errors=True)
+        """Remove a version: by one rename it does not exist, and what a crash leaves of it then is for `clean`."""
+        discarded = self.path / f".tmp-deleted-{number}"
+        with contextlib.suppress(FileNotFoundError):
+            self.directory(number).rename(discarded)
+        shutil.rmtree(discarded, ignore_errors=True)
 
 
 def _pretty(value: msgspec.Struct) -> bytes:
-    return json.dumps(msgspec.to_builtins(value), indent=1).encode()
+    return json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False).encode()
 
 
 def _read(path: Path, kind: type[_T]) -> _T:

@@ -9,8 +9,12 @@ Mind the sign: with the smallest kept, u**(1/w) would evict the heavy ones.
 Legend: N events offered, H events held.
 """
 
+import math
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 _SLACK = 32
 """One in so many of k are held beyond k, so that one scan evicts many."""
@@ -22,6 +26,23 @@ def priorities(identity: NDArray[np.uint64], weight: NDArray[np.float32]) -> NDA
     v = (~identity).astype(np.float64) + 0.5
     with np.errstate(divide="ignore"):
         return -np.log1p(-np.minimum(v / 2.0**64, 1.0 - 2.0**-53)) / weight.astype(np.float64)
+
+
+def importance(weight: Tensor, threshold: float, share: float) -> Tensor:
+    """Return the weight with which each of n held events stands for those that were offered, float32 `[n]`.
+
+    An event of weight w is held with probability 1 - exp(-w * threshold): the inverse of that probability times w makes
+    a sum over the sample an estimate of the weighted sum over the stream (Horvitz and Thompson 1952), here per event
+    offered. While everything is held that is w itself; when little is held it is the same for all.
+
+    Args:
+        weight: of each event, float32 `[n]`, on any device.
+        threshold: below which priorities are held.
+        share: held events / offered events.
+    """
+    if math.isinf(threshold):
+        return weight
+    return weight / -torch.expm1(-weight * threshold).clamp_max(-torch.finfo(torch.float32).tiny) * share
 
 
 class Reservoir:

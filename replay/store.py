@@ -19,7 +19,7 @@ from ingest.block import Array, TopicPartition
 from ingest.errors import SettingsError
 from ingest.identity import identity_hash, partition_base
 from ingest.schema import Schema
-from replay.admission import Reservoir, priorities
+from replay.admission import Reservoir, importance, priorities
 from replay.config import ReplaySettings
 from replay.memory import MemoryTier
 from replay.sampler import SAMPLERS, Sampler
@@ -59,12 +59,14 @@ class Contents:
         index: uint8 `[H, bytes of an entry]`, what is known of each event beside its payload.
         payload: uint8 `[H, R]` on the CPU, rows of the tier in the order of the index.
         threshold: the reservoir's; infinity while everything is admitted.
+        offered: how many events it is a sample of.
         watermarks: by index of the partition, the highest `(offset, row)` that was offered.
     """
 
     index: NDArray[np.uint8]
     payload: Tensor
     threshold: float
+    offered: int
     watermarks: Mapping[int, tuple[int, int]]
 
 
@@ -74,14 +76,21 @@ class Held:
 
     index: NDArray[np.void]
     threshold: float
+    offered: int
     watermarks: Mapping[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """n events as arrays on the learner's device, in columns of the schema's payload, each `[n, ...]`."""
+    """n events as arrays on the learner's device.
+
+    Attributes:
+        columns: those of the schema's payload, each `[n, ...]`.
+        importance: float32 `[n]`, the weight with which each stands for all events of its weight that were offered.
+    """
 
     columns: Mapping[str, Tensor]
+    importance: Tensor
 
     def __len__(self) -> int:
         return len(self.columns["label"])
@@ -108,6 +117,7 @@ class Store:
         self._held = 0
         self._watermarks: dict[int, tuple[int, int]] = {}
         self._kept: NDArray[np.int32] | None = None
+        self._offered = 0
 
     def __len__(self) -> int:
         return self._held
@@ -134,7 +144,9 @@ class Store:
         offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
         identity = identity_hash(bases[where], offset, row, self._seed)
         priority = priorities(identity, columns["weight"].astype(np.float32))
-        admitted = np.flatnonzero(self._reservoir.admits(priority) & self._is_new(where, offset, row, identity))
+        new = self._is_new(where, offset, row, identity, self._reservoir.admits(priority))
+        self._offered += int(np.count_nonzero(new))
+        admitted = np.flatnonzero(new & self._reservoir.admits(priority))
         count = len(admitted)
         while len(admitted):
             self._insert(admitted[: self.burst], priority, identity, columns)
@@ -150,7 +162,9 @@ class Store:
 
     def fetch(self, plan: Plan) -> Draw:
         """Return the events of a plan."""
-        return Draw(self._tier.get(self._index["slot"][plan.positions].astype(np.int64)))
+        columns = self._tier.get(self._index["slot"][plan.positions].astype(np.int64))
+        share = self._held / max(1, self._offered)
+        return Draw(columns, importance(columns["weight"], self._reservoir.threshold, share))
 
     def hold(self) -> Held:
         """Copy the index, and keep every slot in it as it is until `let_go`: slots freed meanwhile are not reused.
@@ -160,7 +174,7 @@ class Store:
         """
         assert self._kept is None
         self._kept = np.empty(0, np.int32)
-        return Held(self._index[: self._held].copy(), self._reservoir.threshold, dict(self._watermarks))
+        return Held(self._index[: self._held].copy(), self._reservoir.threshold, self._offered, dict(self._watermarks))
 
     def contents(self, held: Held) -> Contents:
         """Read the payload of what was held. May run in another thread until `let_go`."""
@@ -168,7 +182,11 @@ class Store:
         index = held.index.copy()
         index["slot"] = 0
         return Contents(
-            index.view(np.uint8).reshape(len(index), _ENTRY.itemsize), payload, held.threshold, held.watermarks
+            index.view(np.uint8).reshape(len(index), _ENTRY.itemsize),
+            payload,
+            held.threshold,
+            held.offered,
+            held.watermarks,
         )
 
     def let_go(self) -> None:
@@ -188,7 +206,8 @@ class Store:
         if contents.index.shape[1:] != (_ENTRY.itemsize,) or contents.payload.shape[1:] != (self._tier.row_bytes,):
             raise SettingsError("the cut's replay contents have another layout than this store")
         index = np.ascontiguousarray(contents.index).reshape(-1).view(_ENTRY).copy()
-        self._reservoir.threshold, self._watermarks = contents.threshold, dict(contents.watermarks)
+        self._reservoir.threshold, self._offered = contents.threshold, contents.offered
+        self._watermarks = dict(contents.watermarks)
         keep = np.ones(rows, np.bool_)
         if rows > self._reservoir.limit:
             keep = self._reservoir.lower(index["priority"])
@@ -204,11 +223,17 @@ class Store:
         self._tier.close()
 
     def _is_new(
-        self, where: NDArray[np.int64], offset: NDArray[np.int64], row: NDArray[np.int32], identity: NDArray[np.uint64]
+        self,
+        where: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        row: NDArray[np.int32],
+        identity: NDArray[np.uint64],
+        candidates: NDArray[np.bool_],
     ) -> NDArray[np.bool_]:
         """Return which of N events are offered for the first time or are at least not held, and move the watermarks.
 
-        Events that rise within their partition and beyond its watermark are new; only others are looked up.
+        Events that rise within their partition and beyond its watermark are new; of others only candidates are looked
+        up, and the rest is taken for old.
         """
         rising = True
         for partition in np.unique(where).tolist():
@@ -224,7 +249,9 @@ class Store:
             return np.ones(len(where), np.bool_)
         new = np.zeros(len(where), np.bool_)
         new[np.unique(identity, return_index=True)[1]] = True
-        return new & ~np.isin(identity, self._index["identity"][: self._held])
+        new &= candidates
+        new[new] = ~np.isin(identity[new], self._index["identity"][: self._held])
+        return new
 
     def _insert(
         self,
@@ -276,7 +303,13 @@ def build_store(settings: ReplaySettings, schema: Schema, device: torch.device, 
     if k < settings.capacity:
         log.warning("replay.device_bytes holds %d events of %d bytes, not %d", k, row_bytes, settings.capacity)
     reservoir = Reservoir(k)
-    tier = MemoryTier(payload, k + _spare(k), device)
+    try:
+        tier = MemoryTier(payload, k + _spare(k), device)
+    except RuntimeError as exc:
+        raise SettingsError(
+            f"replay: {k} events of {row_bytes} bytes cannot be had on {device}; lower capacity or device_bytes: "
+            f"{str(exc).splitlines()[0]}"
+        ) from exc
     return Store(reservoir, SAMPLERS[settings.sampling](), tier, seed)
 
 

@@ -39,7 +39,10 @@ def serve(deployment: Deployment, settings: ServingSettings, stop: threading.Eve
         SettingsError: the model cannot be built, the address or the port cannot be taken, or TLS files cannot be read.
     """
     deployment.check()
-    deployment.state_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        deployment.state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise SettingsError(f"state_dir: cannot write to {deployment.state_dir}: {exc.strerror}") from exc
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for the event loop and the learner
     with listen(settings.host, settings.port) as listener:

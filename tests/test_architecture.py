@@ -27,7 +27,7 @@ HOME = {
     "kafka": {"ingest"},
     "redis": {"replay/redis.py"},
     "rich": {"anabranch"},
-    "safetensors": {"learner/version.py"},
+    "safetensors": {"learner/version.py", "learner/cut.py"},
     "sklearn": {"anabranch/demo"},
     "starlette": {"serving/app.py"},
     "torch": {"learner", "replay", "serving", "anabranch/demo", "anabranch/template"},
@@ -48,7 +48,7 @@ KEYS_OF_THE_DESIGN = words("""
     learner.precision learner.device learner.stop_timeout learner.status
     replay.admission replay.sampling replay.capacity replay.device_bytes
     versions.publish_every versions.keep versions.keep_hourly
-    gate.guard_fraction gate.guard_rows
+    cuts.every cuts.keep gate.guard_fraction gate.guard_rows
     serving.host serving.port serving.max_batch serving.max_delay
     serving.tokens.read serving.tokens.admin serving.tls.cert serving.tls.key
 """)
@@ -67,6 +67,7 @@ METRICS_OF_THE_DESIGN = words("""
     anabranch_serving_freshness_duration_seconds anabranch_serving_swaps_total
 """)
 METRICS_ADDED = words("""
+    anabranch_cut_duration_seconds anabranch_cut_stall_seconds_total
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
 """)
 

@@ -147,6 +147,7 @@ class TestJson:
             (b"\xff\xfe\x00", "malformed"),
             (b"[" * 100_000, ""),
             (b'{"x": ' * 100_000, ""),
+            (b'{"x": [1, 2, 3], "y": 1, "z": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
         ],
     )
     def test_each_kind_of_bad_message_is_rejected_with_its_reason(

@@ -143,6 +143,13 @@ def test_removed_and_passed_offsets_are_counted_apart_from_gaps(schema: Schema) 
     assert adds_up(accounts)
 
 
+def test_a_backlog_without_events_to_train_on_comes_in_pieces(schema: Schema) -> None:
+    blocks = [block(schema, [(0, n, 0, Outcome.SKIPPED)], [Coverage(0, n, n + 1)]) for n in range(500)]
+    batches = drain(Queue(blocks), 8)
+    assert len(batches) > 10
+    assert sum(len(batch.spans) for batch in batches) == 500
+
+
 def test_a_skipped_batch_is_counted_with_its_reason(schema: Schema) -> None:
     rows = [(0, offset, 0, Outcome.PENDING) for offset in range(3)]
     accounts = ledger()

@@ -13,6 +13,7 @@ from torch import nn
 
 from ingest.block import TopicPartition
 from ingest.fake import fake_columns
+from ingest.messages import Position
 from ingest.schema import Schema
 from learner.config import ModelSettings, VersionsSettings
 from learner.deadline import Deadline
@@ -50,7 +51,7 @@ class Bench:
     def publish(self) -> None:
         """Take a step and publish it, whatever time it is."""
         self.step += 1
-        self.publisher.publish_last(self.step, self.snapshot, Deadline(SOON))
+        self.publisher.publish_last((self.step, ()), self.snapshot, Deadline(SOON))
 
     def snapshot(self) -> Snapshot:
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -79,8 +80,8 @@ def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Sch
 
 def test_nothing_is_published_before_something_is_learned(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
-    bench.publisher.publish_if_due(0, bench.snapshot)
-    bench.publisher.publish_last(0, bench.snapshot, Deadline(SOON))
+    bench.publisher.publish_if_due((0, ()), bench.snapshot)
+    bench.publisher.publish_last((0, ()), bench.snapshot, Deadline(SOON))
     assert bench.versions.numbers() == []
 
 
@@ -95,7 +96,7 @@ def test_a_version_that_falls_due_while_one_is_written_is_skipped_and_counted(
     while bench.publisher.skipped < 2:
         assert time.monotonic() - published < 20
         bench.step += 1
-        bench.publisher.publish_if_due(bench.step, bench.snapshot)
+        bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
     go.set()
     bench.publish()
     assert bench.versions.numbers() == [1, 2]
@@ -146,7 +147,33 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     assert list(bench.versions.path.iterdir()) == []
     bench.publish()
     assert bench.publisher.ill is None
-    assert len(bench.versions.numbers()) == 1
+    assert bench.versions.numbers() == [2], "the number of a version that failed is given again"
+
+
+def test_positions_that_moved_without_a_step_are_published(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.publish()
+    for offset in (5, 5, 6):
+        bench.publisher.publish_last((1, (Position(offset),)), bench.snapshot, Deadline(SOON))
+    assert bench.versions.numbers() == [1, 2, 3]
+
+
+def test_a_damaged_older_version_keeps_nothing_from_being_published(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(keep=2, keep_hourly=3)
+    bench.publish()
+    (bench.versions.directory(1) / "manifest.json").write_text("torn")
+    for _ in range(3):
+        bench.publish()
+    assert bench.versions.numbers()[-2:] == [3, 4]
+    assert bench.publisher.ill is not None
+    assert "manifest.json" in bench.publisher.ill
+
+
+def test_a_bug_in_the_thread_stops_the_loop(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench()
+    monkeypatch.setattr("learner.publisher.evaluate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.publish()
 
 
 def _no_space(_descriptor: int) -> None:

@@ -9,13 +9,14 @@ from torch import nn
 from torch.nn import functional
 
 from ingest.errors import SettingsError
-from ingest.fake import fake_columns
+from ingest.fake import Columns, fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings
-from learner.precision import choose_device, choose_precision
+from learner.precision import Precision, choose_device, choose_precision
 from learner.strategy import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Examples, Trainer
+from replay.store import Draw
 
 CPU = torch.device("cpu")
 MakeModel = Callable[[], nn.Module]
@@ -27,6 +28,11 @@ def make_trainer(schema: Schema, model: nn.Module, strategy: str = "er", **setti
     return Trainer(model, Classification(), STRATEGIES[strategy](), schema, options, CPU, precision)
 
 
+def as_draw(columns: Columns) -> Draw:
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+    return Draw(tensors, tensors["weight"])
+
+
 def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model: MakeModel) -> None:
     trainer = make_trainer(schema, make_model(), max_grad_norm=0.5)
     plain = make_model()
@@ -36,9 +42,7 @@ def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model
         old = None
         if step:
             drawn = fake_columns(schema, range(100 + step, 104 + step), label=[2, 1])
-            old = trainer.rehearsal(
-                {name: torch.from_numpy(column) for name, column in drawn.items() if name != "key_hash"}
-            )
+            old = trainer.rehearsal(as_draw(drawn))
         result = trainer.step(new, old)
 
         x = new.features["x"] if old is None else torch.cat([new.features["x"], old.features["x"]])
@@ -73,11 +77,11 @@ def test_rehearsed_events_without_a_label_add_nothing_to_the_loss(schema: Schema
         trainer = make_trainer(schema, nn.Linear(3, 3))
         torch.nn.init.ones_(trainer.model.weight)  # type: ignore[arg-type]
         torch.nn.init.zeros_(trainer.model.bias)  # type: ignore[arg-type]
-        columns = {name: torch.from_numpy(column[:count]) for name, column in drawn.items() if name != "key_hash"}
-        columns["labelled"] = columns["labelled"].clone()
+        columns = {name: column[:count].copy() for name, column in drawn.items()}
         columns["labelled"][3:] = False
-        columns["label"] = torch.where(columns["labelled"], columns["label"], -1)
-        results.append(trainer.step(trainer.examples(fake_columns(schema, range(4))), trainer.rehearsal(columns)).loss)
+        columns["label"][3:] = -1
+        new = trainer.examples(fake_columns(schema, range(4)))
+        results.append(trainer.step(new, trainer.rehearsal(as_draw(columns))).loss)
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
@@ -95,6 +99,52 @@ def test_a_step_that_is_not_finite_leaves_weights_and_statistics_as_they_were(
     assert not result.finite
     for name, value in trainer.snapshot().items():
         assert torch.equal(value, before[name]), name
+    assert trainer.step(good, None).finite
+
+
+def test_a_lone_event_is_learned_also_with_batch_norm(schema: Schema, make_model: MakeModel) -> None:
+    for strategy in STRATEGIES:
+        trainer = make_trainer(schema, make_model(), strategy)
+        result = trainer.step(trainer.examples(fake_columns(schema, [7], label=[1])), None)
+        assert result.finite
+        assert result.score in (0.0, 1.0)
+
+
+class Odd(nn.Linear):
+    """Has a mask of minus infinity, and statistics that it binds anew."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("mask", torch.full((3,), -math.inf))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return super().forward(x - self.mean.detach())
+
+
+def test_buffers_may_be_infinite_or_bound_anew(schema: Schema) -> None:
+    trainer = make_trainer(schema, Odd())
+    good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
+    assert trainer.step(good, None).finite
+    before = trainer.snapshot()
+    x = torch.full_like(good.features["x"], math.inf)
+    assert not trainer.step(Examples({"x": x}, good.label_B, good.weight_B), None).finite
+    assert all(torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
+    assert trainer.step(good, None).finite
+
+
+def test_poison_does_not_use_up_the_loss_scale(schema: Schema, make_model: MakeModel) -> None:
+    """fp16 on a CPU computes in fp16 all the same; the setting refuses it only because it is slow there."""
+    options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}})
+    trainer = Trainer(
+        *(make_model(), Classification(), STRATEGIES["none"](), schema, options, CPU), Precision("fp16", torch.float16)
+    )
+    good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
+    poison = Examples({"x": torch.full_like(good.features["x"], 6e4)}, good.label_B, good.weight_B * 1e30)
+    for _ in range(20):
+        trainer.step(poison, None)
+    assert trainer._scaler.get_scale() >= 1
     assert trainer.step(good, None).finite
 
 

@@ -155,6 +155,23 @@ def test_heavy_events_are_kept_in_proportion_and_weightless_ones_never(schema: S
     assert 2.6 < kept[2] / kept[1] < 3.4
 
 
+@pytest.mark.parametrize("capacity", [10_000, 500, 50])
+def test_the_importance_of_a_draw_makes_it_stand_for_the_weighted_stream(schema: Schema, capacity: int) -> None:
+    """A weighted mean over the store estimates that over the stream, however much of it is held."""
+    weights = np.array([0.1, 1.0, 3.0], np.float32)
+    estimates = []
+    for seed in range(30):
+        store = build_store(ReplaySettings(capacity=capacity), schema, torch.device("cpu"), seed)
+        columns = fake_columns(schema, range(3000), label=[0, 1, 2])
+        columns["weight"] = weights[columns["label"]]
+        store.add(columns, PARTITIONS)
+        draw = store.fetch(store.plan(0, len(store)))
+        estimates.append(float((draw.importance * draw.columns["label"]).sum() / draw.importance.sum()))
+        assert 0.7 < float(draw.importance.mean()) / weights.mean() < 1.5 or capacity == 50
+    expected = float((weights * [0, 1, 2]).sum() / weights.sum())
+    assert abs(np.mean(estimates) - expected) < 0.03
+
+
 class TestDraws:
     def test_an_event_comes_once_in_a_draw(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(100)

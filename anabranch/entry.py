@@ -1,0 +1,49 @@
+"""How a daemon is entered: arguments, the check for intruders, settings, signals, exit code.
+
+Imports nothing of the four packages before it has seen that they are this distribution's own.
+"""
+
+import argparse
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anabranch.intruders import refuse_intruders
+
+if TYPE_CHECKING:
+    from anabranch.config import Config
+
+
+def enter(
+    name: str, description: str, work: "Callable[[Config, threading.Event], None]", arguments: Sequence[str] | None
+) -> int:
+    """Do `work` with the settings until a signal, or with `--supervised` the end of stdin, stops it.
+
+    Args:
+        name: the package, for `python -m name`.
+        description: one line for `--help`.
+        work: takes the settings and the event that stops it; it imports what takes seconds, since by then a signal is
+            noticed.
+        arguments: of the command line; None takes those of the process.
+
+    Returns:
+        An exit code of `anabranch.daemon.Exit`.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+    parser.add_argument("-c", "--config", type=Path, default=Path("pipeline.toml"), help="the pipeline's settings")
+    parser.add_argument("--supervised", action="store_true", help="stop when stdin ends")
+    options = parser.parse_args(arguments)
+    refuse_intruders()
+    from anabranch.config import load_config
+    from anabranch.daemon import configure_logging, run, stop_on_signals, stop_with_parent
+
+    def work_until_stopped() -> None:
+        config = load_config(options.config)
+        configure_logging()
+        with stop_on_signals() as stop:
+            if options.supervised:
+                stop_with_parent(stop)
+            work(config, stop)
+
+    return run(work_until_stopped)
