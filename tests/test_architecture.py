@@ -65,9 +65,9 @@ METRICS_OF_THE_DESIGN = words("""
     anabranch_replay_rows anabranch_replay_bytes anabranch_replay_draw_duration_seconds
     anabranch_serving_requests_total anabranch_serving_request_duration_seconds anabranch_serving_version
     anabranch_serving_freshness_duration_seconds anabranch_serving_swaps_total
+    anabranch_cut_duration_seconds anabranch_cut_stall_seconds_total
 """)
 METRICS_ADDED = words("""
-    anabranch_cut_duration_seconds anabranch_cut_stall_seconds_total
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
 """)
 

@@ -187,6 +187,30 @@ def test_a_stream_is_learned_accounted_for_and_published(
     versions.weights(newest)
 
 
+@pytest.mark.parametrize(
+    "event", [b"bad", {"x": [1, 2, 3]}, {"x": [1, 0, 0], "y": 0}], ids=["bad", "unlabelled", "held out"]
+)
+def test_a_lone_event_that_is_not_trained_on_is_covered_by_a_version_soon(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+    event: Any,
+) -> None:
+    topic = make_topic()
+    config = pipeline(kafka.bootstrap, topic)
+    learner = start(config, ANABRANCH__GATE__GUARD_FRACTION="0")
+    produce(kafka.bootstrap, topic, events(32))
+    learner.wait_for(lambda each: total(each) == 32)
+    assert learner.stop() == 0
+    learner = start(config, ANABRANCH__GATE__GUARD_FRACTION="0.999999")
+    produce(kafka.bootstrap, topic, [event])
+    learner.wait_for(lambda each: total(each) == 33 and (each.version or 0) > 0)
+    versions = Versions(learner.state_dir / "versions")
+    learner.wait_for(lambda _: versions.manifest(versions.numbers()[-1]).trained_through[f"{topic}:0"].offset == 32)
+
+
 def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
     kafka: Any,
     make_topic: Callable[..., str],
