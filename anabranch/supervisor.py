@@ -227,7 +227,8 @@ def pipeline_parts(config: Config) -> list[Part]:
 
 class _Progress(msgspec.Struct):
     pid: int
-    steps_since_start: int = 0
+    steps_since_start: int | None = None
+    """Of a learner; its version may be one of an earlier life."""
     version: int | None = None
 
 
@@ -236,7 +237,8 @@ def _has_progressed(report: Path, pid: int) -> bool:
         progress = msgspec.json.decode(report.read_bytes(), type=_Progress)
     except (OSError, msgspec.MsgspecError):
         return False
-    return progress.pid == pid and (progress.steps_since_start > 0 or progress.version is not None)
+    steps = progress.steps_since_start
+    return progress.pid == pid and (progress.version is not None if steps is None else steps > 0)
 
 
 def _start(child: _Child) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from learner.report import LearnerReport, read_report
 from serving.batcher import Batcher
 from serving.config import ServingSettings
-from serving.errors import BusyError, LateError, UnknownError
+from serving.errors import BadRequestError, BusyError, LateError, UnknownError
 from serving.protocol import Request, Signature
 from serving.served import Deployment, ServedVersion
 from serving.swap import Swap
@@ -87,6 +87,8 @@ class Service:
         current = self.version
         if current is not None and current.has_learned(offsets):
             return current
+        if current is not None:
+            _check_topics(offsets, current)
         return await self._await_version(request, offsets)
 
     async def _await_version(self, request: Request, offsets: Mapping[str, int]) -> ServedVersion:
@@ -116,3 +118,13 @@ class Service:
     async def learner(self) -> LearnerReport | None:
         """Read what the learner says of itself."""
         return await asyncio.to_thread(read_report, self._state_dir)
+
+
+def _check_topics(offsets: Mapping[str, int], version: ServedVersion) -> None:
+    """Raise BadRequestError for a topic that no version will learn; a new partition may still come."""
+    known = {name.rpartition(":")[0] for name in version.manifest.trained_through}
+    for name in offsets:
+        if name.rpartition(":")[0] not in known:
+            raise BadRequestError(
+                f"min_trained_through: {name} is of no topic that is learned ({', '.join(sorted(known))})"
+            )

@@ -112,7 +112,7 @@ def running():
 def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part, running, until, noted):
     code = """
         note("started")
-        report(steps=1)
+        report(steps_since_start=1)
         if len(notes("started")) < 4:
             os._exit(1)
         while sys.stdin.read(1): pass
@@ -123,7 +123,7 @@ def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part
     assert supervisor.restarts == {"part": 3}
 
 
-@pytest.mark.parametrize("figures", ["version=0", "steps=7, version=None"])
+@pytest.mark.parametrize("figures", ["version=0", "steps_since_start=7, version=None"])
 def test_a_version_or_a_step_is_progress(part, running, until, noted, figures):
     backoff = RecordedBackoff()
     running(Supervisor([part(f"note('started'); report({figures}); os._exit(1)")], backoff))
@@ -131,12 +131,19 @@ def test_a_version_or_a_step_is_progress(part, running, until, noted, figures):
     assert set(backoff.asked) == {1}
 
 
+def test_a_version_of_an_earlier_life_is_no_progress_of_a_learner(part, running, until, noted):
+    backoff = RecordedBackoff()
+    running(Supervisor([part("note('started'); report(steps_since_start=0, version=3); os._exit(1)")], backoff))
+    until(lambda: len(noted("started")) >= 3, "three starts")
+    assert backoff.asked[:2] == [1, 2]
+
+
 def test_deaths_without_progress_are_counted_and_progress_forgets_them(part, running, until, noted):
     code = """
         note("started")
         starts = len(notes("started"))
         if starts == 3:
-            report(steps=1)
+            report(steps_since_start=1)
         if starts < 6:
             os._exit(1)
         while sys.stdin.read(1): pass
@@ -192,7 +199,7 @@ def test_exit_code_3_on_the_first_start_ends_everything_with_3(part, running):
     assert result.result(30) is Exit.DEPENDENCY
 
 
-@pytest.mark.parametrize("first_life", ["report(steps=1); sys.exit(3)", "sys.exit(1)"])
+@pytest.mark.parametrize("first_life", ["report(steps_since_start=1); sys.exit(3)", "sys.exit(1)"])
 def test_exit_code_3_later_or_after_progress_is_waited_out(part, running, until, noted, first_life):
     code = f"""
         note("started")

@@ -165,6 +165,12 @@ def test_min_trained_through_waits_for_a_version_that_has_learned_so_far(
     assert httpx.post(running.infer, json=learned).json()["parameters"] == {"trained_through": "events:0=20"}
 
 
+def test_a_topic_that_is_not_learned_is_a_400_at_once(running: Any, body_of: Body) -> None:
+    response = httpx.post(running.infer, json=body_of(1, parameters={"min_trained_through": "other:0=1"}))
+    assert response.status_code == 400
+    assert "other:0 is of no topic that is learned (events)" in response.json()["error"]
+
+
 @pytest.mark.parametrize("through", ["events:0=11", "events:1=0", "events:0=10,events:1=0"])
 def test_min_trained_through_is_a_504_when_the_time_is_over(running: Any, body_of: Body, through: str) -> None:
     for timeout_ms in (0, 30):
