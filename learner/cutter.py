@@ -1,7 +1,6 @@
 """Makes cuts: a snapshot at a step boundary, everything else in the background."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learner.background import Background
 from learner.config import CutsSettings
 from learner.cut import Cut, Cuts
 from learner.deadline import Deadline
@@ -39,8 +39,8 @@ class Cutter:
         self._store = store
         self._metrics = metrics
         self._due = time.monotonic() + self._every
-        self._thread: threading.Thread | None = None
-        self.number = max(cuts.numbers(), default=0)
+        self._background = Background("cutter")
+        self.number = self._highest = max(cuts.numbers(), default=0)
         """The newest cut; numbers only grow."""
         self.ill: str | None = None
         """One sentence when the last cut could not be written."""
@@ -50,49 +50,49 @@ class Cutter:
 
         When a cut takes so long that the store runs out of slots to fill, this waits, and says so in the metrics.
         """
-        self._end(wait=self._store is not None and self._store.reserve < self._store.burst)
-        if self._thread is None and time.monotonic() >= self._due:
+        if self._store is not None and self._store.reserve < self._store.burst:
+            begin = time.perf_counter()
+            self._background.wait()
+            self._metrics.cut_stall.inc(time.perf_counter() - begin)
+        self._end()
+        if not self._background.busy and time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every
             self._begin(take())
 
     def cut_last(self, take: Callable[[], Moment], deadline: Deadline) -> None:
         """Cut once more, and wait until it is written."""
-        if self._thread is None or self._is_done(self._thread, deadline):
-            self._is_done(self._begin(take()), deadline)
+        self._background.wait(deadline)
+        self._end()
+        if not self._background.busy:
+            self._begin(take())
+            self._background.wait(deadline)
+            self._end()
 
-    def _is_done(self, thread: threading.Thread, deadline: Deadline) -> bool:
-        thread.join(deadline.left)
-        self._end(wait=False)
-        return not thread.is_alive()
+    def _begin(self, moment: Moment) -> None:
+        self._background.start(lambda: self._write(moment))
 
-    def _begin(self, moment: Moment) -> threading.Thread:
-        self._thread = threading.Thread(target=self._write, args=(moment,), name="cutter", daemon=True)
-        self._thread.start()
-        return self._thread
-
-    def _end(self, *, wait: bool) -> None:
-        """Let the store reuse its slots once the thread is done; with `wait`, be there until then."""
-        if self._thread is None or (self._thread.is_alive() and not wait):
-            return
-        begin = time.perf_counter()
-        self._thread.join()
-        self._metrics.cut_stall.inc(time.perf_counter() - begin)
-        self._thread = None
-        if self._store is not None:
+    def _end(self) -> None:
+        """Let the store reuse its slots once the cut is written."""
+        if not self._background.busy and self._store is not None:
             self._store.let_go()
+        self._background.raise_bug()
 
     def _write(self, moment: Moment) -> None:
         """Write and prune. A full or read-only disk costs this cut, never the training nor the cuts before."""
-        number = self.number + 1
+        number = self._highest = self._highest + 1  # a number that failed is not used again
         try:
             with self._metrics.cut.time():
                 self._cuts.write(number, self._cut(moment), time.time())
-                self._cuts.prune(self._keep)
+            self.number = number
+            self._cuts.prune(self._keep)
         except OSError as exc:
-            self.ill = f"cut {number} could not be written to {self._cuts.path}: {exc.strerror or exc}"
+            what = (
+                f"cut {number} could not be written to" if self.number != number else "old cuts cannot be deleted from"
+            )
+            self.ill = f"{what} {self._cuts.path}: {exc.strerror or exc}"
             log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
-            return
-        self.ill, self.number = None, number
+        else:
+            self.ill = None
 
     def _cut(self, moment: Moment) -> Cut:
         if self._store is None or moment.held is None:

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from ingest.messages import Position
 from ingest.schema import Schema
+from learner.background import Background
 from learner.config import ModelSettings, VersionsSettings
 from learner.deadline import Deadline
 from learner.errors import VersionError
@@ -71,10 +71,9 @@ class Publisher:
         self._every = settings.publish_every.total_seconds()
         self._due = 0.0
         self._progress: Progress | None = None
-        self._bug: Exception | None = None
         self._scored_at, self._scoring_seconds = 0.0, 0.0
         self._unscored: Snapshot | None = None
-        self._thread: threading.Thread | None = None
+        self._background = Background("publisher")
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self._highest = max(versions.highest(), *(n or 0 for n in _remembered(versions)))
@@ -87,14 +86,14 @@ class Publisher:
 
     def publish_if_due(self, progress: Progress, take: Callable[[], Snapshot]) -> None:
         """Publish what `take` returns when a version is due and there is progress; called at every step boundary."""
-        self._raise_bug()
+        self._background.raise_bug()
         now = time.monotonic()
         if now < self._due:
             return
-        busy = self._thread is not None and self._thread.is_alive()
+        busy = self._background.busy
         if not self._is_new(progress):
-            if self._unscored is not None and not busy:
-                self._run(self._score, self._unscored, final=True)
+            if (unscored := self._unscored) is not None and not busy:
+                self._background.start(lambda: self._score(unscored, final=True))
             return
         self._due = now + self._every
         if busy:
@@ -110,38 +109,19 @@ class Publisher:
 
     def publish_last(self, progress: Progress, take: Callable[[], Snapshot], deadline: Deadline) -> None:
         """Publish what was learned since the last version, and wait until it is written."""
-        self._wait(deadline)
-        if self._is_new(progress) and (self._thread is None or not self._thread.is_alive()):
+        self._background.wait(deadline)
+        if self._is_new(progress) and not self._background.busy:
             self._start(progress, take(), final=True)
-            self._wait(deadline)
-        self._raise_bug()
+            self._background.wait(deadline)
+        self._background.raise_bug()
 
     def _is_new(self, progress: Progress) -> bool:
         """Whether there is something to publish: nothing before the first step, and nothing twice."""
         return progress[0] > 0 and progress != self._progress
 
-    def _raise_bug(self) -> None:
-        """Let what went wrong in the thread stop the process, where it is seen."""
-        if self._bug is not None:
-            raise self._bug
-
-    def _wait(self, deadline: Deadline) -> None:
-        if self._thread is not None:
-            self._thread.join(deadline.left)
-
     def _start(self, progress: Progress, snapshot: Snapshot, *, final: bool) -> None:
         self._progress = progress
-        self._run(self._publish, snapshot, final=final)
-
-    def _run(self, work: Callable[..., object], snapshot: Snapshot, *, final: bool) -> None:
-        def run() -> None:
-            try:
-                work(snapshot, final=final)
-            except Exception as exc:  # noqa: BLE001 the top of a thread: the loop raises it
-                self._bug = exc
-
-        self._thread = threading.Thread(target=run, name="publisher", daemon=True)
-        self._thread.start()
+        self._background.start(lambda: self._publish(snapshot, final=final))
 
     def _publish(self, snapshot: Snapshot, *, final: bool) -> None:
         """Score, write, and delete what is old. A full or read-only disk costs this version, never the training."""

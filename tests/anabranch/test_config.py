@@ -365,7 +365,10 @@ class TestTokens:
         assert sentence.endswith(f'serving: tokens.admin is required because host "{host}" is not loopback')
 
     def test_suffice_off_loopback(self, load):
-        load({"serving": 'host = "0.0.0.0"', "serving.tokens": 'read = "r"\nadmin = "a"'})
+        tokens = load(
+            {"serving": 'host = "0.0.0.0"', "serving.tokens": 'read = "r"\nadmin = "a"'}
+        ).pipeline.serving.tokens
+        assert (tokens.read.get_secret_value(), tokens.admin.get_secret_value()) == ("r", "a")
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
     def test_are_not_needed_on_loopback(self, load, host):

@@ -212,7 +212,30 @@ def test_a_full_disk_costs_the_cut_and_neither_the_training_nor_the_cuts_before(
     assert bench.cuts.numbers() == [1]
     bench.cutter.cut_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
     assert bench.cutter.ill is None
+    assert bench.cuts.numbers() == [1, 3], "the number of a cut that failed is given again"
+
+
+def test_old_cuts_that_cannot_be_deleted_keep_no_new_one_from_being_written(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(4)
+    bench.run()
+    monkeypatch.setattr(Cuts, "prune", lambda *_: _no_space(0))
+    for _ in range(2):
+        bench.finish()
     assert bench.cuts.numbers() == [1, 2]
+    assert bench.cutter.ill is not None
+    assert "old cuts cannot be deleted" in bench.cutter.ill
+
+
+def test_a_bug_while_a_cut_is_written_stops_the_loop(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(4)
+    bench.run()
+    monkeypatch.setattr(Cuts, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.finish()
 
 
 def test_a_cut_of_another_schema_is_refused(make_bench: Callable[..., Bench]) -> None:
