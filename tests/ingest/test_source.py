@@ -221,7 +221,7 @@ def test_reading_starts_where_it_is_told_to(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], start: str
 ) -> None:
     topic = make_topic()
-    moment = datetime(2026, 1, 2, tzinfo=UTC)
+    moment = datetime.now(UTC) - timedelta(days=1)  # not older than the broker's retention, a week
     before, after = (int((moment + timedelta(hours=hours)).timestamp() * 1000) for hours in (-1, 1))
     produce(kafka.bootstrap, topic, [GOOD] * 5, timestamp_ms=before)
     if start == "time":
