@@ -14,7 +14,7 @@ from ingest.source import Source
 from learner.batches import Batch, Batches
 from learner.config import LearnerSettings
 from learner.cut import Cut
-from learner.cutter import Cutter, Moment, replay_contents
+from learner.cutter import Cutter, Moment
 from learner.deadline import Deadline
 from learner.guard import GuardSet
 from learner.ledger import Ledger
@@ -75,6 +75,7 @@ class Loop:
         Raises:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
         """
+        self._plan_ahead()
         while not stop.is_set():
             batch = self._batches.next(stop)
             self._meet_partitions()
@@ -97,9 +98,9 @@ class Loop:
 
         Nothing here is durable, so a crash anywhere loses the batch whole; a restart learns it again from the cut.
 
-        1. Draw old events from what is stored now, so that no event is replayed in the step that learns it.
+        1. Take the old events that were chosen some steps ago: no event is replayed in the step that learns it.
         2. Test, then train. A step that is not finite leaves the weights as they were.
-        3. Offer the events to the store: after the step, and only if they were learned.
+        3. Offer the events to the store: after the step, and only if they were learned. Choose for a later step.
         4. Put held-out events into the guard set.
         5. Settle outcomes and positions: from here on a version says that it has learned them.
         """
@@ -113,6 +114,7 @@ class Loop:
             columns = _in_order(batch.new if outcome is Outcome.TRAINED else {}, batch.stored_only)
             if columns:
                 self._parts.store.add(columns, names)
+            self._plan_ahead()
         self._parts.guard.add(batch.held_out, names)
         before = [account.outcomes.copy() for account in self.ledger.partitions]
         for span in batch.spans:
@@ -130,7 +132,7 @@ class Loop:
         wanted = self._replayed(len(batch))
         if wanted and self._parts.store is not None:
             with self._metrics.replay.draw.time():
-                draw = self._parts.store.fetch(self._parts.store.plan(self.steps, wanted))
+                draw = self._parts.store.draw(self.steps, wanted)
             drawn = len(draw)
             old = trainer.rehearsal(draw) if drawn else None
         result = trainer.step(trainer.examples(batch.new), old)
@@ -155,12 +157,17 @@ class Loop:
 
     def _replayed(self, new: int) -> int:
         """Return how many events to replay for so many new ones; what rounding leaves is made up for later."""
-        if self._parts.store is None or not len(self._parts.store):
+        if self._parts.store is None or not self._parts.store.planned(self.steps):
             return 0
         self._replay_debt += new * self._settings.replay_ratio
         whole = int(self._replay_debt)
         self._replay_debt -= whole
         return whole
+
+    def _plan_ahead(self) -> None:
+        if self._parts.store is not None:
+            most = int(self._settings.batch_size * self._settings.replay_ratio) + 1
+            self._parts.store.plan_ahead(self.steps, most)
 
     def _ranges(self, columns: Mapping[str, Array]) -> str:
         """Name events as `topic[partition]@first..last`, for a person to look them up."""
@@ -181,12 +188,9 @@ class Loop:
                 account.end = max(account.end, partition.end)
 
     def restore(self, cut: Cut) -> None:
-        """Take up a cut, before the first step; raises CutError or SettingsError when it does not fit."""
+        """Take up a cut, before the first step, but for the store's part; raises CutError when it does not fit."""
         parts, state = self._parts, cut.state
         parts.trainer.restore(cut.tensors, state["trainer"])
-        contents = replay_contents(cut)
-        if parts.store is not None and contents is not None:
-            parts.store.restore(contents)
         parts.guard.restore(cut.tensors["guard"])
         self.ledger.restore(state["ledger"])
         self.prequential.restore(state["prequential"])
@@ -195,8 +199,8 @@ class Loop:
         parts.publisher.go_on_from(self._progress())
         restore_rng(dict(cut.tensors["rng"]), state["rng"])
 
-    def _moment(self) -> Moment:
-        """Copy all that a cut is made from; called between steps."""
+    def _moment(self, number: int) -> Moment:
+        """Copy all that cut `number` is made from; called between steps."""
         parts = self._parts
         state = {
             "trainer": parts.trainer.state(),
@@ -208,7 +212,7 @@ class Loop:
             "rng": rng_values(),
         }
         tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors(), "rng": rng_tensors()}
-        return Moment(self.steps, tensors, state, parts.store.hold() if parts.store is not None else None)
+        return Moment(self.steps, tensors, state, parts.store.hold(number) if parts.store is not None else None)
 
     def _progress(self) -> Progress:
         """What tells one version from the next: steps, and positions, which held-out and bad events move as well."""

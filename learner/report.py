@@ -59,7 +59,9 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     replay_rows: dict[str, int] = {}
     """Events held, by tier."""
     replay_bytes: dict[str, int] = {}
-    """Bytes of their payload, by tier."""
+    """Bytes that they take, by tier."""
+    replay_lost: int = 0
+    """Events of the store whose payload a tier could not keep or give back, since the start of the process."""
     guard_rows: int = 0
     version: int | None = None
     """The newest version published."""

@@ -51,7 +51,8 @@ class Reporter:
 
     def ill(self) -> list[str]:
         """One sentence for each part that does not work as it should."""
-        parts = (self._source.ill, self._publisher.ill, self._cutter.ill, self._ill, self._spoiled())
+        replay = self._store.tiers.ill if self._store is not None else None
+        parts = (self._source.ill, self._publisher.ill, self._cutter.ill, replay, self._ill, self._spoiled())
         return [sentence for sentence in parts if sentence]
 
     def _spoiled(self) -> str | None:
@@ -88,6 +89,7 @@ class Reporter:
             rates=self._rates(),
             replay_rows=store.rows if store is not None else {},
             replay_bytes=store.bytes if store is not None else {},
+            replay_lost=store.lost if store is not None else 0,
             guard_rows=len(self._guard.held),
             version=publisher.number,
             versions_published=publisher.published,
@@ -127,6 +129,5 @@ class Reporter:
             self._metrics.learner.accuracy.labels(window).set(value)
         for window, value in report.error.items():
             self._metrics.learner.error.labels(window).set(value)
-        for tier, rows in report.replay_rows.items():
-            self._metrics.replay.rows.labels(tier).set(rows)
-            self._metrics.replay.bytes.labels(tier).set(report.replay_bytes[tier])
+        if self._store is not None:
+            self._metrics.replay.tell(self._store)

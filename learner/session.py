@@ -19,8 +19,8 @@ from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
 from ingest.source import Source
 from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
-from learner.cut import Cuts
-from learner.cutter import Cutter
+from learner.cut import RANK, Cut, Cuts
+from learner.cutter import Cutter, replay_contents
 from learner.deadline import Deadline
 from learner.guard import GuardSet
 from learner.lock import hold_state_directory
@@ -34,9 +34,10 @@ from learner.status import serve_status
 from learner.strategy import STRATEGIES
 from learner.trainer import Trainer
 from learner.version import Versions
+from replay.build import build_store, discard_files
 from replay.config import ReplaySettings
 from replay.metrics import ReplayMetrics
-from replay.store import build_store
+from replay.store import Store
 
 _GUARD_SALT = 0x5F3759DF
 """Makes the choice of held-out events independent of the choice of what is kept."""
@@ -82,7 +83,6 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
     check_model(model, task, schema, device)
     strategy = STRATEGIES[deployment.learner.strategy]()
     trainer = Trainer(model, task, strategy, schema, deployment.learner, device, precision)
-    store = build_store(deployment.replay, schema, device, deployment.seed) if strategy.replays else None
     registry = CollectorRegistry()
     metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
     hold_out = HoldOut(fraction=deployment.gate.guard_fraction, seed=deployment.seed ^ _GUARD_SALT)
@@ -98,9 +98,13 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         guard = GuardSet(schema, deployment.gate.guard_rows)
         cuts = Cuts(deployment.state_dir / "cuts", schema.digest, epoch)
         cuts.clean()
+        found = cuts.newest()
+        store = _store(deployment, schema, device, cuts, found) if strategy.replays else None
+        if store is not None:
+            stack.callback(store.close)
         cutter = Cutter(cuts, deployment.cuts, store, metrics.learner)
         loop = Loop(deployment.learner, Parts(source, trainer, store, guard, publisher, cutter), metrics)
-        _resume(loop, cuts)
+        _resume(loop, cuts, found)
         reporter = Reporter(
             *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, metrics),
             classification=schema.label.classes is not None,
@@ -125,9 +129,19 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         log.info("stopped after %d steps, version %s", loop.steps, publisher.number)
 
 
-def _resume(loop: Loop, cuts: Cuts) -> None:
+def _store(
+    deployment: Deployment, schema: Schema, device: torch.device, cuts: Cuts, found: tuple[int, Cut] | None
+) -> Store:
+    """Compose the store, with what the newest cut has of it."""
+    folder = deployment.state_dir / "replay" / RANK
+    if not cuts.numbers():
+        discard_files(folder)
+    contents = replay_contents(found[1]) if found is not None else None
+    return build_store(deployment.replay, schema, device, deployment.seed, folder, contents)
+
+
+def _resume(loop: Loop, cuts: Cuts, found: tuple[int, Cut] | None) -> None:
     """Go on from the newest cut that is whole, if there is one."""
-    found = cuts.newest()
     if found is None:
         log.info("there is no cut in %s: learning begins anew", cuts.path)
         return

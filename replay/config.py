@@ -7,6 +7,13 @@ from pydantic import ByteSize, Field
 from ingest.config import Section
 
 
+class DiskSettings(Section):
+    """The disk tier: a file below `state_dir` that holds everything stored, with the memory tier as its cache."""
+
+    bytes: Annotated[ByteSize, Field(ge=4096)]
+    """Size of the file; its space is taken at the start."""
+
+
 class ReplaySettings(Section):
     """What is kept for rehearsal, and how it is drawn."""
 
@@ -17,4 +24,6 @@ class ReplaySettings(Section):
     capacity: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1_000_000
     """Events to keep."""
     device_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(256_000_000)
-    """Bound of the memory tier, on the learner's device; where it is less than `capacity` needs, it decides."""
+    """Bound of the memory tier, on the learner's device; without a disk tier it also bounds what can be kept."""
+    disk: DiskSettings | None = None
+    """The disk tier; without it, what is kept lies in memory and in cuts."""

@@ -1,6 +1,8 @@
 """Metrics of the store."""
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from replay.store import Store
 
 
 class ReplayMetrics:
@@ -15,3 +17,30 @@ class ReplayMetrics:
             buckets=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1),
             registry=registry,
         )
+        self.read = Counter(
+            "anabranch_replay_read_rows",
+            "Events read for draws, by the tier they came from.",
+            ["tier"],
+            registry=registry,
+        )
+        self.stall = Counter(
+            "anabranch_replay_stall_seconds", "Time that steps waited for a slower tier.", registry=registry
+        )
+        self.lost = Counter(
+            "anabranch_replay_lost_rows", "Events that a tier could not keep, or not give back.", registry=registry
+        )
+        self._told: dict[str, float] = {}
+
+    def tell(self, store: Store) -> None:
+        """Set what can be read off a store at one moment."""
+        for tier, rows in store.rows.items():
+            self.rows.labels(tier).set(rows)
+            self.bytes.labels(tier).set(store.bytes[tier])
+        for tier, rows in store.tiers.stats.read.items():
+            self._count(self.read.labels(tier), f"read {tier}", rows)
+        self._count(self.stall, "stall", store.tiers.stats.stall_seconds)
+        self._count(self.lost, "lost", store.lost)
+
+    def _count(self, counter: Counter, name: str, total: float) -> None:
+        counter.inc(total - self._told.get(name, 0))
+        self._told[name] = total

@@ -1,14 +1,16 @@
 """The store: what has been seen, kept for rehearsal.
 
 A composition of four answers: who enters and who leaves (`Reservoir`), who is drawn (`Sampler`), where the payload lies
-(`Tier`), how fast (the caller, who asks for so many a step).
+(`Tiers`), how fast (the caller, who asks for so many a step).
 
 Legend: N events offered, H events held, n drawn.
 """
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,66 +20,52 @@ from torch import Tensor
 from ingest.block import Array, TopicPartition
 from ingest.errors import SettingsError
 from ingest.identity import identity_hash, partition_base
-from ingest.schema import Schema
 from replay.admission import Reservoir, importance, priorities
-from replay.config import ReplaySettings
-from replay.memory import MemoryTier
-from replay.sampler import SAMPLERS, Sampler
-from replay.tier import Tier
+from replay.contents import ENTRY, Contents, PlannedRows, TierFile
+from replay.disk import DiskTier
+from replay.rows import RowLayout
+from replay.sampler import Sampler
+from replay.slots import Slots
+from replay.tiers import Staged, Tiers
+
+AHEAD = 4
+"""Steps between the choice of a draw and its use: the time that slower tiers have to bring it."""
+
+_MOST_INSERTED = 1024
 
 log = logging.getLogger(__name__)
-
-_ENTRY = np.dtype(
-    [
-        ("priority", "f8"),
-        ("offset", "i8"),
-        ("slot", "i4"),
-        ("partition", "i4"),
-        ("row", "i4"),
-        ("label", "i4"),
-        ("time_ms", "i8"),
-        ("identity", "u8"),
-        ("key_hash", "u8"),
-    ]
-)
-"""What is known of each event beside its payload, 56 bytes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice of events for one step: positions in the order of the index, int64 `[n]`. Valid until the next add."""
+    """The choice of events for one step, and their rows on the way.
+
+    Attributes:
+        step: the step that it is for.
+        positions: in the order of the index at that moment, int64 `[n]`.
+        rows: what was chosen.
+        threshold: the reservoir's at that moment.
+        share: events held / events offered at that moment.
+    """
 
     step: int
     positions: NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a store holds at one moment, for a cut.
-
-    Attributes:
-        index: uint8 `[H, bytes of an entry]`, what is known of each event beside its payload.
-        payload: uint8 `[H, R]` on the CPU, rows of the tier in the order of the index.
-        threshold: the reservoir's; infinity while everything is admitted.
-        offered: how many events it is a sample of.
-        watermarks: by index of the partition, the highest `(offset, row)` that was offered.
-    """
-
-    index: NDArray[np.uint8]
-    payload: Tensor
+    rows: Staged
     threshold: float
-    offered: int
-    watermarks: Mapping[int, tuple[int, int]]
+    share: float
 
 
 @dataclass(frozen=True)
 class Held:
-    """A store's index at a step boundary; its payload is read by `Store.contents` while the store goes on."""
+    """A store at a step boundary; its payload is read by `Store.contents` while the store goes on."""
 
+    cut: int
     index: NDArray[np.void]
+    retired: NDArray[np.int64]
     threshold: float
     offered: int
     watermarks: Mapping[int, tuple[int, int]]
+    plans: Sequence[Plan]
 
 
 @dataclass(frozen=True)
@@ -97,27 +85,34 @@ class Draw:
 
 
 class Store:
-    """At most `reservoir.limit` events, in tiers. Used by one thread, but for `rows` and `bytes`.
+    """At most `reservoir.limit` events, in tiers. Used by one thread, but for `contents`.
 
     Idempotent: an event is admitted by its priority alone, and one that is held already is not added again. In the
     normal case events of a partition come in rising order, and a watermark makes that check free.
     """
 
-    def __init__(self, reservoir: Reservoir, sampler: Sampler, tier: Tier, seed: int) -> None:
-        slots = tier.slots
-        assert slots > reservoir.limit + 1
-        self.burst = (slots - reservoir.limit) // 2
+    def __init__(self, reservoir: Reservoir, sampler: Sampler, layout: RowLayout, tiers: Tiers, seed: int) -> None:
+        spare = tiers.slots - reservoir.limit
+        assert spare > 1
+        self.burst = min(_MOST_INSERTED, spare // 2)
         """Events that are inserted at once."""
+        self.spare = spare
+        """Slots beyond those for the events held."""
+        self.tiers = tiers
+        self.slots = Slots(tiers.slots, durable=tiers.durable)
+        self.lost = 0
+        """Events that were to be held, and are not: no slot could be written, or the payload not be read back."""
         self._reservoir = reservoir
         self._sampler = sampler
-        self._tier = tier
+        self._layout = layout
         self._seed = seed
-        self._index = np.zeros(slots, _ENTRY)
-        self._free = np.arange(slots, dtype=np.int32)[::-1].copy()
+        self._index = np.zeros(tiers.slots, ENTRY)
         self._held = 0
         self._watermarks: dict[int, tuple[int, int]] = {}
-        self._kept: NDArray[np.int32] | None = None
         self._offered = 0
+        self._plans: deque[Plan] = deque()
+        self._resumed_from = 0
+        self._stale_files: list[Path] = []
 
     def __len__(self) -> int:
         return self._held
@@ -125,12 +120,12 @@ class Store:
     @property
     def rows(self) -> dict[str, int]:
         """Events held, by tier."""
-        return {self._tier.name: self._held}
+        return self.tiers.rows(self._held)
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes of the payload held, by tier."""
-        return {self._tier.name: self._held * self._tier.row_bytes}
+        """Bytes that they take, by tier."""
+        return self.tiers.bytes(self._held)
 
     def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> int:
         """Offer N events, and return how many were admitted.
@@ -149,78 +144,150 @@ class Store:
         admitted = np.flatnonzero(new & self._reservoir.admits(priority))
         count = len(admitted)
         while len(admitted):
-            self._insert(admitted[: self.burst], priority, identity, columns)
+            room = min(self.burst, self.slots.free)
+            if not room:
+                self._count_lost(len(admitted))
+                return count - len(admitted)
+            self._insert(admitted[:room], priority, identity, columns)
             if self._held > self._reservoir.limit:
-                self._evict()
-            admitted = admitted[self.burst :]
+                self._keep(self._reservoir.lower(self._index["priority"][: self._held]))
+            admitted = admitted[room:]
             admitted = admitted[self._reservoir.admits(priority[admitted])]  # the threshold may have fallen
         return count
 
     def plan(self, step: int, n: int) -> Plan:
-        """Choose n events for a step, or all when fewer are held."""
-        return Plan(step, self._sampler.choose(self._held, n, self._seed, step))
+        """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
+        positions = self._sampler.choose(self._held, n, self._seed, step)
+        chosen = self._index[positions]
+        rows = self.tiers.stage(chosen["slot"].astype(np.int64), chosen["identity"])
+        return Plan(step, positions, rows, self._reservoir.threshold, self._held / max(1, self._offered))
 
-    def fetch(self, plan: Plan) -> Draw:
-        """Return the events of a plan."""
-        columns = self._tier.get(self._index["slot"][plan.positions].astype(np.int64))
-        share = self._held / max(1, self._offered)
-        return Draw(columns, importance(columns["weight"], self._reservoir.threshold, share))
+    def fetch(self, plan: Plan, n: int | None = None) -> Draw:
+        """Return the first n events of a plan, or all; fewer when the rows of some are lost."""
+        columns = self._layout.unpack(self.tiers.arrive(plan.rows, n))
+        return Draw(columns, importance(columns["weight"], plan.threshold, plan.share))
 
-    def hold(self) -> Held:
-        """Copy the index, and keep every slot in it as it is until `let_go`: slots freed meanwhile are not reused.
+    def plan_ahead(self, step: int, n: int) -> None:
+        """Plan n events for each step from `step` on, AHEAD in all, that has no plan yet."""
+        self._drop_lost()
+        first = self._plans[-1].step + 1 if self._plans else step
+        self._plans += [self.plan(each, n) for each in range(first, step + AHEAD)]
 
-        Raises:
-            AssertionError: an earlier hold was not let go.
-        """
-        assert self._kept is None
-        self._kept = np.empty(0, np.int32)
-        return Held(self._index[: self._held].copy(), self._reservoir.threshold, self._offered, dict(self._watermarks))
+    def planned(self, step: int) -> int:
+        """Return how many events can be drawn for a step."""
+        return next((plan.rows.n for plan in self._plans if plan.step == step), 0)
 
-    def contents(self, held: Held) -> Contents:
-        """Read the payload of what was held. May run in another thread until `let_go`."""
-        payload = self._tier.rows(held.index["slot"].astype(np.int64))
-        index = held.index.copy()
-        index["slot"] = 0
-        return Contents(
-            index.view(np.uint8).reshape(len(index), _ENTRY.itemsize),
-            payload,
-            held.threshold,
-            held.offered,
-            held.watermarks,
+    def draw(self, step: int, n: int) -> Draw:
+        """Return the first n events of the plan for a step; it and those before it are used up."""
+        while self._plans[0].step < step:
+            self._plans.popleft()
+        plan = self._plans.popleft()
+        assert plan.step == step
+        return self.fetch(plan, n)
+
+    def hold(self, number: int) -> Held:
+        """Copy what cut `number` needs, and keep what slots hold until `let_go`: only one hold at a time."""
+        return Held(
+            number,
+            self._index[: self._held].copy(),
+            self.slots.hold(number),
+            self._reservoir.threshold,
+            self._offered,
+            dict(self._watermarks),
+            tuple(self._plans),
         )
 
-    def let_go(self) -> None:
-        """End a hold: slots freed since are used again."""
-        if self._kept is not None:
-            self._free = np.concatenate([self._free, self._kept])
-            self._kept = None
+    def contents(self, held: Held) -> Contents:
+        """Return what was held, the payload being durable or part of it. May run in another thread until `let_go`.
 
-    @property
-    def reserve(self) -> int:
-        """Slots that can be filled before a hold has to end."""
-        return len(self._free)
+        Raises:
+            OSError: the disk tier cannot be made durable.
+        """
+        index, payload, file = held.index, None, None
+        if self.tiers.disk is None:
+            payload, _ = self.tiers.read(index["slot"].astype(np.int64), index["identity"])
+        else:
+            self.tiers.sync()
+            file = TierFile(self.tiers.disk.path.name, self.tiers.disk.id)
+        plans = []
+        for plan in held.plans:
+            plan.rows.wait()
+            plans.append(PlannedRows(plan.step, plan.rows.rows().cpu(), plan.threshold, plan.share))
+        return Contents(
+            *(held.cut, index, payload, file, held.retired),
+            *(held.threshold, held.offered, held.watermarks, plans),
+        )
 
-    def restore(self, contents: Contents) -> None:
-        """Take up contents in place of what is held; raises SettingsError when they do not fit this store."""
-        rows = len(contents.index)
-        if contents.index.shape[1:] != (_ENTRY.itemsize,) or contents.payload.shape[1:] != (self._tier.row_bytes,):
+    def let_go(self, oldest: int | None) -> None:
+        """End a hold, now that the oldest cut that may be resumed is number `oldest`; None: there is none."""
+        self.slots.let_go(oldest)
+        if oldest is None or oldest > self._resumed_from:
+            for path in self._stale_files:
+                log.info("removing %s, which belongs to no cut any more", path)
+                path.unlink(missing_ok=True)
+            self._stale_files = []
+
+    def discard_later(self, files: list[Path]) -> None:
+        """Remove files of the disk tier that only cuts made so far can name, once those are gone."""
+        self._stale_files = files
+
+    def restore(self, contents: Contents, source: DiskTier | None = None) -> None:
+        """Take up what a cut has in place of what is held.
+
+        Args:
+            contents: of the cut; without payload its slots are those of this store's own disk tier ...
+            source: ... or of this file, from which the rows are copied.
+
+        Raises:
+            SettingsError: the contents do not fit this store.
+        """
+        rows = [plan.rows for plan in contents.plans] + ([] if contents.payload is None else [contents.payload])
+        if any(each.shape[1:] != (self._layout.row_bytes,) for each in rows):
             raise SettingsError("the cut's replay contents have another layout than this store")
-        index = np.ascontiguousarray(contents.index).reshape(-1).view(_ENTRY).copy()
         self._reservoir.threshold, self._offered = contents.threshold, contents.offered
         self._watermarks = dict(contents.watermarks)
-        keep = np.ones(rows, np.bool_)
-        if rows > self._reservoir.limit:
-            keep = self._reservoir.lower(index["priority"])
-            index, rows = index[keep], int(keep.sum())
-        slots = np.arange(rows, dtype=np.int32)
-        index["slot"] = slots
-        self._index[:rows], self._held = index, rows
-        self._free = np.arange(rows, len(self._index), dtype=np.int32)[::-1].copy()
-        self._tier.put_rows(slots.astype(np.int64), contents.payload[torch.from_numpy(keep)])
+        self._resumed_from = contents.cut
+        keep = np.ones(len(contents.index), np.bool_)
+        if len(keep) > self._reservoir.limit:
+            keep = self._reservoir.lower(contents.index["priority"])
+        index = contents.index[keep]
+        if contents.payload is None and source is None:
+            self.slots.restore(contents.index["slot"], contents.retired, contents.cut)
+            self.slots.leave(contents.index["slot"][~keep])
+            self.tiers.take_up(index["slot"].astype(np.int64), index["identity"])
+        else:
+            self.slots.restore(contents.index["slot"][:0], contents.retired[:0], contents.cut)
+            index = index[self._copy(index, np.flatnonzero(keep), contents.payload, source)]
+        self._held = len(index)
+        self._index[: self._held] = index
+        self._plans = deque(
+            Plan(plan.step, np.empty(0, np.int64), self.tiers.staged(plan.rows), plan.threshold, plan.share)
+            for plan in contents.plans
+        )
 
     def close(self) -> None:
         """Let go of the tiers."""
-        self._tier.close()
+        self.tiers.close()
+
+    def _copy(
+        self, index: NDArray[np.void], places: NDArray[np.intp], payload: Tensor | None, source: DiskTier | None
+    ) -> NDArray[np.bool_]:
+        """Write the rows of `index` into new slots, which it then names; return which rows could be had."""
+        found = np.ones(len(index), np.bool_)
+        for begin in range(0, len(index), _MOST_INSERTED):
+            chunk = slice(begin, begin + _MOST_INSERTED)
+            identity = index["identity"][chunk]
+            if source is not None:
+                rows_nR, found[chunk] = source.read(index["slot"][chunk].astype(np.int64), identity)
+            else:
+                assert payload is not None
+                rows_nR = payload[torch.from_numpy(places[chunk])]
+            whole = found[chunk]
+            slots = self.slots.take(int(whole.sum()))
+            index["slot"][np.flatnonzero(whole) + begin] = slots
+            self.tiers.write(slots.astype(np.int64), identity[whole], rows_nR.numpy()[whole])
+        self._count_lost(int((~found).sum()))
+        return found
 
     def _is_new(
         self,
@@ -261,58 +328,35 @@ class Store:
         columns: Mapping[str, Array],
     ) -> None:
         begin, end = self._held, self._held + len(rows)
-        slots = self._free[len(self._free) - len(rows) :]
-        self._free = self._free[: len(self._free) - len(rows)]
+        slots = self.slots.take(len(rows))
         entry = self._index[begin:end]
         entry["priority"], entry["identity"], entry["slot"] = priority[rows], identity[rows], slots
         for name in ("offset", "partition", "row", "time_ms", "key_hash"):
             entry[name] = columns[name][rows]
         entry["label"] = columns["label"][rows] if columns["label"].dtype.kind == "i" else 0
-        self._tier.put(slots.astype(np.int64), {name: column[rows] for name, column in columns.items()})
+        packed = self._layout.pack({name: columns[name][rows] for name in self._layout.fields}, len(rows))
+        self.tiers.write(slots.astype(np.int64), identity[rows], packed)
         self._held = end
 
-    def _evict(self) -> None:
+    def _keep(self, stays: NDArray[np.bool_]) -> None:
+        """Let those leave that do not stay, bool `[H]`."""
         held = self._index[: self._held]
-        stays = self._reservoir.lower(held["priority"])
-        if self._kept is None:
-            self._free = np.concatenate([self._free, held["slot"][~stays]])
-        else:
-            self._kept = np.concatenate([self._kept, held["slot"][~stays]])
+        left = held["slot"][~stays]
+        self.tiers.free(left.astype(np.int64))
+        self.slots.leave(left)
         kept = held[stays]
         self._index[: len(kept)] = kept
         self._held = len(kept)
 
+    def _drop_lost(self) -> None:
+        """Let events leave whose rows a tier could not write or give back: holes, which fill as the stream goes on."""
+        lost = self.tiers.lost()
+        if len(lost):
+            stays = ~np.isin(self._index["identity"][: self._held], lost)
+            self._count_lost(int((~stays).sum()))
+            self._keep(stays)
 
-def build_store(settings: ReplaySettings, schema: Schema, device: torch.device, seed: int) -> Store:
-    """Compose the store that `[replay]` asks for, with its memory tier on `device`.
-
-    Raises:
-        SettingsError: `device_bytes` cannot hold a single event beside the room for a burst.
-    """
-    payload = schema.payload()
-    row_bytes = MemoryTier.row_bytes_of(payload)
-    fits = int(settings.device_bytes) // row_bytes
-    k = min(settings.capacity, fits)
-    while k > 0 and (too_many := k + _spare(k) - fits) > 0:
-        k -= max(1, too_many * 8 // 9)
-    if k < 1:
-        raise SettingsError(
-            f"replay.device_bytes = {int(settings.device_bytes)} is too small: an event has {row_bytes} bytes, and "
-            f"{_spare(1)} slots are needed beside those for events"
-        )
-    if k < settings.capacity:
-        log.warning("replay.device_bytes holds %d events of %d bytes, not %d", k, row_bytes, settings.capacity)
-    reservoir = Reservoir(k)
-    try:
-        tier = MemoryTier(payload, k + _spare(k), device)
-    except RuntimeError as exc:
-        raise SettingsError(
-            f"replay: {k} events of {row_bytes} bytes cannot be had on {device}; lower capacity or device_bytes: "
-            f"{str(exc).splitlines()[0]}"
-        ) from exc
-    return Store(reservoir, SAMPLERS[settings.sampling](), tier, seed)
-
-
-def _spare(k: int) -> int:
-    """Slots beside k: the reservoir's slack, what one insertion brings, and what is replaced while a cut is written."""
-    return Reservoir(k).limit - k + 2 * max(64, min(1024, k // 32)) + k // 16
+    def _count_lost(self, rows: int) -> None:
+        if rows:
+            self.lost += rows
+            log.warning("%d events could not be kept in the store, %d in all since the start", rows, self.lost)

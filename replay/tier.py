@@ -1,44 +1,33 @@
-"""The contract of a tier: a place where the payload of events lies, row by row.
+"""The contract of a tier: a place where the payload of events lies, a packed row each.
 
-Legend: n rows of a call, S slots of the tier.
+Legend: n rows of a call, R bytes of a row, S slots of the tier.
 """
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.block import Array
-
 
 class Tier(Protocol):
-    """S slots for one event's payload each. Rows are immutable: a slot is written again only after it was let go.
-
-    Used by one thread. Which events are in the store is not the tier's business, only where their payload lies.
-    """
+    """S slots for one row each. Which events are in the store is not its business, only where their payload lies."""
 
     name: str
     """Its label in metrics: device, redis or disk."""
     slots: int
-    row_bytes: int
-    """Bytes of one event's payload in this tier."""
+    slot_bytes: int
+    """Bytes that an event takes here."""
 
-    def put(self, slots: NDArray[np.int64], columns: Mapping[str, Array]) -> None:
-        """Write n events' payload, each column `[n, ...]`, into slots `[n]`."""
+    def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8], /) -> None:
+        """Write rows `[n, R]` of the events `identity` `[n]` into slots `[n]`; raises OSError when it cannot."""
         ...
 
-    def get(self, slots: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Return the payload of slots `[n]`, each column `[n, ...]`, on the tier's device."""
-        ...
+    def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], /) -> tuple[Tensor, NDArray[np.bool_]]:
+        """Return the rows of slots `[n]`, uint8 `[n, R]` on the tier's device, and which are whole, bool `[n]`.
 
-    def rows(self, slots: NDArray[np.int64]) -> Tensor:
-        """Return the payload of slots `[n]` as it lies in the tier, uint8 `[n, row_bytes]` on the CPU."""
-        ...
-
-    def put_rows(self, slots: NDArray[np.int64], rows_nR: Tensor) -> None:
-        """Write what `rows` returned, uint8 `[n, row_bytes]`, into slots `[n]`."""
+        A row is whole when it is what was last written for the event `identity`; of others the bytes mean nothing.
+        """
         ...
 
     def close(self) -> None:

@@ -16,8 +16,9 @@ from ingest.fake import Columns, fake_columns
 from ingest.identity import identity_hash, partition_base
 from ingest.schema import Schema
 from replay.admission import priorities
+from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.store import Store, build_store
+from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 MakeStore = Callable[..., Store]
@@ -71,10 +72,11 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: str) -> None:
     raw = np.random.default_rng(0).integers(0, 2, columns["feature.a"].shape) * 100
     columns["feature.a"][:] = raw.astype(dtype)
     store.add(columns, PARTITIONS)
-    place = store._index["offset"][: len(store)].argsort()
-    drawn = store.fetch(type(store.plan(0, 1))(0, place)).columns
+    plan = store.plan(0, 20)
+    order = store._index["offset"][plan.positions].argsort()
+    drawn = store.fetch(plan).columns
     for name in ("feature.a", "feature.b", "feature.c", "label"):
-        assert drawn[name].numpy().tobytes() == columns[name].tobytes()
+        assert drawn[name].numpy()[order].tobytes() == columns[name].tobytes()
 
 
 def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: MakeStore) -> None:
@@ -83,8 +85,9 @@ def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: 
         store.add(fake_columns(schema, range(begin, begin + 500)), PARTITIONS)
         assert len(store) <= 330
     assert len(store) >= 320
-    assert store.rows == {"device": len(store)}
-    assert store.bytes["device"] == len(store) * store._tier.row_bytes
+    assert max(store.rows.values()) == len(store)
+    row_bytes = {"device": store._layout.row_bytes, "disk": store._layout.row_bytes + 8}
+    assert store.bytes == {tier: rows * row_bytes[tier] for tier, rows in store.rows.items()}
 
 
 @settings(max_examples=40, deadline=None)
@@ -218,7 +221,7 @@ class TestDraws:
 
 def test_bytes_decide_where_they_hold_less_than_the_capacity(schema: Schema, caplog: pytest.LogCaptureFixture) -> None:
     store = build_store(ReplaySettings(capacity=10**6, device_bytes="100kB"), schema, torch.device("cpu"), 0)
-    assert store._tier.slots * store._tier.row_bytes <= 100_000
+    assert store.tiers.slots * store._layout.row_bytes <= 100_000
     assert "not 1000000" in caplog.text
 
 
@@ -259,16 +262,15 @@ class TestCuts:
         for begin in range(0, 4000, 200):
             for each in (store, twin):
                 each.add(fake_columns(schema, range(begin, begin + 200), label=[0, 1, 2, 3]), PARTITIONS)
-        moment = store.hold()
+        moment = store.hold(1)
         begin = 4000
-        while store.reserve > store.burst:
+        while store.slots.free > store.burst and begin < 10_000:
             store.add(fake_columns(schema, range(begin, begin + 50), label=[3]), PARTITIONS)
             begin += 50
         contents = store.contents(moment)
-        store.let_go()
+        store.let_go(1)
         assert begin > 4200, "a hold leaves too little room"
-        restored = make_store(640)
-        restored.restore(contents)
+        restored = make_store(640, contents=contents)
         assert held(restored) == held(twin)
         expected, found = everything(twin), everything(restored)
         for name in expected:
@@ -280,37 +282,39 @@ class TestCuts:
         assert restored.plan(7, 50).positions.tolist() == twin.plan(7, 50).positions.tolist()
         assert everything(restored)["feature.n"].tolist() == everything(twin)["feature.n"].tolist()
 
-    def test_slots_that_were_freed_during_a_hold_are_used_again_after_it(
+    def test_slots_that_were_freed_are_used_again_when_no_cut_names_them(
         self, schema: Schema, make_store: MakeStore
     ) -> None:
-        store = make_store(64)
+        store, number = make_store(64), 0
         for begin in range(0, 30_000, 100):
-            if store.reserve < store.burst:
-                store.let_go()
-            elif begin % 1000 == 0:
-                store.let_go()
-                store.hold()
+            if store.slots.free < store.burst or begin % 1000 == 0:
+                if number:
+                    store.let_go(max(1, number - 1))
+                number += 1
+                store.hold(number)
             store.add(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
-        store.let_go()
-        assert store.reserve == store._tier.slots - len(store)
+        store.let_go(None)
+        assert not store.lost
+        assert store.slots.free == store.tiers.slots - len(store)
         slots = store._index["slot"][: len(store)]
         assert len(set(slots.tolist())) == len(store)
 
     def test_a_smaller_store_takes_up_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:
-        large, small = make_store(500), make_store(50)
+        large = make_store(500)
         large.add(fake_columns(schema, range(3000)), PARTITIONS)
-        small.restore(large.contents(large.hold()))
+        small = make_store(50, contents=large.contents(large.hold(1)))
         assert held(small) == k_smallest(schema, [(0, offset) for offset in range(3000)], 50, 0)
 
     def test_an_empty_store_can_be_cut(self, make_store: MakeStore) -> None:
         store = make_store(10)
-        restored = make_store(10)
-        restored.restore(store.contents(store.hold()))
+        restored = make_store(10, contents=store.contents(store.hold(1)))
         assert len(restored) == 0
 
     def test_contents_of_another_layout_are_refused(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(10)
         store.add(fake_columns(schema, range(5)), PARTITIONS)
-        contents = store.contents(store.hold())
+        store.plan_ahead(0, 3)
+        contents = store.contents(store.hold(1))
+        torn = [dataclasses.replace(plan, rows=plan.rows[:, :8]) for plan in contents.plans]
         with pytest.raises(SettingsError, match="another layout"):
-            make_store(10).restore(dataclasses.replace(contents, payload=contents.payload[:, :8]))
+            make_store(10, contents=dataclasses.replace(contents, plans=torn))

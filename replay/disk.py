@@ -1,0 +1,173 @@
+"""The tier `disk`: one preallocated file of records that hold a row and a checksum each.
+
+The file begins with a page that describes it. Records are written by `pwrite` and read by `pread`, not through a memory
+map: a disk that fails is an OSError here, and not a signal that ends the process. The checksum covers the row and names
+the event, so that neither a flipped bit nor a write that never arrived is taken for the event's payload.
+
+Legend: S slots, R bytes of a row, n rows of a call.
+"""
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import crc32c
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ingest.errors import SettingsError
+
+_PAGE = 4096
+_CHECKSUM = np.dtype("<u8")
+_FORMAT = 1
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
+    format: int
+    id: str
+    row_bytes: int
+    slots: int
+
+
+class DiskTier:
+    """S slots in the file `path`. `read` and `sync` may run beside `write`s of other slots."""
+
+    name = "disk"
+
+    def __init__(self, path: Path, header: _Header, descriptor: int, *, pinned: bool = False) -> None:
+        self.path = path
+        self.id = header.id
+        """Tells this file from any other that had its name."""
+        self.slots = header.slots
+        self.row_bytes = header.row_bytes
+        self.slot_bytes = header.row_bytes + _CHECKSUM.itemsize
+        self._file = descriptor
+        self._pinned = pinned
+
+    @staticmethod
+    def slots_in(size: int, row_bytes: int) -> int:
+        """Return how many slots a file of so many bytes has."""
+        return max(0, size - _PAGE) // (row_bytes + _CHECKSUM.itemsize)
+
+    @classmethod
+    def create(cls, path: Path, row_bytes: int, slots: int, *, pinned: bool = False) -> "DiskTier":
+        """Make a file in place of one that may be there, with all its space taken from the disk at once.
+
+        Raises:
+            SettingsError: the disk has no room for it, or cannot be written.
+        """
+        header = _Header(format=_FORMAT, id=uuid.uuid4().hex, row_bytes=row_bytes, slots=slots)
+        size = _PAGE + slots * (row_bytes + _CHECKSUM.itemsize)
+        temporary = path.with_name(f".tmp-{path.name}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                _allocate(descriptor, size)
+                os.pwrite(descriptor, msgspec.json.encode(header).ljust(_PAGE), 0)
+                os.fsync(descriptor)
+                temporary.rename(path)
+            except OSError:
+                os.close(descriptor)
+                temporary.unlink(missing_ok=True)
+                raise
+        except OSError as exc:
+            raise SettingsError(
+                f"replay.disk: {path.parent} cannot give {size / 1e9:.3g} GB: {exc.strerror}; free space there, or "
+                "lower replay.disk.bytes"
+            ) from exc
+        return cls(path, header, descriptor, pinned=pinned)
+
+    @classmethod
+    def open(cls, path: Path, *, pinned: bool = False) -> "DiskTier":
+        """Open the file that a cut names; raises SettingsError when it cannot be used."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as exc:
+            raise SettingsError(_lost(path, f"cannot be opened: {exc.strerror}")) from exc
+        try:
+            header = msgspec.json.decode(os.pread(descriptor, _PAGE, 0), type=_Header)
+            whole = os.fstat(descriptor).st_size >= _PAGE + header.slots * (header.row_bytes + _CHECKSUM.itemsize)
+            if header.format != _FORMAT or not whole:
+                raise SettingsError(_lost(path, "is cut short" if not whole else "was written by another release"))
+        except (OSError, msgspec.MsgspecError) as exc:
+            os.close(descriptor)
+            raise SettingsError(_lost(path, f"cannot be read: {exc}")) from exc
+        except SettingsError:
+            os.close(descriptor)
+            raise
+        return cls(path, header, descriptor, pinned=pinned)
+
+    def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
+        """Write n records, neighbours in one call; they are durable after the next `sync`."""
+        order = np.argsort(slots)
+        records = np.empty((len(slots), self.slot_bytes), np.uint8)
+        records[:, : self.row_bytes] = rows_nR[order]
+        checksums = _checksums(records[:, : self.row_bytes], identity[order])
+        records[:, self.row_bytes :] = checksums[:, None].view(np.uint8)
+        for begin, end, offset in self._runs(slots[order]):
+            rest = records[begin:end].reshape(-1).data
+            while rest:
+                written = os.pwrite(self._file, rest, offset)
+                rest, offset = rest[written:], offset + written
+
+    def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
+        """Read n records, all asked for before the first is waited for; what the disk cannot give is not whole."""
+        order = np.argsort(slots)
+        records = np.zeros((len(slots), self.slot_bytes), np.uint8)
+        runs = list(self._runs(slots[order]))
+        if hasattr(os, "posix_fadvise"):
+            for begin, end, offset in runs:
+                os.posix_fadvise(self._file, offset, (end - begin) * self.slot_bytes, os.POSIX_FADV_WILLNEED)
+        for begin, end, offset in runs:
+            with contextlib.suppress(OSError):  # zeros have no valid checksum
+                os.preadv(self._file, [records[begin:end].reshape(-1).data], offset)
+        found = np.ascontiguousarray(records[:, self.row_bytes :]).view(_CHECKSUM)[:, 0]
+        whole = np.empty(len(slots), np.bool_)
+        whole[order] = found == _checksums(records[:, : self.row_bytes], identity[order])
+        rows_nR = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8, pin_memory=self._pinned)
+        rows_nR.numpy()[order] = records[:, : self.row_bytes]
+        return rows_nR, whole
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk; raises OSError when it is not."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._file)
+
+    def _runs(self, slots: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+        """Yield begin and end of neighbours among rising slots, and their offset in the file."""
+        ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+        begin = 0
+        for end in ends if len(slots) else ():
+            yield begin, end, _PAGE + int(slots[begin]) * self.slot_bytes
+            begin = end
+
+
+def _checksums(rows_nR: NDArray[np.uint8], identity: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the CRC-32C of each row, xor the event's identity."""
+    sums = np.fromiter((crc32c.crc32c(row) for row in np.ascontiguousarray(rows_nR)), np.uint64, len(rows_nR))
+    return sums ^ identity
+
+
+def _lost(path: Path, what: str) -> str:
+    return (
+        f"the replay contents are in {path}, which {what}; put it back (is its disk mounted?), or begin anew by moving "
+        "the cuts away"
+    )
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Take the space of a file: records written into a sparse one cost ten times more, and may find the disk full."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:  # macOS
+        os.ftruncate(descriptor, size)

@@ -1,0 +1,58 @@
+"""One packed row an event, so that a draw is one gather however many fields the schema has.
+
+Legend: n rows of a call, R bytes of a row.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ingest.block import Array
+
+_ALIGNMENT = 8
+"""Fields begin on multiples of the largest item size, so that a row can be viewed as any dtype."""
+
+
+class RowLayout:
+    """Where each field of the payload lies in a row of `row_bytes`."""
+
+    def __init__(self, payload: Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]) -> None:
+        self._fields: dict[str, tuple[int, int, np.dtype[np.generic], tuple[int, ...]]] = {}
+        place = 0
+        for name, (dtype, shape) in payload.items():
+            size = dtype.itemsize * int(np.prod(shape))
+            self._fields[name] = (place, place + size, dtype, shape)
+            place += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.row_bytes = place
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The columns that a row holds."""
+        return tuple(self._fields)
+
+    def pack(self, columns: Mapping[str, Array], n: int) -> NDArray[np.uint8]:
+        """Copy n events' payload, each column `[n, ...]`, into rows, uint8 `[n, R]`."""
+        rows_nR = np.zeros((n, self.row_bytes), np.uint8)
+        for name, (begin, end, dtype, _) in self._fields.items():
+            column = np.ascontiguousarray(columns[name], dtype)
+            rows_nR[:, begin:end] = column.reshape(n, -1).view(np.uint8)
+        return rows_nR
+
+    def unpack(self, rows_nR: Tensor) -> dict[str, Tensor]:
+        """View the fields in rows, each `[n, ...]`: nothing is copied."""
+        columns: dict[str, Tensor] = {}
+        for name, (begin, end, dtype, shape) in self._fields.items():
+            columns[name] = rows_nR[:, begin:end].view(_TORCH[dtype.name]).reshape(len(rows_nR), *shape)
+        return columns
+
+
+_TORCH = {
+    np.dtype(name).name: getattr(torch, name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+        *("uint8", "uint16", "uint32", "uint64"),
+    )
+}

@@ -1,0 +1,78 @@
+"""Which slots may be written: those that neither the store nor a cut names.
+
+A cut of a store whose payload outlives the process holds slots, not rows. After a crash the store goes on from a cut,
+and must find in its slots what they held when it was made: so a slot that an event has left is *retired*, with the
+number of the last cut that may name it, and written again when that cut is gone.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Slots:
+    """The slots `[0, count)` of a tier.
+
+    Args:
+        count: how many there are.
+        durable: whether cuts name slots; if not, what a slot holds matters only while a cut is being written.
+    """
+
+    def __init__(self, count: int, *, durable: bool) -> None:
+        self._durable = durable
+        self._free = np.arange(count, dtype=np.int32)[::-1].copy()
+        self._retired: list[tuple[int, NDArray[np.int32]]] = []
+        self._last_cut = 0
+        self._holding = False
+
+    @property
+    def free(self) -> int:
+        """Slots that may be written now."""
+        return len(self._free)
+
+    @property
+    def waiting(self) -> int:
+        """Slots left since the last cut began, which wait for it to be gone."""
+        return sum(len(slots) for last, slots in self._retired if last == self._last_cut) if self._durable else 0
+
+    def take(self, n: int) -> NDArray[np.int32]:
+        """Return n free slots."""
+        taken, self._free = self._free[len(self._free) - n :], self._free[: len(self._free) - n]
+        return taken
+
+    def leave(self, slots: NDArray[np.int32]) -> None:
+        """Give back the slots of events that have left."""
+        if self._holding or (self._durable and self._last_cut):
+            self._retired.append((self._last_cut, slots))
+        else:
+            self._free = np.concatenate([self._free, slots])
+
+    def hold(self, number: int) -> NDArray[np.int64]:
+        """Begin the cut `number`: what slots hold now stays until `let_go` says otherwise.
+
+        Returns:
+            int64 `[P, 2]`, the retired slots, each after the number of the last cut that may name it.
+        """
+        assert not self._holding
+        assert number > self._last_cut
+        self._holding, self._last_cut = True, number
+        pairs = [np.stack([np.full(len(slots), last), slots], axis=1) for last, slots in self._retired]
+        return np.concatenate([np.empty((0, 2), np.int64), *pairs])
+
+    def let_go(self, oldest: int | None) -> None:
+        """End a hold, now that the oldest cut that may be resumed is number `oldest`; None: there is none."""
+        self._holding = False
+        stays = [oldest is not None and self._durable and last >= oldest for last, _ in self._retired]
+        freed = [slots for (_, slots), stay in zip(self._retired, stays, strict=True) if not stay]
+        self._retired = [pair for pair, stay in zip(self._retired, stays, strict=True) if stay]
+        self._free = np.concatenate([self._free, *freed])
+
+    def restore(self, used: NDArray[np.int32], retired: NDArray[np.int64], last_cut: int) -> None:
+        """Take up a cut: the slots that it names, those that were retired, and its number."""
+        self._last_cut = last_cut
+        taken = np.zeros(len(self._free), np.bool_)
+        taken[used] = True
+        taken[retired[:, 1]] = True
+        self._free = np.flatnonzero(~taken)[::-1].astype(np.int32)
+        self._retired = [
+            (last, retired[retired[:, 0] == last, 1].astype(np.int32)) for last in np.unique(retired[:, 0]).tolist()
+        ]

@@ -1,0 +1,230 @@
+"""Where the payload of the events held lies: with a disk tier that has all of it, the device is a cache.
+
+Which tier has a row is decided here, changes freely, and shows in no draw: a miss costs time and nothing else.
+
+Legend: n rows of a call, m of them not in the cache, R bytes of a row, S slots.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from replay.courier import Courier
+from replay.disk import DiskTier
+from replay.memory import MemoryTier
+
+_NOWHERE = -1
+
+log = logging.getLogger(__name__)
+
+
+class Staged:
+    """The n rows of a plan on their way to the device.
+
+    What the cache has is read when this is made, so that its slots may be written again at once; the rest arrives from
+    another thread.
+    """
+
+    def __init__(self, rows_nR: Tensor, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> None:
+        self.n = len(rows_nR)
+        self.slots, self.identity = slots, identity
+        """Of the rows that are still to arrive, `[m]`."""
+        self._rows_nR = rows_nR
+        self._places: NDArray[np.int64] = np.empty(0, np.int64)
+        self._late: Tensor | None = None
+        self._whole = np.ones(len(rows_nR), np.bool_)
+        self._arrived = threading.Event()
+        self._arrived.set()
+
+    def await_rows(self, places: NDArray[np.int64]) -> None:
+        """Tell in which places of the plan `[m]` rows are still to arrive."""
+        self._places = places
+        self._arrived.clear()
+
+    def arrive(self, rows_mR: Tensor, whole: NDArray[np.bool_]) -> None:
+        """Hand over the rest, on the host, and which of it is whole, bool `[m]`."""
+        self._late = rows_mR
+        self._whole[self._places[~whole]] = False
+        self._arrived.set()
+
+    def wait(self) -> float:
+        """Wait until all rows are here, and return the seconds that it took."""
+        begin = time.perf_counter()
+        self._arrived.wait()
+        return time.perf_counter() - begin
+
+    def rows(self, n: int | None = None) -> Tensor:
+        """Return those of the first n rows that are whole, uint8 `[<= n, R]`; on the device, and after `wait`."""
+        rows_nR = self._rows_nR
+        if self._late is not None:
+            where = torch.from_numpy(self._places).to(rows_nR.device)
+            rows_nR.index_copy_(0, where, self._late.to(rows_nR.device, non_blocking=True))
+        if self._whole.all():
+            return rows_nR[:n]
+        return rows_nR[torch.from_numpy(np.flatnonzero(self._whole[:n])).to(rows_nR.device)]
+
+    def late(self) -> tuple[NDArray[np.bool_], Tensor | None]:
+        """Return which of the m rows are whole, and the rows as they arrived; after `wait`."""
+        return self._whole[self._places], self._late
+
+
+@dataclass
+class TierStats:
+    """Running totals.
+
+    Attributes:
+        read: rows that were read for draws, by tier.
+        stall_seconds: time that the step has waited for a tier.
+    """
+
+    read: dict[str, int] = field(default_factory=dict)
+    stall_seconds: float = 0.0
+
+
+class Tiers:
+    """S slots, one for each event that the store may hold. Used by one thread, but for `read` and `sync`.
+
+    A slot is written again only after every read of it was asked for that is to see what it has now: jobs for the disk
+    are done in the order in which they are asked for.
+    """
+
+    def __init__(self, device: MemoryTier, disk: DiskTier | None) -> None:
+        home = disk or device
+        self.slots = home.slots
+        self.durable = disk is not None
+        """Whether the payload outlives the process, so that a cut need not hold it."""
+        self.disk = disk
+        self.stats = TierStats({tier.name: 0 for tier in (device, disk) if tier is not None})
+        self.ill: str | None = None
+        self._device = device
+        self._courier = Courier("disk-tier") if disk is not None else None
+        self._lost: deque[NDArray[np.uint64]] = deque()
+        if disk is not None:
+            self._tenant = np.zeros(disk.slots, np.uint64)
+            self._cached = np.full(disk.slots, _NOWHERE, np.int32)
+            self._room = np.arange(device.slots, dtype=np.int32)[::-1].copy()
+
+    def rows(self, held: int) -> dict[str, int]:
+        """Return the events by tier, when so many are held."""
+        return {"device": held} if self.disk is None else {"device": self._cache_size, "disk": held}
+
+    def bytes(self, held: int) -> dict[str, int]:
+        """Return the bytes that they take, by tier."""
+        slot_bytes = {tier.name: tier.slot_bytes for tier in (self._device, self.disk) if tier is not None}
+        return {name: rows * slot_bytes[name] for name, rows in self.rows(held).items()}
+
+    def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
+        """Put the rows of n events into free slots."""
+        if self.disk is None or self._courier is None:
+            self._device.write(slots, identity, rows_nR)
+            return
+        disk = self.disk
+
+        def job() -> None:
+            try:
+                disk.write(slots, identity, rows_nR)
+            except OSError as exc:
+                self._lost.append(identity)
+                self._say(f"replay.disk: {disk.path} cannot be written: {exc.strerror}; events are not stored")
+            else:
+                self.ill = None
+
+        self.stats.stall_seconds += self._courier.send(job, rows_nR.nbytes)
+        self._tenant[slots] = identity
+        self._cache(slots, torch.from_numpy(rows_nR))
+
+    def stage(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> Staged:
+        """Begin to bring the rows of n events to the device."""
+        if self.disk is None or self._courier is None:
+            self.stats.read["device"] += len(slots)
+            return Staged(self._device.read(slots, identity)[0], slots[:0], identity[:0])
+        disk, places = self.disk, self._cached[slots].astype(np.int64)
+        misses = np.flatnonzero(places == _NOWHERE)
+        # A miss takes the row of slot 0 for the moment: one gather instead of a gather and a scatter.
+        rows_nR = self._device.read(np.maximum(places, 0), identity)[0]
+        staged = Staged(rows_nR, slots[misses], identity[misses])
+        self.stats.read["device"] += len(slots) - len(misses)
+        self.stats.read["disk"] += len(misses)
+        if len(misses):
+            staged.await_rows(misses)
+            size = len(misses) * disk.slot_bytes
+            self.stats.stall_seconds += self._courier.send(
+                lambda: staged.arrive(*disk.read(staged.slots, staged.identity)), size
+            )
+        return staged
+
+    def arrive(self, staged: Staged, n: int | None = None) -> Tensor:
+        """Return those of the first n rows, or of all, that could be had, uint8 `[<= n, R]` on the device."""
+        self.stats.stall_seconds += staged.wait()
+        rows_nR = staged.rows(n)
+        whole, late = staged.late()
+        if late is not None:
+            if not whole.all():
+                self._lost.append(staged.identity[~whole])
+            still = whole & (self._tenant[staged.slots] == staged.identity) & (self._cached[staged.slots] == _NOWHERE)
+            self._cache(staged.slots[still], late[torch.from_numpy(still)])
+        return rows_nR
+
+    def lost(self) -> NDArray[np.uint64]:
+        """Return the identities of events whose rows were found lost since the last time."""
+        found = [self._lost.popleft() for _ in range(len(self._lost))]
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)
+
+    def take_up(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> None:
+        """Learn that the disk tier's file has the rows of n events already; the cache fills as they are drawn."""
+        self._tenant[slots] = identity
+
+    def staged(self, rows_nR: Tensor) -> Staged:
+        """Return rows that are on the host, uint8 `[n, R]`, as a plan has them."""
+        return Staged(rows_nR.to(self._device.device), np.empty(0, np.int64), np.empty(0, np.uint64))
+
+    def free(self, slots: NDArray[np.int64]) -> None:
+        """Let go of what caches hold of events that have left."""
+        if self.disk is not None:
+            cached = self._cached[slots]
+            self._room = np.concatenate([self._room, cached[cached != _NOWHERE]])
+            self._cached[slots] = _NOWHERE
+            self._tenant[slots] = 0
+
+    def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
+        """Return rows that are written, uint8 `[n, R]` on the host, and which are whole. In any thread."""
+        rows_nR, whole = (self.disk or self._device).read(slots, identity)
+        return rows_nR.cpu(), whole
+
+    def sync(self) -> None:
+        """Wait until all that was written before is durable; raises OSError when it is not. In any thread."""
+        if self.disk is not None and self._courier is not None:
+            self._courier.drain()
+            self.disk.sync()
+
+    def close(self) -> None:
+        """Let go of memory and files."""
+        if self._courier is not None:
+            self._courier.close()
+        for tier in (self._device, self.disk):
+            if tier is not None:
+                tier.close()
+
+    @property
+    def _cache_size(self) -> int:
+        return self._device.slots - len(self._room)
+
+    def _cache(self, slots: NDArray[np.int64], rows_nR: Tensor) -> None:
+        """Keep as many of the rows on the device as there is room for."""
+        n = min(len(slots), len(self._room))
+        if n:
+            places, self._room = self._room[len(self._room) - n :], self._room[: len(self._room) - n]
+            self._cached[slots[:n]] = places
+            self._device.put(places.astype(np.int64), rows_nR[:n])
+
+    def _say(self, sentence: str) -> None:
+        if self.ill != sentence:
+            log.error("%s", sentence)
+        self.ill = sentence
