@@ -89,8 +89,8 @@ class StreamSettings(Section):
     """Topic for messages that cannot be used; by default the first topic's name with `.dead` after it."""
     group_id: str | None = None
     """Consumer group under which positions are committed, for lag tools only; by default `anabranch-` and the name."""
-    format: Literal["json", "rows"] = "json"
-    """Message format: `json` is one object a message, `rows` packed little-endian rows."""
+    format: Literal["json", "rows", "arrow"] = "json"
+    """Message format: `json` is one object a message, `rows` packed little-endian rows, `arrow` an Arrow IPC stream."""
     start: Annotated[str, BeforeValidator(_start)] = "earliest"
     """Where a pipeline without a cut begins: `earliest`, `latest` or an ISO time."""
     on_gap: Literal["fail", "earliest"] = "fail"

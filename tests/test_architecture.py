@@ -25,6 +25,7 @@ HOME = {
     "faiss": {"replay/index.py"},
     "fastapi": {"serving/app.py"},
     "kafka": {"ingest"},
+    "pyarrow": {"ingest/arrow.py"},
     "redis": {"replay/redis.py"},
     "rich": {"anabranch"},
     "safetensors": {"learner/version.py", "learner/cut.py"},
@@ -122,7 +123,7 @@ def test_tests_are_no_packages():
         ("serving.app", ["kafka", "confluent_kafka", "redis", "faiss"]),
         ("anabranch.cli", ["torch", "kafka", "confluent_kafka", "sklearn", "fastapi", "uvicorn", "numpy"]),
         ("ingest.source", ["torch", "kafka", "confluent_kafka"]),
-        ("ingest.__main__", ["torch"]),
+        ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow"]),
         *((f"{package}.config", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]) for package in PACKAGES),
     ],
 )

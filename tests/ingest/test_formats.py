@@ -2,12 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingest.config import SchemaSettings
@@ -28,7 +30,23 @@ def pack_row(schema: Schema, event: dict[str, Any]) -> bytes:
     return pack_rows(schema, [{name: value for name, value in event.items() if value is not None}])
 
 
-PACK: dict[str, Callable[[Schema, dict[str, Any]], bytes]] = {"json": pack_json, "rows": pack_row}
+def pack_arrow(schema: Schema, event: dict[str, Any]) -> bytes:
+    return arrow_stream(pa.RecordBatch.from_pylist([event]))
+
+
+def arrow_stream(*batches: Any, **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+PACK: dict[str, Callable[[Schema, dict[str, Any]], bytes]] = {
+    "json": pack_json,
+    "rows": pack_row,
+    "arrow": pack_arrow,
+}
 
 
 @pytest.fixture(params=sorted(FORMATS))
@@ -262,3 +280,296 @@ class TestRows:
     def test_an_event_that_lacks_a_field_cannot_be_packed(self, schema: Schema) -> None:
         with pytest.raises(SettingsError, match="event 1: x = None"):
             pack_rows(schema, [{"x": [1, 2, 3], "y": 1}, {"y": 1}])
+
+
+class TestArrow:
+    @pytest.fixture
+    def words(self, make_schema: MakeSchema) -> Schema:
+        """Strings in each place where there may be some."""
+        return make_schema(
+            {
+                "c": {"dtype": "string", "encode": {"vocab": ["a", "b"]}},
+                "d": {"dtype": "string", "encode": {"vocab": ["a", "b"]}, "shape": [2], "default": "b"},
+            },
+            {"name": "y", "classes": ["no", "yes"]},
+            key={"name": "k"},
+        )
+
+    def decode(self, schema: Schema, *batches: dict[str, Any]) -> Decoded:
+        return FORMATS["arrow"](schema).decode([arrow_stream(pa.record_batch(batch)) for batch in batches])
+
+    def test_rows_and_batches_of_a_message_are_counted_through(self, schema: Schema) -> None:
+        batch = pa.RecordBatch.from_pylist([{"x": [i, i, i], "y": i} for i in range(3)])
+        one = pa.RecordBatch.from_pylist([{"y": 0, "x": [1.5, 2, 3]}])
+        decoded = FORMATS["arrow"](schema).decode([arrow_stream(batch, batch), arrow_stream(one), arrow_stream(batch)])
+        assert decoded.message.tolist() == [0] * 6 + [1] + [2] * 3
+        assert decoded.row.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2]
+        assert decoded.columns["label"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0, 1, 2]
+        assert decoded.columns["feature.x"][6].tolist() == [1.5, 2, 3]
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            pa.list_(pa.list_(pa.float32(), 3), 2),
+            pa.list_(pa.list_(pa.float16())),
+            pa.large_list(pa.list_(pa.int8(), 3)),
+            pa.list_(pa.float64(), 6),
+            pa.list_(pa.uint64()),
+        ],
+        ids=str,
+    )
+    def test_a_shape_is_nested_lists_or_one_flat_list(self, make_schema: MakeSchema, kind: Any) -> None:
+        schema = make_schema({"x": {"dtype": "float32", "shape": [2, 3]}}, {"name": "y", "classes": 3})
+        rows = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+        nested = pa.types.is_nested(kind.value_type)
+        array = pa.array([[row[:3], row[3:]] if nested else row for row in rows], kind)
+        # A slice has offsets that do not begin at 0.
+        batch = pa.record_batch({"x": pa.concat_arrays([array, array]), "y": [1, 1, 1, 1]}).slice(1, 2)
+        decoded = FORMATS["arrow"](schema).decode([arrow_stream(batch)])
+        assert not decoded.rejects
+        assert decoded.columns["feature.x"].reshape(2, 6).tolist() == [rows[1], rows[0]]
+
+    @pytest.mark.parametrize("text", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
+    def test_strings_are_encoded_wherever_they_stand(self, words: Schema, text: Any) -> None:
+        batch = {
+            "c": pa.array(["b", "?", None, "a"], text),
+            "d": pa.array([["a", "b"], None, ["a", "a"], ["?", "a"]], pa.list_(text)),
+            "y": pa.array(["yes", None, "no", "maybe"], text),
+            "k": pa.array(["7", "u", "v", "w"], text),
+        }
+        decoded = self.decode(words, batch)
+        assert decoded.row.tolist() == [0, 1]
+        assert decoded.columns["feature.c"].tolist() == [2, 0]
+        assert decoded.columns["feature.d"].tolist() == [[1, 2], [2, 2]]
+        assert decoded.columns["label"].tolist() == [1, -1]
+        assert decoded.columns["labelled"].tolist() == [True, False]
+        assert [(reject.row, reject.reason) for reject in decoded.rejects] == [
+            (2, "c is null"),
+            (3, "y is not a class"),
+        ]
+        by_json = FORMATS["json"](words).decode([b'{"c": "b", "k": 7}'])
+        assert decoded.columns["key_hash"][0] == by_json.columns["key_hash"][0]
+
+    def test_dictionaries_of_many_messages_may_differ(self, make_schema: MakeSchema) -> None:
+        schema = make_schema({"c": {"dtype": "string", "encode": {"hash": 2**31}}}, {"name": "y", "classes": 2})
+        texts = [[f"{i}-{j}" for j in range(3)] for i in range(200)]
+        small = pa.dictionary(pa.int8(), pa.string())
+        decoded = self.decode(schema, *({"c": pa.array(each, small)} for each in texts))
+        plain = self.decode(schema, *({"c": each} for each in texts))
+        assert len(decoded.message) == 600
+        assert decoded.columns["feature.c"].tolist() == plain.columns["feature.c"].tolist()
+
+    def test_a_null_within_a_dictionary_is_a_null(self, words: Schema) -> None:
+        coded = pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.int8()), pa.array(["a", None]))
+        decoded = self.decode(words, {"c": coded, "k": [1, 2, 3]})
+        assert decoded.row.tolist() == [0]
+        assert [reject.reason for reject in decoded.rejects] == ["c is null"] * 2
+
+    @pytest.mark.parametrize("absent", [None, pa.nulls(2), pa.array([None, None], pa.int64())], ids=repr)
+    def test_a_label_without_values_is_not_labelled(self, schema: Schema, absent: Any) -> None:
+        batch = {"x": [[1, 2, 3]] * 2} | ({} if absent is None else {"y": absent})
+        decoded = self.decode(schema, batch)
+        assert decoded.columns["labelled"].tolist() == [False, False]
+        assert decoded.columns["label"].tolist() == [-1, -1]
+
+    def test_a_null_takes_the_default_where_there_is_one(self, make_schema: MakeSchema) -> None:
+        schema = make_schema(
+            {"x": {"dtype": "float32", "shape": [2], "default": [1, 2]}, "n": {"dtype": "int8", "default": 7}},
+            {"name": "y", "classes": 2},
+        )
+        batch = {"x": [[3.0, 4.0], None, [5.0, None]], "y": [0, 1, 1]}
+        decoded = self.decode(schema, batch, {"y": [1], "n": pa.nulls(1), "x": pa.nulls(1)}, {"y": [0]})
+        assert decoded.columns["feature.x"].tolist() == [[3, 4], [1, 2], [1, 2], [1, 2]]
+        assert decoded.columns["feature.n"].tolist() == [7, 7, 7, 7]
+        assert [(reject.message, reject.row, reject.reason) for reject in decoded.rejects] == [
+            (0, 2, "x does not fit float32 of shape [2]")
+        ]
+
+    @pytest.mark.parametrize(
+        ("x", "y", "reason"),
+        [
+            ([1, 2], 1, "x does not fit float32 of shape [3]"),
+            ([1, 2, 3, 4], 1, "x does not fit float32 of shape [3]"),
+            ([1, None, 3], 1, "x does not fit float32 of shape [3]"),
+            (None, 1, "x is null"),
+            ([1, math.nan, 3], 1, "x is NaN, infinite"),
+            ([1, math.inf, 3], 1, "x is NaN, infinite"),
+            ([1, 1e39, 3], 1, "x is NaN, infinite or too large"),
+            ([1, 2, 3], 3, "y is not in 0..2"),
+            ([1, 2, 3], -1, "y is not in 0..2"),
+        ],
+    )
+    def test_bad_rows_are_left_out_of_a_good_message(self, schema: Schema, x: Any, y: int, reason: str) -> None:
+        kind = pa.list_(pa.float64())
+        batch = {"x": pa.array([[1, 2, 3], x, [4, 5, 6], x], kind), "y": [1, y, 2, y]}
+        decoded = self.decode(schema, batch)
+        assert decoded.row.tolist() == [0, 2]
+        assert decoded.columns["feature.x"].tolist() == [[1, 2, 3], [4, 5, 6]]
+        assert [(reject.message, reject.row) for reject in decoded.rejects] == [(0, 1), (0, 3)]
+        assert reason in decoded.rejects[0].reason
+
+    @pytest.mark.parametrize(
+        ("batch", "reason"),
+        [
+            ({"y": [1]}, "missing required column x"),
+            ({"x": [[1, 2]], "y": [1.0]}, "y is of Arrow type double, not a whole number"),
+            ({"x": [1.0], "y": [1]}, "x is of Arrow type double, not float32 of shape [3]"),
+            ({"x": [["1", "2", "3"]], "y": [1]}, "x is of Arrow type list<item: string>, not float32"),
+            ({"x": [[True] * 3], "y": [1]}, "not float32 of shape [3]"),
+            ({"x": pa.array([[1.0, 2.0]], pa.list_(pa.float32(), 2)), "y": [1]}, "[2], not float32 of shape [3]"),
+            ({"x": pa.array([], pa.list_(pa.float32(), 3))}, "it holds no event"),
+        ],
+    )
+    def test_a_message_of_other_types_is_rejected_whole(self, schema: Schema, batch: Any, reason: str) -> None:
+        (reject,) = self.decode(schema, batch).rejects
+        assert (reject.message, reject.row) == (0, WHOLE_MESSAGE)
+        assert reason in reject.reason
+
+    def test_two_columns_of_one_name_are_rejected(self, schema: Schema) -> None:
+        batch = pa.record_batch([pa.array([[1.0, 2.0, 3.0]]), pa.array([1]), pa.array([2])], names=["x", "y", "y"])
+        (reject,) = FORMATS["arrow"](schema).decode([arrow_stream(batch)]).rejects
+        assert reject.reason == "two columns are named y"
+
+    @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+    def test_integers_of_any_width_are_taken_where_they_fit(self, make_schema: MakeSchema, dtype: str) -> None:
+        schema = make_schema({"n": {"dtype": dtype}}, {"name": "y", "classes": 2})
+        limits = np.iinfo(dtype)
+        numbers = [int(limits.min), int(limits.max), int(limits.max) + 1, int(limits.min) - 1]
+        for wide, fitting in ((pa.int64(), [*range(-(2**63), 2**63, 2**63 - 1)]), (pa.uint64(), [0, 2**64 - 1])):
+            bounds = min(fitting), max(fitting)
+            tried = [number for number in numbers if bounds[0] <= number <= bounds[1]]
+            decoded = self.decode(schema, {"n": pa.array(tried, wide)})
+            good = [number for number in tried if limits.min <= number <= limits.max]
+            assert decoded.columns["feature.n"].tolist() == good
+            assert {reject.reason for reject in decoded.rejects} <= {f"n does not fit {dtype}"}
+
+    @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+    def test_a_time_is_a_timestamp_of_any_unit_or_seconds(self, make_schema: MakeSchema, unit: str) -> None:
+        schema = make_schema(
+            {"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, time={"name": "t"}, weight={"name": "w"}
+        )
+        scale = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+        for zone in (None, "Europe/Stockholm"):
+            moments = pa.array([1_700_000_000 * scale, -3600 * scale, None, scale], pa.int64())
+            times = moments.cast(pa.timestamp(unit, zone))
+            decoded = self.decode(schema, {"x": [1] * 4, "t": times, "w": [1.0, 0.5, 1.0, -1.0]})
+            assert decoded.columns["time"].tolist() == [1.7e9, -3600]
+            assert [reject.reason for reject in decoded.rejects] == ["t is null", "w is negative"]
+        decoded = self.decode(schema, {"x": [1, 1], "t": [1_700_000_000, 5], "w": pa.array([1, 2], pa.uint8())})
+        assert decoded.columns["time"].tolist() == [1.7e9, 5]
+
+    def test_unknown_columns_are_ignored_and_counted(self, schema: Schema) -> None:
+        known = {"x": [[1, 2, 3]], "y": [1]}
+        decoded = self.decode(schema, {**known, "z": [{"deep": [1]}]}, known, {"z": ["?"], **known})
+        assert decoded.unknown_fields == 2
+        assert decoded.message.tolist() == [0, 1, 2]
+
+    @pytest.mark.parametrize("codec", ["lz4", "zstd"])
+    def test_compressed_batches_are_read(self, schema: Schema, codec: str) -> None:
+        batch = pa.RecordBatch.from_pylist([{"x": [i, 0, 0], "y": i % 3} for i in range(500)])
+        decoded = FORMATS["arrow"](schema).decode([arrow_stream(batch, compression=codec)])
+        assert decoded.columns["feature.x"][:, 0].tolist() == list(range(500))
+
+    def test_a_message_that_would_take_much_memory_is_refused(self, make_schema: MakeSchema) -> None:
+        schema = make_schema({"n": {"dtype": "int64", "default": 0}}, {"name": "y", "classes": 2})
+        zeros = pa.record_batch({"n": np.zeros(1_000_000, np.int64)})
+        nulls = pa.record_batch({"n": pa.nulls(1_000_000)})
+        unread = pa.record_batch({"n": [0], "z": pa.array(["x" * 10_000_000])})
+        bombs = [arrow_stream(zeros, compression="zstd"), arrow_stream(nulls), arrow_stream(unread, compression="zstd")]
+        assert max(map(len, bombs)) < 10_000
+        before = pa.total_allocated_bytes()
+        decoded = FORMATS["arrow"](schema).decode(bombs)
+        assert [reject.message for reject in decoded.rejects] == [0, 1, 2]
+        assert all("send it uncompressed" in reject.reason for reject in decoded.rejects)
+        assert pa.total_allocated_bytes() - before < 1_000_000
+
+    def test_deltas_and_very_many_batches_are_refused(self, words: Schema) -> None:
+        first, second = ({"c": pa.array(texts).dictionary_encode(), "k": [1, 2]} for texts in (["a", "b"], ["a", "c"]))
+        longer = pa.array(["a", "b"]).dictionary_encode(), pa.array(["a", "b", "c"]).dictionary_encode()
+        deltas = [pa.record_batch({"c": coded, "k": [1] * len(coded)}) for coded in longer]
+        values = [
+            arrow_stream(*deltas, emit_dictionary_deltas=True),
+            arrow_stream(*[pa.record_batch(first)] * 100),
+            arrow_stream(pa.record_batch(first), pa.record_batch(second)),
+        ]
+        decoded = FORMATS["arrow"](words).decode(values)
+        assert ["deltas are not taken" in decoded.rejects[0].reason, "64 parts" in decoded.rejects[1].reason] == [
+            True
+        ] * 2
+        assert decoded.message.tolist() == [2] * 4
+        assert decoded.columns["feature.c"].tolist() == [1, 2, 1, 0]
+
+    @pytest.mark.parametrize("kind", ["file", "bare batch", "legacy", "v4", "tensor"])
+    def test_other_arrow_bytes_are_refused_with_a_reason(self, schema: Schema, kind: str) -> None:
+        batch = pa.RecordBatch.from_pylist([{"x": [1, 2, 3], "y": 1}])
+        sink = pa.BufferOutputStream()
+        if kind == "file":
+            with pa.ipc.new_file(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+        elif kind == "bare batch":
+            sink.write(batch.serialize())
+        elif kind == "tensor":
+            pa.ipc.write_tensor(pa.Tensor.from_numpy(np.zeros(3)), sink)
+        else:
+            options = (
+                {"use_legacy_format": True} if kind == "legacy" else {"metadata_version": pa.ipc.MetadataVersion.V4}
+            )
+            sink.write(arrow_stream(batch, **options))
+        (reject,) = FORMATS["arrow"](schema).decode([sink.getvalue().to_pybytes()]).rejects
+        assert (reject.row, "rror" in reject.reason) == (WHOLE_MESSAGE, False)
+        assert any(word in reject.reason for word in ("is no Arrow IPC stream", "before 1.0", "is a schema"))
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.data())
+    def test_a_damaged_message_is_events_or_a_reject_and_never_an_error(self, data: st.DataObject) -> None:
+        value = bytearray(data.draw(st.sampled_from(DAMAGEABLE)))
+        for _ in range(data.draw(st.integers(1, 4))):
+            place = data.draw(st.integers(0, len(value) - 1))
+            patch = data.draw(st.sampled_from([b"\x00", b"\xff", b"\xff" * 8, b"\x00" * 7 + b"\x40", b"\x01\x02"]))
+            value[place : place + len(patch)] = patch
+        torn = bytes(value[: data.draw(st.integers(0, len(value)))]) if data.draw(st.booleans()) else bytes(value)
+        decoded = FORMATS["arrow"](DAMAGED).decode([torn])
+        assert {*decoded.message.tolist(), *(reject.message for reject in decoded.rejects)} == {0}
+        assert len(decoded.message) * 32 <= 65_536 + 32 * len(torn)
+
+    def test_without_pyarrow_the_extra_is_named(self, schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, "ingest.arrow", raising=False)
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(SettingsError, match=r"pip install 'anabranch\[arrow\]'"):
+            FORMATS["arrow"](schema)
+
+
+DAMAGED = Schema(
+    SchemaSettings.model_validate(
+        {
+            "features": {
+                "x": {"dtype": "float32", "shape": [2]},
+                "c": {"dtype": "string", "encode": {"hash": 9}, "shape": [2], "default": "?"},
+            },
+            "label": {"name": "y", "classes": ["no", "yes"]},
+            "key": {"name": "k"},
+            "time": {"name": "t"},
+        }
+    )
+)
+
+
+def damageable() -> Iterator[bytes]:
+    """Small messages of every kind of column."""
+    batch = pa.record_batch(
+        {
+            "x": pa.array([[1, 2], [3, None], None, [4]], pa.list_(pa.float64())),
+            "c": pa.array([["a", "b"]] * 4, pa.list_(pa.dictionary(pa.int8(), pa.string()), 2)),
+            "y": pa.array(["no", "yes", None, "no"]).dictionary_encode(),
+            "k": ["p", "q", "r", None],
+            "t": pa.array([1, 2, 3, 4], pa.timestamp("us")),
+            "z": [{"deep": [1]}] * 4,
+        }
+    )
+    yield arrow_stream(batch)
+    yield arrow_stream(batch, batch)
+    yield arrow_stream(batch, compression="lz4")
+    yield arrow_stream(batch, compression="zstd")
+
+
+DAMAGEABLE = list(damageable())
