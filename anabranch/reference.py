@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 from anabranch.cli import app
 from anabranch.config import Pipeline, alternatives
 from ingest.metrics import IngestMetrics
+from ingest.properties import PROPERTIES, REFUSED
 from ingest.units import format_duration
 from learner.metrics import LearnerMetrics
 from replay.metrics import ReplayMetrics
@@ -40,6 +41,14 @@ Unknown keys are errors that name the nearest known key. A duration is written a
 `"1d"`, a size as `"256MB"` (10^6) or `"256MiB"` (2^20). Instead of any string, `{env = "NAME"}` takes the value of a
 variable of the environment and `{file = "path"}` the contents of a file, relative to the config's folder; such values,
 tokens and properties are never printed.
+"""
+
+_PROPERTIES = """\
+
+### Properties
+
+What `[stream.properties]` takes, in librdkafka's names, for either client unless the table says otherwise. Values are
+secret. Names that would break a promise are errors that say what decides instead.
 """
 
 _COMMANDS = """\
@@ -106,7 +115,19 @@ The design fixes the names that users build on. These were added to it:
 
 def reference() -> str:
     """Return the page."""
-    return "".join((_HEAD, *_sections("", Pipeline), _COMMANDS, *_commands(), _METRICS, *_metrics(), _TAIL))
+    return "".join(
+        (
+            _HEAD,
+            *_sections("", Pipeline),
+            _PROPERTIES,
+            *_properties(),
+            _COMMANDS,
+            *_commands(),
+            _METRICS,
+            *_metrics(),
+            _TAIL,
+        )
+    )
 
 
 def settings(place: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tuple[str, FieldInfo]]:
@@ -152,6 +173,15 @@ def _sections(place: str, model: type[BaseModel]) -> Iterator[str]:
         yield from _table(("key", "value", "default", "meaning"), rows)
     for where, section in inside:
         yield from _sections(where, section)
+
+
+def _properties() -> Iterator[str]:
+    rows = [
+        (f"`{name}`", wanted.kind, f"`{wanted.kafka_python}`" if wanted.kafka_python else "not with this client")
+        for name, wanted in PROPERTIES.items()
+    ]
+    yield from _table(("name", "value", "kafka-python's option for it"), rows)
+    yield from _table(("refused", "because"), [(f"`{name}`", reason) for name, reason in REFUSED.items()])
 
 
 def _inner(kind: Any) -> tuple[list[type[BaseModel]], bool]:

@@ -11,7 +11,7 @@ from ingest.assembler import Assembler
 from ingest.block import BlockLayout
 from ingest.clients import CLIENTS
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import AnabranchError
+from ingest.errors import AnabranchError, SettingsError
 from ingest.messages import Begin, Failed, receive_in_ingest, send
 from ingest.ring import Ring
 from ingest.schema import Schema
@@ -34,7 +34,11 @@ def main() -> int:
     assert isinstance(begin, Begin)
     stream = StreamSettings.model_validate_json(begin.stream)
     schema = Schema(SchemaSettings.model_validate_json(begin.schema))
-    client = CLIENTS[stream.client](stream)
+    try:
+        client = CLIENTS[stream.client](stream)
+    except SettingsError as exc:
+        send(connection, Failed(type(exc).__name__, str(exc)))
+        return 0
     try:
         assembler = Assembler(schema, stream, HoldOut.model_validate_json(begin.hold_out))
         ring = Ring(BlockLayout(schema), int(stream.buffer_bytes), arguments.ring)

@@ -3,12 +3,17 @@
 A client is used by one thread. Its library's errors become ours inside it.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
 
 from ingest.block import TopicPartition
+from ingest.errors import GapError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,58 @@ class DeadLetter:
     key: bytes | None
     value: bytes | None
     headers: Sequence[tuple[str, bytes]]
+
+
+def smaller(letter: DeadLetter) -> Iterator[DeadLetter]:
+    """Yield what to send in place of a letter that the broker finds too large: less, and at last nothing of it."""
+    own = [header for header in letter.headers if header[0].startswith("anabranch-")]
+    yield DeadLetter(letter.key, None, [*letter.headers, ("anabranch-truncated", b"value")])
+    yield DeadLetter(None, None, [*own, ("anabranch-truncated", b"key, value and headers")])
+
+
+def unreachable(servers: str) -> str | None:
+    """Say which of the servers takes no connection and why, or return None when all do."""
+    for server in servers.split(","):
+        host, _, port = server.strip().rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        except OSError as exc:
+            return f"no Kafka broker can be reached at {server.strip()}: {exc.strerror or exc}"
+    return None
+
+
+def strange(servers: str, said: str) -> str:
+    """Say that what listens is no Kafka broker, or another than the properties are for."""
+    return (
+        f"something listens at {servers}, but it does not answer as a Kafka broker with these stream.properties "
+        f"(security.protocol, sasl.mechanism, credentials?): {said}"
+    )
+
+
+def missing_topic(topic: str | None, servers: str) -> str:
+    """Say that a topic does not exist, and the way out."""
+    return (
+        f'topic "{topic}" does not exist on {servers}; create it, for example with '
+        f'"anabranch produce --create-topic FILE"'
+    )
+
+
+def pass_hole(name: str, removed: int, on_gap: str) -> None:
+    """Go on where `removed` offsets from the one that `name` tells on are gone, or raise GapError."""
+    if removed <= 0:
+        raise GapError(f"{name} is beyond the topic's end: it seems to have been deleted and created again")
+    if on_gap == "fail":
+        raise GapError(
+            f"{name} and {removed - 1} offsets after it were removed by retention before they were read; "
+            f'set stream.on_gap = "earliest" to go on without them'
+        )
+    log.warning("%s and %d offsets after it were removed before they were read", name, removed - 1)
+
+
+RECREATED = (
+    "what the topic holds at offsets that were read is no longer the same: it seems to have been deleted and "
+    "created again; move the state directory away to begin anew"
+)
 
 
 @dataclass

@@ -1,9 +1,26 @@
-"""The Kafka clients by name."""
+"""The Kafka clients by name; each is imported when it is wanted, since one is an extra."""
 
 from collections.abc import Callable
 
 from ingest.client import Client
 from ingest.config import StreamSettings
-from ingest.kafka import KafkaPythonClient
+from ingest.errors import SettingsError
 
-CLIENTS: dict[str, Callable[[StreamSettings], Client]] = {"kafka-python": KafkaPythonClient}
+
+def _kafka_python(settings: StreamSettings) -> Client:
+    from ingest.kafka import KafkaPythonClient
+
+    return KafkaPythonClient(settings)
+
+
+def _confluent(settings: StreamSettings) -> Client:
+    try:
+        from ingest.confluent import ConfluentClient
+    except ImportError as exc:
+        raise SettingsError(
+            "stream.client = \"confluent\" needs confluent-kafka: pip install 'anabranch[fast]'"
+        ) from exc
+    return ConfluentClient(settings)
+
+
+CLIENTS: dict[str, Callable[[StreamSettings], Client]] = {"kafka-python": _kafka_python, "confluent": _confluent}

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +13,10 @@ from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 
 from ingest.block import TopicPartition
-from ingest.client import DeadLetter, Lag, Messages
-from ingest.config import PROPERTIES, StreamSettings
-from ingest.errors import BrokerError, GapError
+from ingest.client import RECREATED, DeadLetter, Lag, Messages, missing_topic, pass_hole, smaller, strange, unreachable
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError, GapError, SettingsError
+from ingest.properties import check, kafka_python_options
 
 _BOOTSTRAP_MS = 8_000
 _REQUEST_MS = 2_000
@@ -52,19 +52,13 @@ class KafkaPythonClient:
             auto_offset_reset="none",
             isolation_level=settings.isolation_level,
             allow_auto_create_topics=False,
-            metadata_max_age_ms=_METADATA_MS,
-            fetch_max_bytes=16_000_000,
-            reconnect_backoff_max_ms=5_000,
         )
         self._connections.callback(self._consumer.close, autocommit=False)
         for topic in (*settings.topics, settings.dead_letter_topic):
             with _translated(f"cannot look up topic {topic}"):
                 found = self._consumer.partitions_for_topic(topic)
             if not found:
-                raise BrokerError(
-                    f'topic "{topic}" does not exist on {settings.bootstrap_servers}; create it, for example with '
-                    f'"anabranch produce --create-topic FILE"'
-                )
+                raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
 
     def partitions(self) -> list[TopicPartition]:
         """All partitions of the topics, by the metadata of the last few seconds."""
@@ -141,7 +135,7 @@ class KafkaPythonClient:
     def _commit(self, offsets: Mapping[Any, Any]) -> None:
         try:
             if self._admin is None:
-                self._admin = KafkaAdminClient(**client_options(self._settings))
+                self._admin = KafkaAdminClient(**client_options(KafkaAdminClient, self._settings))
                 self._connections.callback(self._admin.close)
             self._admin.alter_group_offsets(self._settings.group_id, offsets)
         except kafka_errors.KafkaError as exc:
@@ -173,15 +167,7 @@ class KafkaPythonClient:
             earliest = self._consumer.beginning_offsets(list(offsets))
         removed = {tp: int(earliest[tp]) - offset for tp, offset in offsets.items()}
         for tp, hole in removed.items():
-            name = f"{tp.topic}[{tp.partition}]@{offsets[tp]}"
-            if hole <= 0:
-                raise GapError(f"{name} is beyond the topic's end: it seems to have been deleted and created again")
-            if self._settings.on_gap == "fail":
-                raise GapError(
-                    f"{name} and {hole - 1} offsets after it were removed by retention before they were read; "
-                    f'set stream.on_gap = "earliest" to go on without them'
-                )
-            log.warning("%s and %d offsets after it were removed before they were read", name, hole - 1)
+            pass_hole(f"{tp.topic}[{tp.partition}]@{offsets[tp]}", hole, self._settings.on_gap)
             self._consumer.seek(tp, earliest[tp])
         return removed
 
@@ -223,18 +209,12 @@ class KafkaPythonClient:
 
     def _acknowledged(self, letter: DeadLetter, future: Any, deadline: float) -> bool:
         """Wait for a letter; one that the broker finds too large goes again with less in it, at last with nothing."""
-        own = [header for header in letter.headers if header[0].startswith("anabranch-")]
-        smaller = iter(
-            [
-                DeadLetter(letter.key, None, [*letter.headers, ("anabranch-truncated", b"value")]),
-                DeadLetter(None, None, [*own, ("anabranch-truncated", b"key, value and headers")]),
-            ]
-        )
+        less = smaller(letter)
         while True:
             try:
                 future.get(timeout=max(0.01, deadline - time.monotonic()))
             except kafka_errors.MessageSizeTooLargeError as exc:
-                bare = next(smaller, None)
+                bare = next(less, None)
                 if bare is None:
                     log.warning("a dead letter is too large even without its contents: %s", _brief(exc))
                     return False
@@ -246,21 +226,23 @@ class KafkaPythonClient:
                 return True
 
 
-def client_options(settings: StreamSettings) -> dict[str, Any]:
-    """Return kafka-python's connection options for `[stream]`, from librdkafka's names."""
+def client_options(kind: Any, settings: StreamSettings, **ours: Any) -> dict[str, Any]:
+    """Return kafka-python's options for a client of the given class: `[stream.properties]`, and above them ours."""
     options: dict[str, Any] = {
         "bootstrap_servers": [server.strip() for server in settings.bootstrap_servers.split(",")],
         "client_id": "anabranch",
         "bootstrap_timeout_ms": _BOOTSTRAP_MS,
+        "metadata_max_age_ms": _METADATA_MS,
+        "fetch_max_bytes": 16_000_000,
+        "reconnect_backoff_max_ms": 5_000,
     }
     for name, secret in settings.properties.items():
-        value: str | bool = secret.get_secret_value()
-        if name == "ssl.endpoint.identification.algorithm":
-            value = value != "none"
-        elif name in ("security.protocol", "sasl.mechanism", "sasl.mechanisms"):
-            value = str(value).upper()
-        options[PROPERTIES[name]] = value
-    return options
+        try:
+            check("kafka-python", name, secret.get_secret_value())
+        except ValueError as exc:
+            raise SettingsError(f"stream.properties: what writes events is kafka-python, and {exc}") from exc
+        options |= kafka_python_options(name, secret.get_secret_value())
+    return {name: value for name, value in options.items() if name in kind.DEFAULT_CONFIG} | ours
 
 
 def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
@@ -274,7 +256,7 @@ def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
         # A broker may hang up before its refusal is read, so that a second attempt can tell more than the first.
         for _ in range(2 if "sasl.username" in settings.properties else 1):
             try:
-                return kind(**client_options(settings), **options)
+                return kind(**client_options(kind, settings, **options))
             except kafka_errors.KafkaError as exc:
                 error = exc
             except (OSError, ValueError, AssertionError) as exc:
@@ -292,16 +274,7 @@ def _explain(servers: str, error: Exception, heard: Sequence[BaseException]) -> 
     ):
         if any(isinstance(cause, kind) for cause in heard):
             return f"the Kafka broker at {servers} {sentence}"
-    for server in servers.split(","):
-        host, _, port = server.strip().rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-        except OSError as exc:
-            return f"no Kafka broker can be reached at {server.strip()}: {exc.strerror or exc}"
-    return (
-        f"something listens at {servers}, but it does not answer as a Kafka broker with these stream.properties "
-        f"(security.protocol, sasl.mechanism, credentials?): {_brief(heard[-1] if heard else error)}"
-    )
+    return unreachable(servers) or strange(servers, _brief(heard[-1] if heard else error))
 
 
 @contextlib.contextmanager
@@ -338,10 +311,7 @@ def _translated(what: str) -> Iterator[None]:
     except kafka_errors.OffsetOutOfRangeError:
         raise
     except kafka_errors.LogTruncationError as exc:
-        raise GapError(
-            "what the topic holds at offsets that were read is no longer the same: it seems to have been deleted and "
-            "created again; move the state directory away to begin anew"
-        ) from exc
+        raise GapError(RECREATED) from exc
     except kafka_errors.KafkaError as exc:
         raise BrokerError(f"{what}: {_brief(exc)}") from exc
 

@@ -147,7 +147,11 @@ class TestValues:
             ("stream", 'topics = "events"', "stream.topics = 'events': Input should be a valid list"),
             ("stream", 'topics = ["a b"]', "stream.topics.0 = 'a b': String should match pattern"),
             ("stream", 'topics = ["a", "a"]', "stream: topics names a topic twice"),
-            ("stream", 'topics = ["a"]\nformat = "avro"', "stream.format = 'avro': Input should be 'json' or 'rows'"),
+            (
+                "stream",
+                'topics = ["a"]\nformat = "avro"',
+                "stream.format = 'avro': Input should be 'json', 'rows' or 'arrow'",
+            ),
             (
                 "stream",
                 'topics = ["a"]\nstart = "soon"',

@@ -16,14 +16,23 @@ from kafka.errors import KafkaError
 
 from ingest.block import Outcome, TopicPartition
 from ingest.client import DeadLetter
+from ingest.clients import CLIENTS
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, GapError, SettingsError
-from ingest.kafka import KafkaPythonClient
 from ingest.messages import Position
 from ingest.source import Source
 
 GOOD = {"x": [1, 2, 3], "y": 1}
 SCHEMA = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+
+STREAM: dict[str, Any] = {}
+"""What the settings of each test begin with."""
+
+
+@pytest.fixture(params=sorted(CLIENTS), autouse=True)
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test here is one of every client."""
+    monkeypatch.setitem(STREAM, "client", request.param)
 
 
 @contextlib.contextmanager
@@ -34,7 +43,7 @@ def opened(
     positions: dict[TopicPartition, Position] | None = None,
     **stream: Any,
 ) -> Iterator[Source]:
-    settings = {"bootstrap_servers": bootstrap, "topics": [topic], **stream}
+    settings = {**STREAM, "bootstrap_servers": bootstrap, "topics": [topic], **stream}
     source = Source(
         StreamSettings.model_validate(settings).resolved("test"),
         SchemaSettings.model_validate(schema or SCHEMA),
@@ -103,7 +112,7 @@ def test_a_message_without_key_value_and_header_value_can_be_dead_lettered(
     with opened(kafka.bootstrap, topic) as source:
         read(source, 1)
         letter = DeadLetter(None, None, [("trace", None), ("anabranch-error", b"null value")])  # type: ignore[list-item]
-        client = KafkaPythonClient(source._stream)
+        client = CLIENTS[source._stream.client](source._stream)
         try:
             assert client.send_dead_letters([letter, letter], timedelta(seconds=20)) == 2
         finally:
@@ -119,8 +128,9 @@ def test_a_dead_letter_that_is_too_large_goes_without_its_contents(
     if kafka.kind == "embedded":
         pytest.skip("the embedded broker has no largest message")
     topic = make_topic()
-    settings = StreamSettings.model_validate({"bootstrap_servers": kafka.bootstrap, "topics": [topic]}).resolved("test")
-    client = KafkaPythonClient(settings)
+    named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [topic]}
+    settings = StreamSettings.model_validate(named).resolved("test")
+    client = CLIENTS[settings.client](settings)
     own = ("anabranch-source", b"events[0]@1")
     large = b"x" * 3_000_000
     letters = [
@@ -144,6 +154,8 @@ def test_a_dead_letter_that_is_too_large_goes_without_its_contents(
 def test_a_topic_that_is_made_anew_while_it_is_read_is_noticed(
     kafka: Any, make_topic: Callable[..., str], create_topic: Callable[..., None], produce: Callable[..., list[int]]
 ) -> None:
+    if kafka.kind == "embedded" and STREAM["client"] == "confluent":
+        pytest.skip("the embedded broker has no topic ids, by which this client tells topics of one name apart")
     topic = make_topic()
     produce(kafka.bootstrap, topic, [GOOD] * 3)
     with opened(kafka.bootstrap, topic) as source:

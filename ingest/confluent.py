@@ -1,0 +1,349 @@
+"""The client `confluent`: librdkafka, which fetches and parses in threads of its own, without Python's lock."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from confluent_kafka import (
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicCollection,
+)
+from confluent_kafka import TopicPartition as KafkaPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from ingest.block import TopicPartition
+from ingest.client import RECREATED, DeadLetter, Lag, Messages, missing_topic, pass_hole, smaller, strange, unreachable
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError, GapError, SettingsError
+from ingest.properties import PROPERTIES
+
+_OPEN_SECONDS = 8.0
+_REQUEST_SECONDS = 2.0
+_LARGEST_LETTER = 100_000_000
+_LETTER_MS = 10_000
+
+log = logging.getLogger(__name__)
+
+_theirs = logging.getLogger(f"{__name__}.librdkafka")
+_theirs.propagate = False
+_theirs.addHandler(logging.NullHandler())
+
+_GONE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+_FORBIDDEN = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+_REMOVED = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+
+
+class ConfluentClient:
+    """Reads with librdkafka's consumer, asks with its admin client, and writes dead letters with its producer.
+
+    The consumer names a group, since it commits for lag tools, but never joins it.
+    """
+
+    def __init__(self, settings: StreamSettings) -> None:
+        self._settings = settings
+        self._heard: list[KafkaError] = []
+        self._consumer: Any = None
+        self._admin: Any = None
+        self._producer: Any = None
+        self._topics: dict[str, Any] = {}
+        self._partitions: dict[tuple[str, int], TopicPartition] = {}
+        self._positions: dict[TopicPartition, int] = {}
+        self._recreated = False
+
+    def open(self) -> None:
+        """Connect and see that every topic is there."""
+        settings = self._settings
+        self._consumer = _made(
+            Consumer,
+            settings,
+            {
+                "group.id": settings.group_id,
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "error",
+                "isolation.level": settings.isolation_level,
+                "allow.auto.create.topics": False,
+                # What was fetched and not yet polled; one more answer of a broker may be under way.
+                "queued.max.messages.kbytes": 16_384,
+                "error_cb": self._heard.append,
+            },
+        )
+        self._admin = _made(AdminClient, settings, {})
+        self._reach()
+        self._topics = self._described(_OPEN_SECONDS)
+        for topic in (*settings.topics, settings.dead_letter_topic):
+            if topic not in self._topics:
+                raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
+
+    def partitions(self) -> list[TopicPartition]:
+        """All partitions of the topics, and while the broker is away those that were there before."""
+        with contextlib.suppress(KafkaException):
+            self._notice(self._described(_REQUEST_SECONDS))
+        return [
+            TopicPartition(topic, partition.id)
+            for topic in self._settings.topics
+            for partition in sorted(self._topics[topic].partitions, key=lambda each: each.id)
+        ]
+
+    def first_offsets(
+        self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
+    ) -> dict[TopicPartition, int]:
+        """Where to begin; a moment after the last record begins at the end."""
+        try:
+            if moment is None:
+                return self._offsets(partitions, OffsetSpec.latest() if start == "latest" else OffsetSpec.earliest())
+            found = self._offsets(partitions, OffsetSpec.for_timestamp(int(moment.timestamp() * 1000)))
+            ends = self._offsets(partitions, OffsetSpec.latest())
+        except KafkaException as exc:
+            raise BrokerError(f"cannot look up offsets: {_brief(exc)}") from exc
+        return {partition: ends[partition] if offset < 0 else offset for partition, offset in found.items()}
+
+    def assign(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Read exactly these partitions from these offsets on."""
+        self._partitions = {(partition.topic, partition.partition): partition for partition in positions}
+        self._positions = dict(positions)
+        self._consumer.assign([KafkaPartition(p.topic, p.partition, offset) for p, offset in positions.items()])
+
+    def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
+        """Return at most `limit` messages."""
+        if self._recreated:
+            raise GapError(RECREATED)
+        batches: dict[TopicPartition, list[Any]] = {}
+        ends: dict[TopicPartition, int] = {}
+        removed: dict[TopicPartition, int] = {}
+        try:
+            polled = self._consumer.consume(limit, timeout.total_seconds())
+        except KafkaException as exc:
+            raise BrokerError(f"cannot read the topics: {_brief(exc)}") from exc
+        self._heard.clear()
+        for message in polled:
+            partition = self._partitions.get((message.topic(), message.partition()))
+            error = message.error()
+            if error is None and partition is not None:
+                batches.setdefault(partition, []).append(message)
+            elif error is not None and error.code() == KafkaError._PARTITION_EOF and partition is not None:
+                ends[partition] = message.offset()
+            elif error is not None and error.code() in _REMOVED and partition is not None:
+                removed[partition] = self._pass_gap(partition, batches.get(partition, ()))
+            elif error is not None:
+                self._judge(error)
+        reached = dict.fromkeys((*batches, *ends, *removed))
+        found = [self._messages(p, batches.get(p, ()), ends.get(p, -1), removed.get(p, 0)) for p in reached]
+        if removed:
+            # A partition with this error has stopped, and takes no seek.
+            self.assign(self._positions)
+        return found
+
+    def lag(self) -> Lag:
+        """Ask for the end offsets, within two seconds, and whether the topics are still the same."""
+        servers = self._settings.bootstrap_servers
+        try:
+            self._notice(self._described(_REQUEST_SECONDS))
+            ends = self._offsets(list(self._positions), OffsetSpec.latest())
+        except KafkaException as exc:
+            return Lag({}, f"the Kafka broker at {servers} does not answer ({_brief(exc)})")
+        except BrokerError as exc:
+            return Lag({}, str(exc))
+        # A broker may report less than it has already delivered, so what was delivered counts as well.
+        return Lag({partition: max(end, self._positions[partition]) for partition, end in ends.items()})
+
+    def commit(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Commit in the background, for lag tools."""
+        offsets = [KafkaPartition(p.topic, p.partition, offset) for p, offset in positions.items()]
+        try:
+            self._consumer.commit(offsets=offsets, asynchronous=True)
+        except KafkaException as exc:
+            log.debug("positions were not committed for lag tools: %s", _brief(exc))
+
+    def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
+        """Send and wait; a letter that the broker finds too large goes again with less in it, at last with nothing."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        if self._producer is None:
+            self._producer = _made(
+                Producer,
+                self._settings,
+                {
+                    "acks": "all",
+                    "linger.ms": 1,
+                    # Small, so that a letter that is too large fails without others that share its batch.
+                    "batch.size": 16_384,
+                    "message.max.bytes": _LARGEST_LETTER,
+                    "message.timeout.ms": _LETTER_MS,
+                },
+            )
+        errors = self._delivered(letters, deadline)
+        for done, (letter, error) in enumerate(zip(letters, errors, strict=True)):
+            less = smaller(letter)
+            while error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+                bare = next(less, None)
+                if bare is None:
+                    break
+                (error,) = self._delivered([bare], deadline)
+            if error is not None:
+                log.warning("dead letters wait: %s", error.str())
+                return done
+        return len(letters)
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._consumer is not None:
+            self._consumer.close()
+
+    def _reach(self) -> None:
+        """Wait until the broker answers, or raise BrokerError with what it said instead."""
+        deadline = time.monotonic() + _OPEN_SECONDS
+        while True:
+            try:
+                self._consumer.list_topics(self._settings.topics[0], timeout=0.5)
+            except KafkaException as exc:
+                self._consumer.poll(0)  # has the errors told
+                refused = any(error.code() == KafkaError._AUTHENTICATION for error in self._heard)
+                if refused or time.monotonic() > deadline or unreachable(self._settings.bootstrap_servers):
+                    raise BrokerError(self._explained(exc)) from exc
+            else:
+                return
+
+    def _explained(self, exc: KafkaException) -> str:
+        servers = self._settings.bootstrap_servers
+        for error in self._heard:
+            if error.code() == KafkaError._AUTHENTICATION:
+                if "mechanism" in error.str():
+                    return f"the Kafka broker at {servers} does not take the sasl.mechanism in stream.properties"
+                return f"the Kafka broker at {servers} refuses the credentials in stream.properties (sasl.username)"
+        said = self._heard[-1].str() if self._heard else _brief(exc)
+        return unreachable(servers) or strange(servers, said)
+
+    def _described(self, seconds: float) -> dict[str, Any]:
+        """Return what the broker says of those of the topics that exist."""
+        names = list(dict.fromkeys(map(str, (*self._settings.topics, self._settings.dead_letter_topic))))
+        futures = self._admin.describe_topics(TopicCollection(names), request_timeout=seconds)
+        found = {}
+        for name, future in futures.items():
+            try:
+                found[name] = future.result(seconds + 1)
+            except KafkaException as exc:
+                if exc.args[0].code() not in _GONE:
+                    raise
+        return found
+
+    def _notice(self, found: Mapping[str, Any]) -> None:
+        """Take up what the broker says of the topics now; raises BrokerError when one is gone."""
+        for topic in self._settings.topics:
+            if topic not in found:
+                raise BrokerError(f'topic "{topic}" is gone from {self._settings.bootstrap_servers}')
+            self._recreated |= str(found[topic].topic_id) != str(self._topics[topic].topic_id)
+        self._topics = {**self._topics, **found}
+
+    def _offsets(self, partitions: Sequence[TopicPartition], spec: Any) -> dict[TopicPartition, int]:
+        level = {
+            "read_committed": IsolationLevel.READ_COMMITTED,
+            "read_uncommitted": IsolationLevel.READ_UNCOMMITTED,
+        }[self._settings.isolation_level]
+        asked = {KafkaPartition(p.topic, p.partition): spec for p in partitions}
+        futures = self._admin.list_offsets(asked, isolation_level=level, request_timeout=_REQUEST_SECONDS)
+        found = {(tp.topic, tp.partition): future.result(_REQUEST_SECONDS + 1).offset for tp, future in futures.items()}
+        return {partition: int(found[partition.topic, partition.partition]) for partition in partitions}
+
+    def _pass_gap(self, partition: TopicPartition, before: Sequence[Any]) -> int:
+        """Return how many offsets from the next one to read on are gone, or raise."""
+        position = before[-1].offset() + 1 if before else self._positions[partition]
+        earliest = self.first_offsets([partition], "earliest", None)[partition]
+        name = f"{partition.topic}[{partition.partition}]@{position}"
+        pass_hole(name, earliest - position, self._settings.on_gap)
+        return earliest - position
+
+    def _judge(self, error: KafkaError) -> None:
+        """Raise for what ends the reading; librdkafka itself tries again after all else."""
+        if error.code() == KafkaError._LOG_TRUNCATION:
+            raise GapError(RECREATED)
+        if error.fatal() or error.code() in _FORBIDDEN:
+            raise BrokerError(f"cannot read the topics: {error.str()}")
+        log.debug("librdkafka: %s", error.str())
+
+    def _messages(self, partition: TopicPartition, records: Sequence[Any], end: int, removed: int) -> Messages:
+        last = (records[-1].offset() + 1 if records else self._positions[partition]) + removed
+        self._positions[partition] = max(last, end)
+        return Messages(
+            partition=partition,
+            offsets=[record.offset() for record in records],
+            times_ms=[record.timestamp()[1] for record in records],
+            keys=[record.key() for record in records],
+            values=[record.value() for record in records],
+            headers=[record.headers() or () for record in records],
+            end=self._positions[partition],
+            removed=removed,
+        )
+
+    def _delivered(self, letters: Sequence[DeadLetter], deadline: float) -> list[KafkaError | None]:
+        """Send letters, and return the error of each, or None when the broker has acknowledged it."""
+        errors: list[KafkaError | None] = [KafkaError(KafkaError._TIMED_OUT)] * len(letters)
+
+        def told(place: int) -> Any:
+            def tell(error: KafkaError | None, _: Any) -> None:
+                errors[place] = error
+
+            return tell
+
+        for place, letter in enumerate(letters):
+            try:
+                self._produce(letter, told(place), deadline)
+            except KafkaException as exc:
+                errors[place] = exc.args[0]
+            except BufferError:
+                break
+        if self._producer.flush(max(0.0, deadline - time.monotonic())):
+            # Those that wait are sent again by whoever asked; two of one letter are allowed, an endless queue is not.
+            self._producer.purge()
+        return errors
+
+    def _produce(self, letter: DeadLetter, tell: Any, deadline: float) -> None:
+        headers = [(name, value if value is not None else b"") for name, value in letter.headers]
+        # As kafka-python, which sends no message without both key and value.
+        key = b"" if letter.key is None and letter.value is None else letter.key
+        topic = self._settings.dead_letter_topic
+        while True:
+            try:
+                self._producer.produce(topic, letter.value, key, headers=headers, on_delivery=tell)
+            except BufferError:
+                if time.monotonic() > deadline:
+                    raise
+                self._producer.poll(0.1)
+            else:
+                return
+
+
+def _made(kind: Any, settings: StreamSettings, ours: Mapping[str, Any]) -> Any:
+    """Make a client of the given class from `[stream.properties]`, and above them ours."""
+    tuned = {
+        "client.id": "anabranch",
+        "reconnect.backoff.max.ms": "5000",
+        "topic.metadata.refresh.interval.ms": "5000",
+        "fetch.max.bytes": "16000000",
+    } | {name: secret.get_secret_value() for name, secret in settings.properties.items()}
+    for name in ("sasl.mechanism", "sasl.mechanisms"):
+        if name in tuned:
+            tuned[name] = tuned[name].upper()
+    fit = {name: value for name, value in tuned.items() if kind is Consumer or not PROPERTIES[name].consumer_only}
+    try:
+        return kind({"bootstrap.servers": settings.bootstrap_servers, **fit, **ours}, logger=_theirs)
+    except KafkaException as exc:
+        raise SettingsError(f"stream.properties do not make a Kafka client: {_without_secrets(exc, settings)}") from exc
+
+
+def _without_secrets(exc: KafkaException, settings: StreamSettings) -> str:
+    said = _brief(exc)
+    for secret in settings.properties.values():
+        said = said.replace(secret.get_secret_value() or "\n", "...")
+    return said
+
+
+def _brief(exc: KafkaException) -> str:
+    return str(exc.args[0].str())
