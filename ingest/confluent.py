@@ -78,14 +78,17 @@ class ConfluentClient:
         )
         self._admin = _made(AdminClient, settings, {})
         self._reach()
-        self._topics = self._described(_OPEN_SECONDS)
+        try:
+            self._topics = self._described(_OPEN_SECONDS)
+        except KafkaException as exc:
+            raise BrokerError(f"cannot look up the topics: {_brief(exc)}") from exc
         for topic in (*settings.topics, settings.dead_letter_topic):
             if topic not in self._topics:
                 raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
 
     def partitions(self) -> list[TopicPartition]:
         """All partitions of the topics, and while the broker is away those that were there before."""
-        with contextlib.suppress(KafkaException):
+        with contextlib.suppress(KafkaException, BrokerError):
             self._notice(self._described(_REQUEST_SECONDS))
         return [
             TopicPartition(topic, partition.id)
@@ -116,31 +119,17 @@ class ConfluentClient:
         """Return at most `limit` messages."""
         if self._recreated:
             raise GapError(RECREATED)
-        batches: dict[TopicPartition, list[Any]] = {}
-        ends: dict[TopicPartition, int] = {}
-        removed: dict[TopicPartition, int] = {}
         try:
             polled = self._consumer.consume(limit, timeout.total_seconds())
         except KafkaException as exc:
             raise BrokerError(f"cannot read the topics: {_brief(exc)}") from exc
         self._heard.clear()
-        for message in polled:
-            partition = self._partitions.get((message.topic(), message.partition()))
-            error = message.error()
-            if error is None and partition is not None:
-                batches.setdefault(partition, []).append(message)
-            elif error is not None and error.code() == KafkaError._PARTITION_EOF and partition is not None:
-                ends[partition] = message.offset()
-            elif error is not None and error.code() in _REMOVED and partition is not None:
-                removed[partition] = self._pass_gap(partition, batches.get(partition, ()))
-            elif error is not None:
-                self._judge(error)
-        reached = dict.fromkeys((*batches, *ends, *removed))
-        found = [self._messages(p, batches.get(p, ()), ends.get(p, -1), removed.get(p, 0)) for p in reached]
-        if removed:
-            # A partition with this error has stopped, and takes no seek.
+        try:
+            return self._taken(polled)
+        except BrokerError:
+            # What was polled together with the error has to come again.
             self.assign(self._positions)
-        return found
+            raise
 
     def lag(self) -> Lag:
         """Ask for the end offsets, within two seconds, and whether the topics are still the same."""
@@ -198,15 +187,17 @@ class ConfluentClient:
             self._consumer.close()
 
     def _reach(self) -> None:
-        """Wait until the broker answers, or raise BrokerError with what it said instead."""
+        """Wait until a broker answers, or raise BrokerError with what was said instead."""
         deadline = time.monotonic() + _OPEN_SECONDS
+        servers = self._settings.bootstrap_servers
         while True:
             try:
                 self._consumer.list_topics(self._settings.topics[0], timeout=0.5)
             except KafkaException as exc:
                 self._consumer.poll(0)  # has the errors told
-                refused = any(error.code() == KafkaError._AUTHENTICATION for error in self._heard)
-                if refused or time.monotonic() > deadline or unreachable(self._settings.bootstrap_servers):
+                codes = {error.code() for error in self._heard}
+                hopeless = KafkaError._ALL_BROKERS_DOWN in codes and unreachable(servers)
+                if KafkaError._AUTHENTICATION in codes or hopeless or time.monotonic() > deadline:
                     raise BrokerError(self._explained(exc)) from exc
             else:
                 return
@@ -228,7 +219,7 @@ class ConfluentClient:
         found = {}
         for name, future in futures.items():
             try:
-                found[name] = future.result(seconds + 1)
+                found[name] = future.result()
             except KafkaException as exc:
                 if exc.args[0].code() not in _GONE:
                     raise
@@ -249,8 +240,31 @@ class ConfluentClient:
         }[self._settings.isolation_level]
         asked = {KafkaPartition(p.topic, p.partition): spec for p in partitions}
         futures = self._admin.list_offsets(asked, isolation_level=level, request_timeout=_REQUEST_SECONDS)
-        found = {(tp.topic, tp.partition): future.result(_REQUEST_SECONDS + 1).offset for tp, future in futures.items()}
+        found = {(tp.topic, tp.partition): future.result().offset for tp, future in futures.items()}
         return {partition: int(found[partition.topic, partition.partition]) for partition in partitions}
+
+    def _taken(self, polled: Sequence[Any]) -> list[Messages]:
+        """Sort what was polled, messages and events, by partition."""
+        batches: dict[TopicPartition, list[Any]] = {}
+        ends: dict[TopicPartition, int] = {}
+        removed: dict[TopicPartition, int] = {}
+        for message in polled:
+            partition = self._partitions.get((message.topic(), message.partition()))
+            error = message.error()
+            if error is None and partition is not None:
+                batches.setdefault(partition, []).append(message)
+            elif error is not None and error.code() == KafkaError._PARTITION_EOF and partition is not None:
+                ends[partition] = message.offset()
+            elif error is not None and error.code() in _REMOVED and partition is not None:
+                removed[partition] = self._pass_gap(partition, batches.get(partition, ()))
+            elif error is not None:
+                self._judge(error)
+        reached = dict.fromkeys((*batches, *ends, *removed))
+        found = [self._messages(p, batches.get(p, ()), ends.get(p, -1), removed.get(p, 0)) for p in reached]
+        if removed:
+            # A partition with this error has stopped, and takes no seek.
+            self.assign(self._positions)
+        return found
 
     def _pass_gap(self, partition: TopicPartition, before: Sequence[Any]) -> int:
         """Return how many offsets from the next one to read on are gone, or raise."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
+from kafka.admin import NewPartitions
 from kafka.errors import KafkaError
 
 from ingest.block import Outcome, TopicPartition
@@ -188,6 +189,20 @@ def test_every_event_of_every_partition_comes_once_and_in_order(
         assert [offset for index, offset, *_ in seen if index == partition] == list(range(200))
 
 
+def test_partitions_that_are_added_are_read_whole(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker adds no partitions")
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD])
+    with opened(kafka.bootstrap, topic, start="latest") as source:
+        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+            admin.create_partitions({topic: NewPartitions(2)})
+        produce(kafka.bootstrap, topic, [GOOD] * 3, partition=1)
+        assert [(partition, offset) for partition, offset, *_ in read(source, 3)] == [(1, 0), (1, 1), (1, 2)]
+
+
 def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
@@ -347,16 +362,17 @@ class TestFailures:
     def test_right_credentials_read(
         self, sasl_kafka: Any, create_topic: Callable[..., None], produce: Callable[..., list[int]]
     ) -> None:
-        for topic in ("sasl-events", "sasl-events.dead"):
+        events = f"sasl-{STREAM['client']}"
+        for topic in (events, f"{events}.dead"):
             create_topic(sasl_kafka.plain, topic)
-        produce(sasl_kafka.plain, "sasl-events", [GOOD, b"bad"])
+        produce(sasl_kafka.plain, events, [GOOD, b"bad"])
         properties = {
             "security.protocol": "SASL_PLAINTEXT",
             "sasl.mechanism": "PLAIN",
             "sasl.username": sasl_kafka.user,
             "sasl.password": sasl_kafka.password,
         }
-        with opened(sasl_kafka.bootstrap, "sasl-events", properties=properties) as source:
+        with opened(sasl_kafka.bootstrap, events, properties=properties) as source:
             assert [outcome for *_, outcome in read(source, 2)] == [Outcome.PENDING, Outcome.DEAD_LETTERED]
 
     def test_rows_refuse_a_schema_with_strings(self, kafka: Any, make_topic: Callable[..., str]) -> None:
@@ -401,6 +417,34 @@ class TestGaps:
                     removed += sum(cover.removed for cover in block.coverage)
                     source.release(block)
         assert (seen, removed) == ([8, 9, 10, 11], 6)
+
+    def test_a_broker_that_goes_away_at_a_hole_costs_no_message(
+        self, kafka: Any, shortened: str, produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+            admin.create_partitions({shortened: NewPartitions(2)})
+        produce(kafka.bootstrap, shortened, [GOOD] * 5, partition=1)
+        named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [shortened], "on_gap": "earliest"}
+        settings = StreamSettings.model_validate(named).resolved("test")
+        client = CLIENTS[settings.client](settings)
+        asked = "_offsets" if settings.client == "confluent" else "_pass_gap"
+
+        def away(*_: Any) -> Any:
+            monkeypatch.undo()
+            raise BrokerError("away")
+
+        monkeypatch.setattr(client, asked, away)
+        seen: list[tuple[int, int]] = []
+        deadline = time.monotonic() + 60
+        with contextlib.closing(client):
+            client.open()
+            client.assign({TopicPartition(shortened, 0): 2, TopicPartition(shortened, 1): 0})
+            while len(seen) < 9:
+                assert time.monotonic() < deadline, seen
+                with contextlib.suppress(BrokerError):
+                    for batch in client.poll(timedelta(milliseconds=500), 100):
+                        seen += [(batch.partition.partition, offset) for offset in batch.offsets]
+        assert sorted(seen) == [(0, offset) for offset in range(8, 12)] + [(1, offset) for offset in range(5)]
 
     def test_a_position_beyond_the_end_is_never_waited_for(
         self, kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
