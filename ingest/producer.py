@@ -76,8 +76,8 @@ class EventProducer:
             max_block_ms=patience_ms,
         )
 
-    def send(self, value: bytes, on_acknowledged: OnAcknowledged | None = None) -> None:
-        """Send one event; waits while too many bytes are on their way.
+    def send(self, value: bytes, on_acknowledged: OnAcknowledged | None = None, *, key: bytes | None = None) -> None:
+        """Send one event; waits while too many bytes are on their way. A key decides its partition, as everywhere.
 
         Raises:
             BrokerError, SettingsError: this event or an earlier one was not taken.
@@ -88,10 +88,10 @@ class EventProducer:
             if not roomy:
                 raise BrokerError(self._unanswered())
             self._waiting_bytes += len(value)
-        partition = self._partitions[self._turn % len(self._partitions)]
+        partition = None if key is not None else self._partitions[self._turn % len(self._partitions)]
         self._turn += 1
         try:
-            future = self._client.send(self._topic, value=value, partition=partition)
+            future = self._client.send(self._topic, value=value, key=key, partition=partition)
         except kafka_errors.KafkaError as exc:
             raise self._translated(exc) from exc
         future.add_callback(partial(self._on_success, len(value), on_acknowledged))

@@ -18,6 +18,8 @@ from learner.trained import parse_trained_through
 
 pytestmark = pytest.mark.services
 
+EVENT = b'{"x": [0.5%s], "y": 7}' % (b",0" * 63)
+
 
 @pytest.fixture
 def environment(kafka, make_topic, monkeypatch):
@@ -66,22 +68,53 @@ def test_the_result_as_json(anabranch, environment):
 
 
 def test_stdin_is_a_source(anabranch, environment, values, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"x": 1}\r\n\n{"x": 2}')))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(EVENT + b"\r\n\n" + EVENT)))
     code, _, err = anabranch("produce", "-")
     assert (code, err) == (0, f"sent 2 events to {environment}; the last offsets:\n")
-    assert sorted(values(environment, 2)) == [b'{"x": 1}', b'{"x": 2}']
+    assert values(environment, 2) == [EVENT, EVENT]
 
 
 @pytest.mark.parametrize(
-    ("line", "wrong"), [("{broken", "it is not JSON"), ("[1]", "it is a JSON list, not an object")]
+    ("line", "wrong"),
+    [
+        (b"{broken", "JSON is malformed"),
+        (b"[1]", "Expected `object`, got `array`"),
+        (b'{"y": 3}', "Object missing required field `x`"),
+        (EVENT.replace(b"7}", b"10}"), "Expected `int` <= 9 - at `$.y`"),
+        (EVENT.replace(b"0.5", b'"0.5"'), "Expected `float`, got `str` - at `$.x[0]`"),
+    ],
 )
 def test_a_bad_line_is_named_and_those_before_it_are_sent(anabranch, environment, example, values, line, wrong):
-    (example / "bad.jsonl").write_text(f'{{"x": 1}}\n{{"x": 2}}\n{line}\n{{"x": 4}}\n')
+    (example / "bad.jsonl").write_bytes(b"\n".join([EVENT, EVENT, line, EVENT]))
     code, out, err = anabranch("produce", "bad.jsonl")
     assert (code, out) == (2, "")
     assert err.startswith(f"anabranch: bad.jsonl, line 3: {wrong}")
-    assert err.endswith("the 2 lines before it were sent\n")
+    assert err.endswith("the 2 events before it were sent\n")
     assert len(values(environment, 2)) == 2
+
+
+def test_bad_lines_can_be_left_out(anabranch, environment, example, values):
+    (example / "bad.jsonl").write_bytes(b"\n".join([EVENT, *[b"{"] * 12, EVENT]))
+    code, _, err = anabranch("produce", "bad.jsonl", "--on-error", "skip")
+    assert (code, len(values(environment, 2))) == (0, 2)
+    assert err.splitlines()[0].startswith("left out line 2: ")
+    assert err.count("left out line") == 10
+    assert "left out 12 events that the pipeline cannot use\n" in err
+
+
+def test_fields_that_the_schema_does_not_know_are_counted(anabranch, environment, example):
+    (example / "more.jsonl").write_bytes(EVENT.replace(b"{", b'{"z": 1, '))
+    code, _, err = anabranch("produce", "more.jsonl")
+    assert code == 0
+    assert err.startswith("1 events have fields that the schema does not know\n")
+
+
+def test_an_event_that_is_larger_than_the_pipeline_takes_is_named(anabranch, environment, example, monkeypatch):
+    monkeypatch.setenv("ANABRANCH__STREAM__MAX_MESSAGE_BYTES", "300")
+    (example / "large.jsonl").write_bytes(EVENT + b" " * 300)
+    code, _, err = anabranch("produce", "large.jsonl")
+    assert code == 2
+    assert "line 1: oversized: " in err
 
 
 def test_unchecked_sends_anything(anabranch, environment, example, values):
@@ -155,7 +188,7 @@ def test_ctrl_c_ends_it_with_what_was_sent(environment, example, monkeypatch, va
             self.lines += 1
             if self.lines > 5:
                 raise KeyboardInterrupt
-            return b'{"x": 1}\n'
+            return EVENT + b"\n"
 
     class Stdin:
         buffer = Endless()
