@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -126,7 +126,9 @@ def serve(config: ConfigPath = PIPELINE) -> int:
 
 @app.command(epilog="Example: anabranch produce events.jsonl --create-topic --rate 1000")
 def produce(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines, one event each; - is stdin.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="JSON lines, CSV (both also as .gz) or Parquet; - is stdin.")
+    ],
     config: ConfigPath = PIPELINE,
     topic: Annotated[str | None, typer.Option(help="Topic; by default the pipeline's first.")] = None,
     rate: Annotated[
@@ -136,8 +138,24 @@ def produce(
         bool, typer.Option("--create-topic", help="Make the topic and the dead-letter topic where they are missing.")
     ] = False,
     partitions: Annotated[int, typer.Option(min=1, help="Partitions of a topic that is made.")] = 2,
+    format_: Annotated[
+        Literal["jsonl", "csv", "parquet"] | None,
+        typer.Option(
+            "--format", metavar="FORMAT", help="jsonl, csv or parquet; by default as the suffix says, else jsonl."
+        ),
+    ] = None,
+    delimiter: Annotated[
+        str | None, typer.Option(metavar="CHARACTER", help="Between the cells of CSV; by default a comma.")
+    ] = None,
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        typer.Option(
+            metavar="WHAT",
+            help="At an event that the pipeline cannot use: stop, or skip it and say so; by default stop.",
+        ),
+    ] = "stop",
     unchecked: Annotated[
-        bool, typer.Option("--unchecked", help="Send lines as they are, also such as the pipeline cannot use.")
+        bool, typer.Option("--unchecked", help="Send events as they are, also such as the pipeline cannot use.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
@@ -154,13 +172,29 @@ def produce(
             rate=rate,
             partitions=partitions if create_topic else None,
             checked=not unchecked,
+            kind=format_,
+            delimiter=delimiter,
+            on_error=on_error,
         )
         if as_json:
             import json
 
-            document = {"topic": produced.topic, "events": produced.events, "last_offsets": produced.offsets()}
+            document = {
+                "topic": produced.topic,
+                "events": produced.events,
+                "last_offsets": produced.offsets(),
+                "skipped": produced.skipped,
+                "unknown_fields": produced.unknown_fields,
+                "columns_left_out": produced.columns_left_out,
+            }
             typer.echo(json.dumps(document))
         else:
+            if produced.columns_left_out:
+                typer.echo(f"the schema does not know the columns {', '.join(produced.columns_left_out)}", err=True)
+            if produced.unknown_fields:
+                typer.echo(f"{produced.unknown_fields:,} events have fields that the schema does not know", err=True)
+            if produced.skipped:
+                typer.echo(f"left out {produced.skipped:,} events that the pipeline cannot use", err=True)
             typer.echo(f"sent {produced.events:,} events to {produced.topic}; the last offsets:", err=True)
             typer.echo(produced.offsets())
         if produced.interrupted:
@@ -208,6 +242,62 @@ def status(
             Console().print(render(read_status(pipeline)))
 
     return _run(start)
+
+
+versions = typer.Typer(
+    help="Look at the versions that the learner has published.",
+    epilog="Example: anabranch versions ls",
+    no_args_is_help=True,
+)
+app.add_typer(versions, name="versions")
+
+
+@versions.command("ls", epilog="Example: anabranch versions ls -n 5")
+def versions_ls(
+    config: ConfigPath = PIPELINE,
+    limit: Annotated[int | None, typer.Option("-n", min=1, help="Only the newest N.", metavar="N")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as a JSON list.")] = False,
+) -> int:
+    """List the versions, the newest first: what they have learned, and what was made of them."""
+
+    def start() -> None:
+        from anabranch.config import load_config
+        from anabranch.versions import list_versions, render_list
+
+        listed = list_versions(load_config(config), limit)
+        _show([one.document() for one in listed] if as_json else None, lambda: render_list(listed))
+
+    return _run(start)
+
+
+@versions.command("show", epilog="Example: anabranch versions show latest")
+def versions_show(
+    which: Annotated[str, typer.Argument(metavar="VERSION", help="Its number, latest or served.")],
+    config: ConfigPath = PIPELINE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as a JSON object.")] = False,
+) -> int:
+    """Show one version: its manifest and verdict, whether its files are whole, and why serving does not take it."""
+
+    def start() -> None:
+        from anabranch.config import load_config
+        from anabranch.versions import parse_which, render_one, show_version
+
+        one = show_version(load_config(config), parse_which(which))
+        _show(one.document() if as_json else None, lambda: render_one(one))
+
+    return _run(start)
+
+
+def _show(document: object, render: Callable[[], Any]) -> None:
+    """Print a JSON document, or else what `render` returns."""
+    if document is not None:
+        import json
+
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(render())
 
 
 def _run(start: Callable[[], Exit | None]) -> int:

@@ -150,9 +150,12 @@ def metrics() -> dict[str, MetricWrapperBase]:
 
 
 def commands() -> Mapping[str, Any]:
-    """Return every command by its name."""
+    """Return every command by its name, such as `up` or `versions ls`."""
     group: Any = typer.main.get_command(app)
-    found: Mapping[str, Any] = group.commands
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        inner: Mapping[str, Any] = getattr(command, "commands", None) or {}
+        found |= {f"{name} {part}": one for part, one in inner.items()} or {name: command}
     return found
 
 

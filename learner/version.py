@@ -7,6 +7,8 @@
 
 A directory without a manifest does not exist. Weights are safetensors: reading a version runs no code from it, but the
 model factory that the manifest names is imported from the reader's own path.
+
+Torch is imported where tensors are read or written: whoever only lists versions needs none.
 """
 
 import contextlib
@@ -15,18 +17,16 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
-from torch import Tensor
 
 from learner.errors import VersionError
 from learner.files import replace_file, sync_directory, write_durably
 from learner.trained import Trained
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _T = TypeVar("_T")
 MANIFEST = "manifest.json"
@@ -126,8 +126,8 @@ class Versions:
         self.path.mkdir(parents=True, exist_ok=True)
         replace_file(self.path / STATE, msgspec.json.encode(state))
 
-    def weights(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Read a version's weights onto the CPU, after all its files have been found to have their digests."""
+    def contents(self, manifest: Manifest) -> dict[str, bytes]:
+        """Read a version's files; raises VersionError unless all are there and have their digests."""
         directory = self.directory(manifest.number)
         contents: dict[str, bytes] = {}
         for name, digest in manifest.files.items():
@@ -139,17 +139,27 @@ class Versions:
                 raise VersionError(f"version {manifest.number}: {directory / name} does not have its digest")
         if WEIGHTS not in contents:
             raise VersionError(f"version {manifest.number}: its manifest lists no {WEIGHTS}")
+        return contents
+
+    def weights(self, manifest: Manifest) -> dict[str, "Tensor"]:
+        """Read a version's weights onto the CPU, after all its files have been found to have their digests."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load as load_tensors
+
+        contents, directory = self.contents(manifest), self.directory(manifest.number)
         try:
             return load_tensors(contents[WEIGHTS])
         except SafetensorError as exc:
             raise VersionError(f"version {manifest.number}: {directory / WEIGHTS} is not safetensors: {exc}") from exc
 
-    def write(self, weights: Mapping[str, Tensor], manifest: Manifest, verdict: Verdict) -> Path:
+    def write(self, weights: Mapping[str, "Tensor"], manifest: Manifest, verdict: Verdict) -> Path:
         """Write a version: files, fsync, manifest last, one rename. `manifest.files` is filled in here.
 
         A crash before the rename leaves a temporary directory that the next `clean` removes; after it, the version
         exists whole.
         """
+        from safetensors.torch import save as save_tensors
+
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".tmp-{manifest.epoch}-{manifest.number}"
         final = self.directory(manifest.number)
@@ -196,8 +206,10 @@ def _read(path: Path, kind: type[_T]) -> _T:
         raise VersionError(f"{path} cannot be read: {exc}") from exc
 
 
-def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _apart(weights: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
     """Return contiguous tensors of which no two share memory, as safetensors wants them: tied weights are copied."""
+    import torch
+
     apart: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in weights.items():

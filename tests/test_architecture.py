@@ -25,7 +25,7 @@ HOME = {
     "faiss": {"replay/index.py"},
     "fastapi": {"serving/app.py"},
     "kafka": {"ingest"},
-    "pyarrow": {"ingest/arrow.py"},
+    "pyarrow": {"ingest/arrow.py", "anabranch/source.py"},
     "redis": {"replay/redis.py"},
     "rich": {"anabranch"},
     "safetensors": {"learner/version.py", "learner/cut.py"},
@@ -72,7 +72,7 @@ METRICS_ADDED = words("""
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
 """)
 
-COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status"}
+COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "versions ls", "versions show"}
 
 
 def in_a_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -122,6 +122,7 @@ def test_tests_are_no_packages():
     [
         ("serving.app", ["kafka", "confluent_kafka", "redis", "faiss"]),
         ("anabranch.cli", ["torch", "kafka", "confluent_kafka", "sklearn", "fastapi", "uvicorn", "numpy"]),
+        ("anabranch.versions", ["torch", "kafka"]),
         ("ingest.source", ["torch", "kafka", "confluent_kafka"]),
         ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow"]),
         *((f"{package}.config", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]) for package in PACKAGES),
