@@ -244,6 +244,22 @@ def status(
     return _run(start)
 
 
+@app.command(epilog="Example: anabranch doctor -c digits/pipeline.toml")
+def doctor(
+    config: ConfigPath = PIPELINE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time that each check may take.")] = 30.0,
+) -> int:
+    """Look for what keeps the pipeline from running, and say how to mend it; nothing is changed."""
+
+    def start() -> Exit:
+        from anabranch.doctor.examine import report
+
+        return report(config.absolute(), timeout, as_json=as_json)
+
+    return _run(start)
+
+
 versions = typer.Typer(
     help="Look at the versions that the learner has published.",
     epilog="Example: anabranch versions ls",

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, cast, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
@@ -63,11 +63,41 @@ class Config:
         self.pipeline = pipeline.model_copy(update={"stream": pipeline.stream.resolved(pipeline.name)})
 
 
+class Fault(NamedTuple):
+    """One thing that is wrong with a config: the keys that lead to it, and the sentence that says it."""
+
+    place: tuple[str, ...]
+    sentence: str
+
+
+class Examined(NamedTuple):
+    """A config with all that is wrong with it."""
+
+    config: Config | None
+    """What is left when the keys at fault have their defaults; None when that is no pipeline."""
+    faults: list[Fault]
+    secrets: set[str]
+    """Values that came from the environment or from files."""
+
+
 def load_config(path: Path, environment: Mapping[str, str] = os.environ) -> Config:
     """Read `path`, apply overrides from the environment, and validate.
 
     Raises:
         SettingsError: one sentence that names file, key, value and the way out.
+    """
+    config, faults, _ = examine_config(path, environment)
+    if faults:
+        raise SettingsError(faults[0].sentence) from None
+    assert config is not None
+    return config
+
+
+def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> Examined:
+    """Do the same, but return everything that is wrong, the worst first.
+
+    Raises:
+        SettingsError: the file cannot be read at all.
     """
     path = path.absolute()
     try:
@@ -76,37 +106,71 @@ def load_config(path: Path, environment: Mapping[str, str] = os.environ) -> Conf
         raise SettingsError(f'{path} does not exist; "anabranch init DIR" writes an example') from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as exc:
         raise SettingsError(f"{path} cannot be read: {exc}") from exc
-    _override(document, environment)
-    secrets: set[tuple[str, ...]] = set()
-    resolved = _resolve(document, (), path.parent, environment, secrets)
-    try:
-        pipeline = Pipeline.model_validate(resolved)
-    except ValidationError as exc:
-        # The cause would print values, secret ones too.
-        raise SettingsError(_sentence(path, resolved, exc.errors(), secrets)) from None
+    faults = _override(document, environment)
+    secrets: dict[tuple[str, ...], str] = {}
+    resolved = _resolve(document, (), path.parent, environment, secrets, faults)
+    pipeline: Pipeline | None = None
+    for _ in range(2):
+        try:
+            pipeline = Pipeline.model_validate(resolved)
+            break
+        except ValidationError as exc:
+            errors = sorted(exc.errors(), key=_rank)
+            known = {fault.place for fault in faults}
+            for error in errors:
+                place = _place(resolved, error)
+                if place not in known:
+                    known.add(place)
+                    faults.append(Fault(place, _sentence(path, resolved, error, set(secrets))))
+            places = [_place(resolved, error) for error in errors]
+            for place in places:
+                _remove(resolved, place)
+    if pipeline is None:
+        return Examined(None, faults, set(secrets.values()))
     host = pipeline.learner.status.rpartition(":")[0]
     if not is_loopback(host) and not pipeline.serving.tokens.read.get_secret_value():
-        raise SettingsError(
-            f'{path}: learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
-        )
-    return Config(pipeline, path)
+        sentence = f'{path}: learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
+        faults.append(Fault(("learner", "status"), sentence))
+    return Examined(Config(pipeline, path), faults, set(secrets.values()))
 
 
-def _override(document: dict[str, Any], environment: Mapping[str, str]) -> None:
+def _remove(document: Any, place: tuple[str, ...]) -> None:
+    """Remove the innermost key of a table on the way to a place."""
+    tables: list[tuple[dict[str, Any], str]] = []
+    for part in place:
+        if not isinstance(document, dict) or part not in document:
+            break
+        tables.append((document, part))
+        document = document[part]
+    if tables:
+        table, part = tables[-1]
+        del table[part]
+
+
+def _override(document: dict[str, Any], environment: Mapping[str, str]) -> list[Fault]:
+    faults = []
     for name, text in environment.items():
-        if name.startswith("ANABRANCH_") and not name.startswith((ENVIRONMENT_PREFIX, _TESTS_PREFIX)):
-            raise SettingsError(f"{name}: overrides are written {ENVIRONMENT_PREFIX}SECTION__KEY, two underscores each")
-        if not name.startswith(ENVIRONMENT_PREFIX):
-            continue
-        place, kind = document, cast("Any", Pipeline)
-        *sections, last = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
-        for section in sections:
-            key, kind = _step(kind, section, place, name)
-            place = place.setdefault(key, {})
-            if not isinstance(place, dict):
-                raise SettingsError(f"{name}: {key} is a value, not a section")
-        key, kind = _step(kind, last, place, name)
-        place[key] = _value(text, kind)
+        try:
+            _override_one(document, name, text)
+        except SettingsError as exc:
+            faults.append(Fault((name,), str(exc)))
+    return faults
+
+
+def _override_one(document: dict[str, Any], name: str, text: str) -> None:
+    if name.startswith("ANABRANCH_") and not name.startswith((ENVIRONMENT_PREFIX, _TESTS_PREFIX)):
+        raise SettingsError(f"{name}: overrides are written {ENVIRONMENT_PREFIX}SECTION__KEY, two underscores each")
+    if not name.startswith(ENVIRONMENT_PREFIX):
+        return
+    place, kind = document, cast("Any", Pipeline)
+    *sections, last = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
+    for section in sections:
+        key, kind = _step(kind, section, place, name)
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise SettingsError(f"{name}: {key} is a value, not a section")
+    key, kind = _step(kind, last, place, name)
+    place[key] = _value(text, kind)
 
 
 def _step(kind: Any, part: str, place: Mapping[str, Any], name: str) -> tuple[str, Any]:
@@ -146,34 +210,38 @@ def _value(text: str, kind: Any) -> Any:
 
 
 def _resolve(
-    value: Any, place: tuple[str, ...], folder: Path, environment: Mapping[str, str], secrets: set[tuple[str, ...]]
+    value: Any,
+    place: tuple[str, ...],
+    folder: Path,
+    environment: Mapping[str, str],
+    secrets: dict[tuple[str, ...], str],
+    faults: list[Fault],
 ) -> Any:
     """Replace `{env = "NAME"}` and `{file = "path"}` by what they name, and note where that happened."""
     if isinstance(value, list):
-        return [_resolve(item, (*place, str(i)), folder, environment, secrets) for i, item in enumerate(value)]
+        items = enumerate(value)
+        return [_resolve(item, (*place, str(i)), folder, environment, secrets, faults) for i, item in items]
     if not isinstance(value, dict):
         return value
-    match value:
-        case {"env": str(name)} if len(value) == 1:
-            secrets.add(place)
-            if name not in environment:
-                raise SettingsError(f"{'.'.join(place)}: the environment variable {name} is not set")
-            return environment[name]
-        case {"file": str(name)} if len(value) == 1:
-            secrets.add(place)
+    if value.keys() == {"env"} or value.keys() == {"file"}:
+        ((kind, name),) = value.items()
+        if isinstance(name, str):
             try:
-                return (folder / name).read_text(encoding="utf-8").strip()
+                secrets[place] = environment[name] if kind == "env" else (folder / name).read_text("utf-8").strip()
+            except KeyError:
+                sentence = f"the environment variable {name} is not set"
             except OSError as exc:
-                raise SettingsError(f"{'.'.join(place)}: cannot read {folder / name}: {exc.strerror}") from exc
+                sentence = f"cannot read {folder / name}: {exc.strerror}"
             except UnicodeDecodeError:
-                raise SettingsError(f"{'.'.join(place)}: {folder / name} is not UTF-8 text") from None
-    return {key: _resolve(item, (*place, key), folder, environment, secrets) for key, item in value.items()}
+                sentence = f"{folder / name} is not UTF-8 text"
+            else:
+                return secrets[place]
+            faults.append(Fault(place, f"{'.'.join(place)}: {sentence}"))
+            return ""
+    return {key: _resolve(item, (*place, key), folder, environment, secrets, faults) for key, item in value.items()}
 
 
-def _sentence(
-    path: Path, document: Mapping[str, Any], errors: list[ErrorDetails], secrets: set[tuple[str, ...]]
-) -> str:
-    error = min(errors, key=_rank)
+def _sentence(path: Path, document: Mapping[str, Any], error: ErrorDetails, secrets: set[tuple[str, ...]]) -> str:
     place = _place(document, error)
     key = ".".join(place)
     if error["type"] == "extra_forbidden":

@@ -5,7 +5,8 @@
     |   |-- GapError             offsets that were not read yet are gone from the broker
     |   `-- SecondLearnerError   another learner holds the state directory
     `-- DependencyError          something outside cannot be reached: wait or mend it, then start again (exit 3)
-        `-- BrokerError          Kafka: unreachable, refused the credentials, or has no such topic
+        `-- BrokerError          Kafka: unreachable, or has no such topic
+            `-- CredentialsError it refuses the user, the password or the mechanism
 
 They live in the lowest layer because every other one raises or catches them.
 """
@@ -33,3 +34,7 @@ class DependencyError(AnabranchError):
 
 class BrokerError(DependencyError):
     """The Kafka broker cannot be reached, refuses the credentials, or lacks a topic."""
+
+
+class CredentialsError(BrokerError):
+    """The Kafka broker answers, and refuses the credentials or the way in which they are given."""

@@ -15,7 +15,7 @@ from kafka import errors as kafka_errors
 from ingest.block import TopicPartition
 from ingest.client import RECREATED, DeadLetter, Lag, Messages, missing_topic, pass_hole, smaller, strange, unreachable
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, GapError, SettingsError
+from ingest.errors import BrokerError, CredentialsError, GapError, SettingsError
 from ingest.properties import check, kafka_python_options
 
 _BOOTSTRAP_MS = 8_000
@@ -264,17 +264,17 @@ def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
             if any(isinstance(cause, _REFUSALS) for cause in heard):
                 break
     assert error is not None
-    raise BrokerError(_explain(settings.bootstrap_servers, error, heard)) from error
+    raise _explained(settings.bootstrap_servers, error, heard) from error
 
 
-def _explain(servers: str, error: Exception, heard: Sequence[BaseException]) -> str:
+def _explained(servers: str, error: Exception, heard: Sequence[BaseException]) -> BrokerError:
     for kind, sentence in (
         (kafka_errors.SaslAuthenticationFailedError, "refuses the credentials in stream.properties (sasl.username)"),
         (kafka_errors.UnsupportedSaslMechanismError, "does not take the sasl.mechanism in stream.properties"),
     ):
         if any(isinstance(cause, kind) for cause in heard):
-            return f"the Kafka broker at {servers} {sentence}"
-    return unreachable(servers) or strange(servers, _brief(heard[-1] if heard else error))
+            return CredentialsError(f"the Kafka broker at {servers} {sentence}")
+    return BrokerError(unreachable(servers) or strange(servers, _brief(heard[-1] if heard else error)))
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ HOME = {
     "safetensors": {"learner/version.py", "learner/cut.py"},
     "sklearn": {"anabranch/demo"},
     "starlette": {"serving/app.py"},
-    "torch": {"learner", "replay", "serving", "anabranch/demo", "anabranch/template"},
+    "torch": {"learner", "replay", "serving", "anabranch/demo", "anabranch/doctor/probe.py", "anabranch/template"},
     "typer": {"anabranch"},
     "uvicorn": {"serving/app.py", "serving/server.py"},
 }
@@ -72,7 +72,7 @@ METRICS_ADDED = words("""
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
 """)
 
-COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "versions ls", "versions show"}
+COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
 
 
 def in_a_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

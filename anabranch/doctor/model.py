@@ -1,0 +1,98 @@
+"""The model factory and the device, tried in a process of its own: user code may crash or hang."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+
+from anabranch.doctor.finding import Finding, Patient, found
+
+_SHARE = 0.9
+"""Of a check's time: the rest is for telling that it is over."""
+_LAST_WORDS = 300
+
+
+class Step(msgspec.Struct, tag=True):
+    """What the probe does now, for when it never says anything again."""
+
+    doing: str
+
+
+class Said(msgspec.Struct, tag=True):
+    """A finding of the probe; `kind` is empty when all is well."""
+
+    kind: str
+    matter: str
+    key: str = ""
+
+
+class Size(msgspec.Struct, tag=True):
+    """Bytes of the model's weights."""
+
+    bytes: int
+
+
+class Asked(msgspec.Struct):
+    """What the probe is to look at: sections as JSON, which hold no secret but what model.args were given."""
+
+    events: str
+    model: str
+    learner: str
+    replay: str
+    serving_device: str
+    folder: str
+
+
+def check_model(patient: Patient) -> Iterator[Finding]:
+    """Import torch, find the device, build the model, run it forward, and build the optimizer."""
+    pipeline = patient.config.pipeline
+    asked = Asked(
+        pipeline.events.model_dump_json(),
+        pipeline.model.model_dump_json(),
+        pipeline.learner.model_dump_json(),
+        pipeline.replay.model_dump_json(),
+        pipeline.serving.device,
+        str(patient.config.folder),
+    )
+    doing, code, words = "starting Python", None, b""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as said:
+        command = [sys.executable, "-P", "-m", "anabranch.doctor.probe", str(writing)]
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[writing],
+            )
+        finally:
+            os.close(writing)
+        with child:
+            try:
+                _, words = child.communicate(msgspec.json.encode(asked), timeout=patient.timeout * _SHARE)
+                code = child.returncode
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        os.set_blocking(said.fileno(), False)  # a grandchild may hold the other end
+        lines = (said.read() or b"").splitlines()
+    for line in lines:
+        message = msgspec.json.decode(line, type=Step | Said | Size)
+        match message:
+            case Step(doing):
+                pass
+            case Size(size):
+                patient.model_bytes = size
+            case Said(kind, matter, key):
+                yield found(kind, matter, key=key) if kind else Finding("ok", matter)
+    module = pipeline.model.factory.partition(":")[0]
+    if code is None:
+        yield found("model.hang", f"After {patient.timeout * _SHARE:.0f} s the model's process was still {doing}.")
+    elif code != 0:
+        end = f"signal {-code}" if code < 0 else f"exit code {code}"
+        last = words.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+        matter = f"The model's process ended with {end} while {doing}; it said: {last[0][:_LAST_WORDS]}."
+        yield found("model.crash", matter, module=module)

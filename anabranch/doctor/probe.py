@@ -1,0 +1,114 @@
+"""`python -m anabranch.doctor.probe FD`: the process in which doctor tries torch, the device and the model."""
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from anabranch.doctor.model import Asked, Said, Size, Step
+from ingest.config import SchemaSettings
+from ingest.errors import SettingsError
+from ingest.schema import Schema
+from learner.config import LearnerSettings, ModelSettings
+from replay.config import ReplaySettings
+
+_LONGEST_MATTER = 2_000
+_OVERHEAD = 1.1
+"""Of the slots that replay keeps beside those for events."""
+
+
+def main() -> int:
+    """Read what is asked from stdin, and write what is found as lines of JSON."""
+    descriptor = int(sys.argv[1])
+
+    def say(message: Step | Said | Size) -> None:
+        if isinstance(message, Said):
+            message.matter = message.matter[:_LONGEST_MATTER]  # a pipe takes so much without a reader
+        os.write(descriptor, msgspec.json.encode(message) + b"\n")
+
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+    say(Step("importing torch"))
+    try:
+        import torch
+    except (ImportError, OSError) as exc:
+        say(Said("install.torch", f"torch cannot be imported: {exc}."))
+        return 0
+    say(Said("", f"torch {torch.__version__} can be imported."))
+    from learner.model import build_model, check_model, make_task
+    from learner.optimizer import build_optimizer
+    from learner.precision import choose_device, choose_precision
+    from serving.served import pick_device
+
+    schema = Schema(SchemaSettings.model_validate_json(asked.events))
+    settings = ModelSettings.model_validate_json(asked.model)
+    learner = LearnerSettings.model_validate_json(asked.learner)
+    say(Step("looking for the device"))
+    device = torch.device("cpu")
+    try:
+        device = choose_device(learner.device)
+    except SettingsError as exc:
+        say(Said("device.missing", f"{exc}.", "learner.device"))
+    else:
+        try:
+            precision = choose_precision(learner.precision, device)
+            say(Said("", f"The learner computes on {device} in {precision.name}."))
+        except SettingsError as exc:
+            say(Said("device.precision", f"{exc}."))
+    try:
+        pick_device(asked.serving_device)
+    except SettingsError as exc:
+        say(Said("device.missing", f"{exc}.", "serving.device"))
+    wanted, free = _wanted(ReplaySettings.model_validate_json(asked.replay), schema), _free(device)
+    if learner.strategy != "none" and wanted > free:
+        matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {device} has {free / 1e6:,.0f} MB free."
+        say(Said("device.memory", matter))
+    say(Step(f"building {settings.factory}"))
+    kind = "model.factory"
+    try:
+        model = build_model(settings.factory, settings.args, Path(asked.folder)).to(device)
+        say(Size(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
+        say(Step("running the model on three events of zeros"))
+        kind = "model.output"
+        check_model(model, make_task(settings.task), schema, device)
+        kind = "model.optimizer"
+        build_optimizer(learner.optimizer, model.parameters())
+    except SettingsError as exc:
+        say(Said(kind, f"{exc}."))
+    else:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        say(Said("", f"{settings.factory} has {parameters:,} parameters, and its output fits the {settings.task}."))
+    return 0
+
+
+def _wanted(replay: ReplaySettings, schema: Schema) -> int:
+    from replay.memory import MemoryTier
+
+    most = int(replay.capacity * _OVERHEAD) * MemoryTier.row_bytes_of(schema.payload())
+    return min(int(replay.device_bytes), most)
+
+
+def _free(device: object) -> int:
+    """Return the free bytes of a device; of a host that does not tell, all that it has."""
+    import torch
+
+    assert isinstance(device, torch.device)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+        # What a container may take, when it is less.
+        group = Path("/sys/fs/cgroup")
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError, StopIteration):
+        pass
+    return min(free) if free else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    # A model may leave threads behind that never end.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,63 @@
+"""The newest cut and version: whole, and of this schema. Their files are read as bytes, so that torch is not needed."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from anabranch.doctor.finding import Finding, Patient, found, ok
+from ingest.schema import Schema
+
+_MANIFEST = "manifest.json"
+
+
+class _Manifest(msgspec.Struct):
+    """What the manifests of cuts and of versions have in common."""
+
+    schema: str
+    files: dict[str, str]
+
+
+def check_cuts(patient: Patient) -> Iterator[Finding]:
+    """Whether the newest cut can be resumed from."""
+    yield from _check_newest(patient, "cut", "made")
+
+
+def check_versions(patient: Patient) -> Iterator[Finding]:
+    """Whether the newest version can be served."""
+    yield from _check_newest(patient, "version", "learned")
+
+
+def _check_newest(patient: Patient, what: str, made: str) -> Iterator[Finding]:
+    folder = patient.config.state_dir / f"{what}s"
+    numbers = [int(path.parent.name) for path in folder.glob(f"*/{_MANIFEST}") if path.parent.name.isdigit()]
+    if not numbers:
+        yield ok(f"There is no {what} yet.")
+        return
+    number = max(numbers)
+    damage, schema = _damage(folder / str(number))
+    if damage and not (folder / str(number)).exists():
+        yield ok(f"The learner has just replaced {what} {number}.")
+    elif damage:
+        yield found(
+            f"{what}.damaged", f"The newest {what}, {number}, is damaged: {damage}.", path=folder, number=number
+        )
+    elif schema != Schema(patient.config.pipeline.events).digest:
+        matter = f"The newest {what}, {number}, was {made} under another [schema]."
+        yield found(f"{what}.schema", matter, path=folder, number=number)
+    else:
+        yield ok(f"The newest {what}, {number}, is whole and of this schema.")
+
+
+def _damage(directory: Path) -> tuple[str | None, str]:
+    """Return what is wrong with a directory's files, and the schema's digest that its manifest names."""
+    try:
+        manifest = msgspec.json.decode((directory / _MANIFEST).read_bytes(), type=_Manifest)
+        for name, digest in manifest.files.items():
+            with (directory / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    return f"{name} does not have its digest", manifest.schema
+    except (OSError, msgspec.MsgspecError) as exc:
+        return f"{exc}", ""
+    return None, manifest.schema
