@@ -21,7 +21,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 from ingest.block import TopicPartition
 from ingest.client import RECREATED, DeadLetter, Lag, Messages, missing_topic, pass_hole, smaller, strange, unreachable
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, GapError, SettingsError
+from ingest.errors import BrokerError, CredentialsError, GapError, SettingsError
 from ingest.properties import PROPERTIES
 
 _OPEN_SECONDS = 8.0
@@ -198,19 +198,21 @@ class ConfluentClient:
                 codes = {error.code() for error in self._heard}
                 hopeless = KafkaError._ALL_BROKERS_DOWN in codes and unreachable(servers)
                 if KafkaError._AUTHENTICATION in codes or hopeless or time.monotonic() > deadline:
-                    raise BrokerError(self._explained(exc)) from exc
+                    raise self._explained(exc) from exc
             else:
                 return
 
-    def _explained(self, exc: KafkaException) -> str:
+    def _explained(self, exc: KafkaException) -> BrokerError:
         servers = self._settings.bootstrap_servers
         for error in self._heard:
             if error.code() == KafkaError._AUTHENTICATION:
                 if "mechanism" in error.str():
-                    return f"the Kafka broker at {servers} does not take the sasl.mechanism in stream.properties"
-                return f"the Kafka broker at {servers} refuses the credentials in stream.properties (sasl.username)"
+                    said = "does not take the sasl.mechanism in stream.properties"
+                else:
+                    said = "refuses the credentials in stream.properties (sasl.username)"
+                return CredentialsError(f"the Kafka broker at {servers} {said}")
         said = self._heard[-1].str() if self._heard else _brief(exc)
-        return unreachable(servers) or strange(servers, said)
+        return BrokerError(unreachable(servers) or strange(servers, said))
 
     def _described(self, seconds: float) -> dict[str, Any]:
         """Return what the broker says of those of the topics that exist."""

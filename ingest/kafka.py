@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -264,16 +264,23 @@ def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
             if any(isinstance(cause, _REFUSALS) for cause in heard):
                 break
     assert error is not None
-    raise _explained(settings.bootstrap_servers, error, heard) from error
+    raise _explained(settings.bootstrap_servers, settings.properties, error, heard) from error
 
 
-def _explained(servers: str, error: Exception, heard: Sequence[BaseException]) -> BrokerError:
+def _explained(
+    servers: str, properties: Container[str], error: Exception, heard: Sequence[BaseException]
+) -> BrokerError:
     for kind, sentence in (
         (kafka_errors.SaslAuthenticationFailedError, "refuses the credentials in stream.properties (sasl.username)"),
         (kafka_errors.UnsupportedSaslMechanismError, "does not take the sasl.mechanism in stream.properties"),
     ):
         if any(isinstance(cause, kind) for cause in heard):
             return CredentialsError(f"the Kafka broker at {servers} {sentence}")
+    # kafka-python throws a refusal away when it reads it together with the end of the connection.
+    if "sasl.username" in properties and any("socket disconnected" in str(cause) for cause in heard):
+        return CredentialsError(
+            f"the Kafka broker at {servers} hangs up: it seems that it refuses the credentials in stream.properties"
+        )
     return BrokerError(unreachable(servers) or strange(servers, _brief(heard[-1] if heard else error)))
 
 

@@ -54,6 +54,8 @@ class SaslBroker:
     plain: str
     user: str = "alice"
     password: str = "secret"
+    stranger: str = "carol"
+    """Has the same password and no right to anything."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -97,12 +99,14 @@ def sasl_kafka() -> Iterator[SaslBroker]:
     port = _free_ports(3)
     sasl, plain = f"127.0.0.1:{port}", f"127.0.0.1:{port + 2}"
     listeners = f"SASL_PLAINTEXT://{sasl},PLAINTEXT://{plain}"
-    login = 'org.apache.kafka.common.security.plain.PlainLoginModule required user_alice="secret";'
+    login = 'org.apache.kafka.common.security.plain.PlainLoginModule required user_alice="secret" user_carol="secret";'
     properties = [
         f"listeners={listeners},CONTROLLER://127.0.0.1:{port + 1}",
         f"advertised.listeners={listeners}",
         "sasl.enabled.mechanisms=PLAIN",
         f"listener.name.sasl_plaintext.plain.sasl.jaas.config={login}",
+        "authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users=User:ANONYMOUS;User:alice",
     ]
     with _commanded(port, properties, plain):
         yield SaslBroker(sasl, plain)

@@ -54,8 +54,9 @@ def _reach(server: str, stream: StreamSettings) -> Finding | None:
     host = host.strip("[]")
     try:
         socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as exc:
-        return found("broker.name", f"The name {host} of stream.bootstrap_servers is not known: {exc.strerror}.")
+    except (OSError, UnicodeError) as exc:  # Python itself refuses some names, such as a..b
+        why = getattr(exc, "strerror", None) or exc
+        return found("broker.name", f"The name {host} of stream.bootstrap_servers is not known: {why}.")
     try:
         connection = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
     except OSError as exc:

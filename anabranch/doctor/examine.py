@@ -80,7 +80,12 @@ class Diagnosis(NamedTuple):
     finding: Finding
 
 
-def examine(path: Path, timeout: float, busy: Callable[[str], AbstractContextManager[object]]) -> Iterator[Diagnosis]:
+def examine(
+    path: Path,
+    timeout: float,
+    busy: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
+    checks: Sequence[Check] = CHECKS,
+) -> Iterator[Diagnosis]:
     """Yield what every check finds, as it finds it; `busy` is entered with a check's name while that runs.
 
     Raises what a check raised that is a bug of ours, once the others are done.
@@ -90,7 +95,7 @@ def examine(path: Path, timeout: float, busy: Callable[[str], AbstractContextMan
     for finding in _check_config(patient, faulty):
         yield Diagnosis("config", _scrubbed(finding, patient))
     bugs: list[Exception] = []
-    for check in CHECKS:
+    for check in checks:
         if check.needs and (patient.pipeline is None or faulty & set(check.needs)):
             continue
         with busy(check.name):

@@ -1,0 +1,785 @@
+"""`anabranch doctor`: every finding with its fault really present, and nothing changed by looking.
+
+`finds` names the kinds that a test makes real; `diagnose` sees to it that they were found.
+"""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import psutil
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from kafka import KafkaAdminClient
+
+import anabranch.doctor.state
+from anabranch import cli
+from anabranch.config import load_config
+from anabranch.daemon import Exit
+from anabranch.doctor import examine as examination
+from anabranch.doctor.examine import CHECKS, examine, exit_code, summary
+from anabranch.doctor.finding import FINDINGS, Patient, found, ok
+from anabranch.doctor.machine import check_install
+from ingest.schema import Schema
+from learner.cut import Cut, Cuts
+from learner.lock import hold_state_directory
+from learner.report import LearnerReport, write_report
+from learner.version import Manifest, ModelReference, Verdict, Versions
+
+EVENT = {"x": [0.5] * 64, "y": 7}
+
+
+@pytest.fixture
+def diagnose(example, request):
+    """Runs one check on the example and returns its findings: `diagnose("ports", timeout=20)`."""
+    seen = set()
+
+    def run(name, timeout=60.0):
+        checks = [check for check in CHECKS if check.name == name]
+        diagnoses = list(examine(example / "pipeline.toml", timeout, checks=checks))
+        seen.update(finding.kind for _, finding in diagnoses)
+        return [finding for check, finding in diagnoses if check == name]
+
+    run.seen = seen
+    yield run
+    marker = request.node.get_closest_marker("finds")
+    assert marker is None or set(marker.args) <= seen
+
+
+@pytest.fixture
+def setting(monkeypatch):
+    """Overrides a key: `setting("serving.port", 1)`."""
+
+    def override(key, value):
+        monkeypatch.setenv(
+            "ANABRANCH__" + key.upper().replace(".", "__"), value if isinstance(value, str) else json.dumps(value)
+        )
+
+    return override
+
+
+@pytest.fixture
+def edit(example):
+    """Replaces text in the example's config, or adds it when `old` is None."""
+
+    def replace(old, new):
+        path = example / "pipeline.toml"
+        text = path.read_text()
+        assert old is None or old in text
+        path.write_text(f"{text}\n{new}\n" if old is None else text.replace(old, new))
+
+    return replace
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mounts a tmpfs, `mounted("size=1m")`, and returns its path; skips where that is not allowed."""
+    paths = []
+
+    def mount(options):
+        path = tmp_path / "mounted"
+        path.mkdir()
+        if sys.platform != "linux" or os.geteuid() or shutil.which("mount") is None:
+            pytest.skip("only root on Linux mounts a small file system")
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+        paths.append(path)
+        return path
+
+    yield mount
+    for path in paths:
+        subprocess.run(["umount", path], check=True)
+
+
+def kinds(findings):
+    return [finding.kind for finding in findings if finding.kind]
+
+
+def only(findings, kind):
+    (one,) = [finding for finding in findings if finding.kind == kind]
+    return one
+
+
+def test_every_finding_has_a_test_that_makes_it_real():
+    named = {
+        kind
+        for marker in re.findall(r"^ *@pytest\.mark\.finds\((.*?)\)", Path(__file__).read_text(), re.M | re.S)
+        for kind in re.findall(r'"([a-z0-9.]+)"', marker)
+    }
+    assert named == set(FINDINGS)
+
+
+def test_every_finding_is_used_and_says_how_to_mend_it():
+    sources = "".join(path.read_text() for path in Path(examination.__file__).parent.glob("*.py"))
+    for kind, (level, mend, _) in FINDINGS.items():
+        name = re.sub(r"^(cut|version)\.", "{what}.", kind)
+        assert sources.count(f'"{kind}"') + sources.count(f'"{name}"') >= 2 or f'f"{name}"' in sources, kind
+        assert level in ("note", "warning", "problem")
+        assert mend.endswith(".")
+
+
+class TestConfig:
+    @pytest.mark.finds("config.unreadable")
+    @pytest.mark.parametrize("content", [None, b"name = = 3", b"name = '\xff'"])
+    def test_a_file_that_cannot_be_read(self, diagnose, example, content):
+        path = example / "pipeline.toml"
+        path.unlink() if content is None else path.write_bytes(content)
+        assert diagnose("schema") == []
+
+    @pytest.mark.finds("config.invalid")
+    def test_all_errors_are_told_at_once_and_what_can_run_still_runs(self, diagnose, example, edit, setting):
+        edit("batch_size = 32", 'batchsize = 32\nprecision = "fp99"')
+        edit("port = 8000", "port = 99999")
+        edit('topics = ["events"]', 'topics = ["events"]\nproperties = {"sasl.password" = {env = "DOCTOR_NOT_SET"}}')
+        setting("learner.nope", 3)
+        diagnoses = list(
+            examine(example / "pipeline.toml", 20, checks=[c for c in CHECKS if c.name in ("state", "ports", "cuts")])
+        )
+        diagnose.seen.update(finding.kind for _, finding in diagnoses)
+        told = [finding.matter for check, finding in diagnoses if check == "config"]
+        for part in ("batchsize", "precision = 'fp99'", "serving.port = 99999", "DOCTOR_NOT_SET", "LEARNER__NOPE"):
+            assert sum(part in matter for matter in told) == 1, part
+        assert len(told) == 5
+        # The ports' and the state's settings are at fault; the cuts' are not.
+        assert {check for check, _ in diagnoses} == {"config", "cuts"}
+
+    @pytest.mark.finds("schema.invalid")
+    @pytest.mark.parametrize(
+        ("old", "new", "sentence"),
+        [
+            ("shape = [64]", "shape = [64]\ndefault = [1, 2]", "schema.features.x.default"),
+            ('format = "json"', 'format = "rows"', 'stream.format = "rows" cannot hold schema.features.s'),
+        ],
+    )
+    def test_a_schema_that_cannot_be(self, diagnose, edit, old, new, sentence):
+        edit(old, new)
+        edit(None, '[schema.features.s]\ndtype = "string"\nencode = {hash = 9}')
+        assert sentence in only(diagnose("schema"), "schema.invalid").matter
+
+
+class TestInstallation:
+    @pytest.mark.finds("install.torch")
+    def test_a_torch_that_is_broken(self, diagnose, tmp_path, monkeypatch):
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: cannot open')")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        (finding,) = diagnose("model")
+        assert finding.matter == "torch cannot be imported: libtorch.so: cannot open."
+
+    @pytest.mark.finds("install.crc32c")
+    def test_a_crc32c_that_is_broken(self, diagnose, tmp_path, monkeypatch):
+        (tmp_path / "crc32c.py").write_text("raise ImportError('built for another Python')")
+        monkeypatch.delitem(sys.modules, "crc32c", raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+        assert kinds(diagnose("install")) == ["install.crc32c"]
+
+    @pytest.mark.finds("install.extra")
+    def test_an_extra_that_is_missing(self, diagnose, example, monkeypatch):
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        config = load_config(example / "pipeline.toml")
+        stream = config.pipeline.stream.model_copy(update={"format": "arrow"})
+        config.pipeline = config.pipeline.model_copy(update={"stream": stream})
+        (finding,) = check_install(Patient(example, 1, config))
+        diagnose.seen.add(finding.kind)
+        assert finding.mend == "Install it: pip install 'anabranch[arrow]'."
+
+    @pytest.mark.finds("limit.files")
+    def test_a_low_limit_of_open_files(self, diagnose):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        try:
+            assert "Only 512 files" in only(diagnose("limits"), "limit.files").matter
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def test_a_sound_one_has_no_finding(self, diagnose):
+        assert kinds(diagnose("install") + diagnose("limits") + diagnose("schema")) == []
+
+
+class TestModel:
+    def test_a_sound_one_has_no_finding(self, diagnose):
+        findings = diagnose("model")
+        assert kinds(findings) == []
+        assert "26,122 parameters" in findings[-1].matter
+
+    @pytest.mark.finds("device.missing")
+    def test_a_device_that_is_not_there(self, diagnose, setting):
+        setting("learner.device", "cuda:77")
+        setting("serving.device", "cuda:77")
+        told = [finding for finding in diagnose("model") if finding.kind]
+        assert [finding.mend.partition(" =")[0] for finding in told] == ["Set learner.device", "Set serving.device"]
+
+    @pytest.mark.finds("device.precision", "model.optimizer")
+    def test_a_precision_and_an_optimizer_that_cannot_be(self, diagnose, setting, edit):
+        setting("learner.device", "cpu")
+        setting("learner.precision", "fp16")
+        edit('name = "adamw"', 'name = "adamw", momentum = 0.9')
+        assert "has no 'momentum'" in only(diagnose("model"), "model.optimizer").matter
+
+    @pytest.mark.finds("device.memory")
+    def test_more_replay_than_there_is_memory(self, diagnose, setting):
+        setting("learner.device", "cpu")
+        total = psutil.virtual_memory().total
+        setting("replay.capacity", 2_000_000_000)
+        setting("replay.device_bytes", f"{total}B")
+        if total > 2_000_000_000 * 300:
+            pytest.skip("this machine has memory for that")
+        assert kinds(diagnose("model")) == ["device.memory"]
+
+    @pytest.mark.finds("model.factory")
+    @pytest.mark.parametrize(
+        ("old", "new", "sentence"),
+        [
+            ("my_model:build", "not_there:build", "no module named not_there"),
+            ("hidden = 128", "wide = 128", "unexpected keyword argument 'wide'"),
+        ],
+    )
+    def test_a_factory_that_fails(self, diagnose, edit, old, new, sentence):
+        edit(old, new)
+        assert sentence in only(diagnose("model"), "model.factory").matter
+
+    @pytest.mark.finds("model.output")
+    def test_an_output_that_does_not_fit(self, diagnose, edit):
+        edit("classes = 10", "classes = 7")
+        assert "[3, 10]" in only(diagnose("model"), "model.output").matter
+
+    @pytest.mark.finds("model.crash")
+    def test_a_factory_that_crashes(self, diagnose, example):
+        (example / "my_model.py").write_text(
+            "import os, sys\nsys.stderr.write('oh no\\n')\nsys.stderr.flush()\nos.abort()\n"
+        )
+        crash = only(diagnose("model"), "model.crash")
+        assert crash.matter == "The model's process ended with signal 6 while building my_model:build; it said: oh no."
+
+    @pytest.mark.slow
+    @pytest.mark.finds("model.hang")
+    def test_a_factory_that_hangs(self, diagnose, example):
+        (example / "my_model.py").write_text("import threading\nthreading.Event().wait()\n")
+        assert "still building my_model:build" in only(diagnose("model", timeout=20), "model.hang").matter
+
+    def test_what_a_model_prints_is_no_finding(self, diagnose, example):
+        path = example / "my_model.py"
+        path.write_text(path.read_text() + "\nprint('x' * 100_000)\n")
+        assert kinds(diagnose("model")) == []
+
+
+@pytest.fixture
+def server():
+    """Listens on loopback and calls back with each connection: `server(talk) -> port`."""
+    with contextlib.ExitStack() as stack:
+
+        def listen(talk):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def accept():
+                with contextlib.suppress(OSError):
+                    while True:
+                        connection, _ = listener.accept()
+                        with connection, contextlib.suppress(OSError):
+                            talk(connection)
+
+            thread = threading.Thread(target=accept, daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(listener.shutdown, socket.SHUT_RDWR)
+            return listener.getsockname()[1]
+
+        yield listen
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """Writes a certificate of localhost that is valid for some days from now on, and its key, and returns both."""
+
+    def make(days, name="server"):
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+        now = datetime.now(UTC)
+        built = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(days=400))
+            .not_valid_after(now + timedelta(days=days))
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        cert_path, key_path = tmp_path / f"{name}.crt", tmp_path / f"{name}.key"
+        cert_path.write_bytes(built.public_bytes(serialization.Encoding.PEM))
+        plain = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        key_path.write_bytes(key.private_bytes(*plain))
+        return cert_path, key_path
+
+    return make
+
+
+class TestReachingTheBroker:
+    @pytest.mark.finds("broker.name")
+    def test_a_name_that_is_none(self, diagnose, setting):
+        setting("stream.bootstrap_servers", "a..b:9092")
+        (finding,) = diagnose("broker")
+        assert finding.unreachable
+
+    @pytest.mark.finds("broker.connect")
+    def test_a_port_on_which_nothing_listens(self, diagnose, setting, free_port):
+        setting("stream.bootstrap_servers", f"127.0.0.1:{free_port()}")
+        (finding,) = diagnose("broker")
+        assert finding.matter.endswith("Connection refused.")
+
+    @pytest.mark.finds("broker.tls")
+    def test_a_port_that_does_not_speak_tls(self, diagnose, setting, edit, server):
+        port = server(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH\r\n"))
+        setting("stream.bootstrap_servers", f"127.0.0.1:{port}")
+        edit(None, '[stream.properties]\n"security.protocol" = "SSL"')
+        (finding,) = diagnose("broker")
+        assert "does not speak TLS" in finding.matter
+
+    @pytest.mark.finds("broker.certificate")
+    @pytest.mark.parametrize(("days", "trusted", "why"), [(-1, True, "expired"), (1, False, "self-signed")])
+    def test_a_certificate_that_is_not_accepted(self, diagnose, setting, edit, server, certificate, days, trusted, why):
+        cert, key = certificate(days)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key)
+        port = server(lambda connection: context.wrap_socket(connection, server_side=True).close())
+        setting("stream.bootstrap_servers", f"localhost:{port}")
+        ca = f'"ssl.ca.location" = "{cert}"' if trusted else ""
+        edit(None, f'[stream.properties]\n"security.protocol" = "SASL_SSL"\n{ca}')
+        (finding,) = diagnose("broker")
+        assert why in finding.matter.replace("self signed", "self-signed")
+
+    @pytest.mark.finds("broker.files")
+    def test_a_file_of_authorities_that_is_not_there(self, diagnose, setting, edit, server, tmp_path):
+        setting("stream.bootstrap_servers", f"127.0.0.1:{server(lambda _: None)}")
+        edit(None, f'[stream.properties]\n"security.protocol" = "SSL"\n"ssl.ca.location" = "{tmp_path}/ca.pem"')
+        (finding,) = diagnose("broker")
+        assert "No such file" in finding.matter
+
+    @pytest.mark.slow
+    @pytest.mark.finds("broker.protocol")
+    def test_something_that_is_no_broker(self, diagnose, setting, server):
+        setting("stream.bootstrap_servers", f"127.0.0.1:{server(lambda connection: connection.sendall(b'hello'))}")
+        (finding,) = diagnose("broker")
+        assert "does not answer as a Kafka broker" in finding.matter
+
+    @pytest.mark.finds("check.slow")
+    def test_something_that_never_answers(self, diagnose, setting, server):
+        done = threading.Event()
+        setting("stream.bootstrap_servers", f"127.0.0.1:{server(lambda _: done.wait())}")
+        try:
+            (finding,) = diagnose("broker", timeout=1.5)
+        finally:
+            done.set()
+        assert finding.matter == "It has not ended within 1.5 s."
+
+    # kafka-python leaves the socket of a connection that was refused to the garbage collector.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    @pytest.mark.finds("broker.credentials")
+    def test_a_wrong_password(self, diagnose, setting, edit, sasl_kafka):
+        self.as_user(setting, edit, sasl_kafka, sasl_kafka.user, "hunter-2-is-wrong")
+        (finding,) = diagnose("broker")
+        assert "refuses the credentials" in finding.matter
+        assert exit_code([("broker", finding)]) is Exit.DEPENDENCY
+
+    @pytest.mark.finds("topic.denied")
+    def test_a_user_without_rights(self, diagnose, setting, edit, sasl_kafka, create_topic, request):
+        create_topic(sasl_kafka.plain, "guarded")
+        create_topic(sasl_kafka.plain, "guarded.dead")
+        setting("stream.topics", ["guarded"])
+        self.as_user(setting, edit, sasl_kafka, sasl_kafka.stranger, sasl_kafka.password)
+        told = [finding.matter for finding in diagnose("broker") if finding.kind]
+        assert told == [
+            "The user of [stream.properties] may not read the topic guarded.",
+            "The user of [stream.properties] may not write the topic guarded.dead.",
+        ]
+
+    def as_user(self, setting, edit, broker, user, password):
+        setting("stream.bootstrap_servers", broker.bootstrap)
+        edit(
+            None,
+            '[stream.properties]\n"security.protocol" = "SASL_PLAINTEXT"\n"sasl.mechanism" = "PLAIN"\n'
+            f'"sasl.username" = "{user}"\n"sasl.password" = "{password}"',
+        )
+
+
+class TestTopics:
+    @pytest.fixture
+    def topic(self, kafka, make_topic, setting):
+        name = make_topic(2)
+        setting("stream.bootstrap_servers", kafka.bootstrap)
+        setting("stream.topics", [name])
+        return name
+
+    @pytest.fixture
+    def send(self, kafka, topic, produce):
+        return lambda *values, **options: produce(kafka.bootstrap, topic, values, **options)
+
+    def test_a_sound_one_has_no_finding(self, diagnose, topic, send):
+        send(b"{bad")
+        send(EVENT, partition=1)  # the newest of all partitions counts
+        findings = diagnose("broker")
+        assert kinds(findings) == []
+        assert f"{topic}[1]@0, can be used" in findings[2].matter
+
+    @pytest.mark.finds("broker.partly")
+    def test_one_of_two_brokers_is_away(self, diagnose, topic, send, setting, kafka, free_port):
+        send(EVENT)
+        setting("stream.bootstrap_servers", f"{kafka.bootstrap},127.0.0.1:{free_port()}")
+        assert kinds(diagnose("broker")) == ["broker.partly"]
+
+    @pytest.mark.finds("topic.missing")
+    def test_topics_that_are_not_there(self, diagnose, topic, setting):
+        setting("stream.topics", [f"{topic}-none"])
+        missing = [finding for finding in diagnose("broker") if finding.kind]
+        assert [finding.matter.split()[4] for finding in missing] == [f"{topic}-none", f"{topic}-none.dead"]
+        assert all(finding.unreachable for finding in missing)
+
+    @pytest.mark.finds("topic.retention", "message.none")
+    def test_an_empty_topic_that_does_not_reach_back_to_the_start(self, diagnose, topic, setting):
+        setting("stream.start", "2020-01-01T00:00:00Z")
+        assert kinds(diagnose("broker")) == ["topic.retention", "message.none"]
+
+    @pytest.mark.finds("message.unusable")
+    def test_a_message_that_cannot_be_used_is_told_field_by_field(self, diagnose, topic, send, edit):
+        edit(None, '[schema.features.amount]\ndtype = "float32"\n[schema.features.country]\ndtype = "int8"')
+        send({"x": [0.5] * 63, "amount": "12", "country": 3, "y": 99})
+        matter = only(diagnose("broker"), "message.unusable").matter
+        assert matter.startswith(f"The newest message, {topic}[0]@0, cannot be used: Expected `array` of length")
+        for place in ("`$.x`", "`$.amount`", "`$.y`"):
+            assert matter.count(place) == 1
+        assert "country" not in matter
+
+    @pytest.mark.finds("message.unusable")
+    @pytest.mark.parametrize(
+        ("value", "reason"), [(b"{bad", "JSON is malformed"), (b"[1]", "Expected `object`"), (None, "null value")]
+    )
+    def test_a_message_that_is_no_event(self, diagnose, send, value, reason):
+        send(value, key=b"k")
+        assert reason in only(diagnose("broker"), "message.unusable").matter
+
+    @pytest.mark.finds("message.unlabelled", "message.unknown")
+    def test_a_message_without_a_label_but_with_more(self, diagnose, send):
+        send({"x": EVENT["x"], "lable": 7})
+        findings = diagnose("broker")
+        assert "has no label (y) and is skipped" in only(findings, "message.unlabelled").matter
+        assert only(findings, "message.unknown").matter.endswith("does not know: lable.")
+
+    @pytest.mark.finds("clock.ahead")
+    def test_a_message_from_the_future(self, diagnose, send):
+        send(EVENT, timestamp_ms=int(time.time() * 1000) + 600_000)
+        assert kinds(diagnose("broker")) == ["clock.ahead"]
+
+    def test_nothing_is_changed_by_looking(self, example, kafka, topic, send, consume_all, setting):
+        send(EVENT)
+        setting("serving.port", 0)
+        setting("learner.status", "127.0.0.1:0")
+
+        def world():
+            with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+                groups = {group.get("group_id") if isinstance(group, dict) else group for group in admin.list_groups()}
+                return sorted(admin.list_topics()), groups, sorted(example.rglob("*.*"))
+
+        before = world()
+        diagnoses = list(examine(example / "pipeline.toml", 60))
+        assert exit_code(diagnoses) is Exit.DONE, diagnoses
+        assert summary(diagnoses) == "nothing is wrong"
+        assert world() == before
+        assert consume_all(kafka.bootstrap, f"{topic}.dead") == []
+
+
+class TestStateDirectory:
+    @pytest.mark.finds("state.unwritable")
+    def test_a_file_in_the_way(self, diagnose, setting, tmp_path):
+        (tmp_path / "file").write_text("")
+        setting("state_dir", str(tmp_path / "file" / "var"))
+        assert kinds(diagnose("state")) == ["state.unwritable"]
+
+    @pytest.mark.finds("state.unwritable")
+    def test_one_that_is_read_only(self, diagnose, setting, mounted):
+        setting("state_dir", str(mounted("ro")))
+        assert "Read-only file system" in only(diagnose("state"), "state.unwritable").matter
+
+    @pytest.mark.finds("state.full")
+    def test_too_little_room_for_a_cut(self, diagnose, setting, mounted):
+        setting("state_dir", str(mounted("size=1m")))
+        assert only(diagnose("state"), "state.full").matter.endswith("a full cut and a version need 3.2 MB.")
+
+    @pytest.mark.finds("state.filling")
+    def test_too_little_room_for_all_that_is_kept(self, diagnose, setting, mounted):
+        setting("state_dir", str(mounted("size=8m")))
+        assert "state.filling" in kinds(diagnose("state"))
+
+    @pytest.mark.finds("state.memory")
+    def test_one_that_lies_in_memory(self, diagnose, setting):
+        shared = Path("/dev/shm")
+        if not shared.is_dir():
+            pytest.skip("this system has no /dev/shm")
+        with tempfile.TemporaryDirectory(dir=shared) as folder:
+            setting("state_dir", folder)
+            assert kinds(diagnose("state")) == ["state.memory"]
+
+    @pytest.mark.finds("state.network")
+    def test_one_that_lies_on_a_network(self, diagnose, example, monkeypatch, tmp_path):
+        mounts = f"/dev/vda / ext4 rw 0 0\nfiler:/home {example} nfs4 rw 0 0\n"
+        (tmp_path / "mounts").write_text(mounts)
+        monkeypatch.setattr(anabranch.doctor.state, "MOUNTS", tmp_path / "mounts")
+        assert kinds(diagnose("state")) == ["state.network"]
+
+    @pytest.mark.finds("state.sync", "state.lock")
+    def test_one_without_fsync_and_locks(self, diagnose, monkeypatch):
+        def refuse(*_):
+            raise OSError(22, "Invalid argument")
+
+        monkeypatch.setattr(anabranch.doctor.state.os, "fsync", refuse)
+        monkeypatch.setattr(anabranch.doctor.state.fcntl, "flock", refuse)
+        assert kinds(diagnose("state")) == ["state.sync", "state.lock"]
+
+    @pytest.mark.finds("clock.files")
+    def test_one_whose_clock_is_off(self, diagnose, monkeypatch):
+        monkeypatch.setattr(anabranch.doctor.state, "time", SimpleNamespace(time=lambda: time.time() - 60))
+        assert "+60 s" in only(diagnose("state"), "clock.files").matter
+
+    @pytest.mark.finds("state.held")
+    def test_one_that_a_learner_holds(self, diagnose, example):
+        with hold_state_directory(example / "var"):
+            findings = diagnose("state")
+        assert kinds(findings) == ["state.held"]
+        assert exit_code([("state", finding) for finding in findings]) is Exit.DONE
+
+    def test_one_that_is_not_there_is_not_made(self, diagnose, example):
+        assert kinds(diagnose("state")) == []
+        assert not (example / "var").exists()
+
+
+class TestWhatIsSaved:
+    @pytest.fixture
+    def save(self, example):
+        """Writes a cut and a version under a schema; returns their directories."""
+
+        def write(digest=None):
+            config = load_config(example / "pipeline.toml")
+            digest = digest or Schema(config.pipeline.events).digest
+            cut = Cuts(config.state_dir / "cuts", digest, 1).write(3, Cut(1, {"model": {"w": torch.ones(9)}}, {}), 1.0)
+            manifest = Manifest(
+                number=4,
+                epoch=1,
+                parent=None,
+                time=1.0,
+                step=1,
+                trained_through={},
+                metrics={},
+                schema=digest,
+                encoders={},
+                model=ModelReference("m:b", {}, "classification"),
+                files={},
+            )
+            versions = Versions(config.state_dir / "versions")
+            return cut, versions.write({"w": torch.ones(9)}, manifest, Verdict("pass"))
+
+        return write
+
+    def test_sound_ones_have_no_finding(self, diagnose, save):
+        save()
+        told = [finding.matter for finding in diagnose("cuts") + diagnose("versions")]
+        assert told == [
+            "The newest cut, 3, is whole and of this schema.",
+            "The newest version, 4, is whole and of this schema.",
+        ]
+
+    @pytest.mark.finds("cut.damaged", "version.damaged")
+    def test_a_flipped_bit(self, diagnose, save):
+        for directory in save():
+            (path,) = directory.rglob("model.safetensors")
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert "does not have its digest" in only(diagnose("cuts"), "cut.damaged").matter
+        assert "model.safetensors does not have" in only(diagnose("versions"), "version.damaged").matter
+
+    @pytest.mark.finds("cut.damaged", "version.damaged")
+    def test_a_file_that_is_gone(self, diagnose, save):
+        for directory in save():
+            next(directory.rglob("model.safetensors")).unlink()
+        assert [*kinds(diagnose("cuts")), *kinds(diagnose("versions"))] == ["cut.damaged", "version.damaged"]
+
+    @pytest.mark.finds("cut.schema", "version.schema")
+    def test_another_schema(self, diagnose, save):
+        save("0" * 64)
+        assert only(diagnose("cuts"), "cut.schema").level == "problem"
+        assert only(diagnose("versions"), "version.schema").level == "note"
+
+
+class TestPorts:
+    @pytest.fixture(autouse=True)
+    def _free_ports(self, setting, free_port):
+        setting("serving.port", free_port())
+        setting("learner.status", "127.0.0.1:0")
+
+    @pytest.fixture
+    def taken(self, setting):
+        """Takes serving's port and the learner's."""
+        with contextlib.ExitStack() as stack:
+            ports = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
+            setting("serving.port", ports[0])
+            setting("learner.status", f"127.0.0.1:{ports[1]}")
+            yield ports
+
+    def test_free_ones_have_no_finding(self, diagnose):
+        assert kinds(diagnose("ports")) == []
+
+    @pytest.mark.finds("port.taken")
+    def test_ports_that_others_have(self, diagnose, taken):
+        first, second = diagnose("ports")
+        assert first.matter == f"serving.port: another program listens on 127.0.0.1:{taken[0]}."
+        assert "learner.status" in second.mend
+
+    def test_ports_that_the_pipeline_itself_has(self, diagnose, taken, example):
+        report = LearnerReport(pid=os.getpid(), epoch=1, started=1.0, time=time.time(), steps=0)
+        (example / "var").mkdir()
+        write_report(example / "var", report)
+        assert kinds(diagnose("ports")) == ["port.taken"]  # serving's, of which there is no report
+
+    @pytest.mark.finds("port.address")
+    def test_an_address_of_another_machine(self, diagnose, setting):
+        setting("serving.host", "192.0.2.1")
+        for token in ("read", "admin"):
+            setting(f"serving.tokens.{token}", "secret")
+        assert only(diagnose("ports"), "port.address").mend.startswith("Set serving.host")
+
+    @pytest.mark.finds("port.clash")
+    def test_both_on_one_port(self, diagnose, setting, free_port):
+        port = free_port()
+        setting("serving.port", port)
+        setting("learner.status", f"127.0.0.1:{port}")
+        assert kinds(diagnose("ports")) == ["port.clash"]
+
+
+class TestTls:
+    @pytest.fixture
+    def use(self, setting):
+        def use(cert, key):
+            setting("serving.tls.cert", str(cert))
+            setting("serving.tls.key", str(key))
+
+        return use
+
+    def test_a_sound_one_has_no_finding(self, diagnose, use, certificate):
+        use(*certificate(100))
+        (finding,) = diagnose("tls")
+        assert f"valid until {datetime.now(UTC) + timedelta(days=100):%Y-%m-%d}" in finding.matter
+
+    def test_without_one_nothing_is_said(self, diagnose):
+        assert diagnose("tls") == []
+
+    @pytest.mark.finds("tls.expired")
+    def test_one_that_has_expired(self, diagnose, use, certificate):
+        use(*certificate(-1))
+        assert "expired" in only(diagnose("tls"), "tls.expired").matter
+
+    @pytest.mark.finds("tls.expiring")
+    def test_one_that_expires_soon(self, diagnose, use, certificate):
+        use(*certificate(3))
+        assert "in 2 days" in only(diagnose("tls"), "tls.expiring").matter
+
+    @pytest.mark.finds("tls.mismatch")
+    def test_a_key_of_another_certificate(self, diagnose, use, certificate):
+        use(certificate(9)[0], certificate(9, "other")[1])
+        assert kinds(diagnose("tls")) == ["tls.mismatch"]
+
+    @pytest.mark.finds("tls.unreadable")
+    @pytest.mark.parametrize("content", [None, "no PEM"])
+    def test_one_that_cannot_be_read(self, diagnose, use, certificate, tmp_path, content):
+        cert, _ = certificate(9)
+        path = tmp_path / "bad.key"
+        if content:
+            path.write_text(content)
+        use(cert, path)
+        assert str(path) in only(diagnose("tls"), "tls.unreadable").matter
+
+
+class TestCommand:
+    @pytest.fixture
+    def doctor(self, example, capsys, setting, free_port):
+        """Runs the command without the model, which takes long, and returns exit code and stdout."""
+        setting("stream.bootstrap_servers", f"127.0.0.1:{free_port()}")
+        setting("serving.port", 0)
+        setting("learner.status", "127.0.0.1:0")
+
+        def run(*arguments):
+            code = cli.main(["doctor", "-c", str(example / "pipeline.toml"), *arguments])
+            return code, capsys.readouterr().out
+
+        return run
+
+    def test_what_cannot_be_reached_alone_is_exit_code_3(self, doctor):
+        code, out = doctor()
+        assert code == 3
+        assert re.search(
+            r"^problem  broker    No connection can be made to 127\.0\.0\.1:\d+: Connection refused\.$", out, re.M
+        )
+        assert re.search(r"^ +Start the broker, or mend stream\.bootstrap_servers or the firewall\.$", out, re.M)
+        assert out.endswith("\n1 problem\n")
+
+    def test_a_problem_of_the_settings_is_exit_code_2(self, doctor, edit):
+        edit("batch_size = 32", "batch_size = 0")
+        code, out = doctor()
+        assert code == 2
+        assert "learner.batch_size = 0" in out
+        assert "127.0.0.1" in out, "the broker is looked at all the same"
+
+    def test_as_json_it_is_a_list(self, doctor):
+        code, out = doctor("--json")
+        findings = json.loads(out)
+        assert code == 3
+        assert {frozenset(finding) for finding in findings} == {
+            frozenset({"check", "kind", "level", "matter", "mend", "unreachable"})
+        }
+        assert findings[0]["check"] == "config"
+
+    def test_secrets_are_not_printed(self, doctor, edit, monkeypatch):
+        monkeypatch.setenv("DOCTOR_PASSWORD", "hunter-2-secret")
+        edit("args = {hidden = 128}", 'args = {password = {env = "DOCTOR_PASSWORD"}}')
+        edit(None, '[stream.properties]\n"sasl.password" = "hunter-3-secret"')
+        code, out = doctor()
+        assert (code, "my_model:build" in out) == (2, True)
+        assert "(hidden)" in out
+        assert "hunter" not in out
+
+    def test_a_bug_in_one_check_hides_no_other(self, example):
+        def broken(patient):
+            raise RuntimeError("bug")
+
+        checks = [examination.Check("broken", broken), examination.Check("fine", lambda _: [ok("Fine.")])]
+        seen = []
+        with pytest.raises(RuntimeError, match="bug"):
+            seen.extend(examine(example / "pipeline.toml", 5, checks=checks))
+        iterator = examine(example / "pipeline.toml", 5, checks=checks)
+        assert [next(iterator).check, next(iterator).check] == ["config", "fine"]
+
+    def test_exit_codes_and_the_summary(self):
+        away, wrong = ("x", found("broker.connect", "")), ("x", found("model.output", ""))
+        warned = ("x", found("state.memory", ""))
+        assert [exit_code(some) for some in ([warned], [away, warned], [away, wrong])] == [0, 3, 2]
+        assert summary([away, wrong, warned]) == "2 problems and 1 warning"
+
+    def test_findings_are_plain_data(self):
+        assert msgspec.to_builtins(found("model.crash", "It broke.", module="m"))["unreachable"] is False
