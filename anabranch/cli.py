@@ -190,7 +190,9 @@ def produce(
             typer.echo(json.dumps(document))
         else:
             if produced.columns_left_out:
-                typer.echo(f"the schema does not know the columns {', '.join(produced.columns_left_out)}", err=True)
+                typer.echo(
+                    f"left out columns that are not in [schema]: {', '.join(produced.columns_left_out)}", err=True
+                )
             if produced.unknown_fields:
                 typer.echo(f"{produced.unknown_fields:,} events have fields that the schema does not know", err=True)
             if produced.skipped:

@@ -101,7 +101,8 @@ def render_list(listed: list[Listed]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("version", "time", "step", "verdict", "parent", "trained through", "size", "metrics", ""):
         right = name in ("version", "step", "parent", "size")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+        folds = name in ("trained through", "metrics")
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=not folds)
     for one in listed:
         manifest = one.manifest
         facts = ("", "", "", "")
