@@ -1,5 +1,7 @@
 """`python -m anabranch`, and the console script `anabranch`."""
 
+import os
+import signal
 import sys
 
 from anabranch.intruders import refuse_intruders
@@ -7,6 +9,10 @@ from anabranch.intruders import refuse_intruders
 
 def main() -> int:
     """Run the command line and return its exit code."""
+    if os.getpid() == 1:
+        # The kernel keeps from the first process of a container every signal that it has no handler for, and loading
+        # takes seconds in which a container may be told to stop.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     refuse_intruders()
     # Not before, since it imports the packages whose place an intruder may have taken.
     from anabranch import cli
