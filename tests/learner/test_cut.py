@@ -257,6 +257,8 @@ def test_a_full_disk_costs_the_cut_and_neither_the_training_nor_the_cuts_before(
     bench.cutter.cut_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
     assert bench.cutter.ill is None
     assert bench.cuts.numbers() == [1, 3], "the number of a cut that failed is given again"
+    (histogram,) = bench.metrics.learner.cut.collect()
+    assert [sample.value for sample in histogram.samples if sample.name.endswith("_count")] == [2]
 
 
 def test_old_cuts_that_cannot_be_deleted_keep_no_new_one_from_being_written(
