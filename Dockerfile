@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # The command line and both daemons, for the CPU or, with --build-arg TORCH=cuda, for NVIDIA devices.
 #
 # To pin the base by digest: --build-arg PYTHON_TAG=3.13-slim-bookworm@sha256:...
@@ -6,8 +5,8 @@ ARG PYTHON_TAG=3.13-slim-bookworm
 
 FROM python:${PYTHON_TAG} AS wheel
 WORKDIR /src
-RUN --mount=type=bind,source=constraints.txt,target=constraints.txt \
-    pip install --no-cache-dir --root-user-action ignore -c constraints.txt hatchling
+RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
+    pip install --no-cache-dir --root-user-action ignore -c /tmp/constraints.txt hatchling
 COPY pyproject.toml README.md LICENSE ./
 COPY ingest ingest
 COPY replay replay
