@@ -10,6 +10,9 @@ class IngestMetrics:
         self.rows = Counter(
             "anabranch_ingest_rows", "Events by outcome.", ["topic", "partition", "outcome"], registry=registry
         )
+        self.skipped = Gauge(
+            "anabranch_ingest_skipped_rows", "Skipped events by reason.", ["reason"], registry=registry
+        )
         self.lag = Gauge(
             "anabranch_ingest_lag_offsets", "Offsets not yet read.", ["topic", "partition"], registry=registry
         )

@@ -42,5 +42,16 @@ class LearnerMetrics:
         self.cut_stall = Counter(
             "anabranch_cut_stall_seconds", "Time that steps waited for a cut to be written.", registry=registry
         )
+        self.cut_number = Gauge("anabranch_cut_number", "The newest cut; 0 without one.", registry=registry)
+        self.cut_time = Gauge("anabranch_cut_time_seconds", "When it was made, since 1970.", registry=registry)
+        self.guard = Gauge("anabranch_guard_rows", "Held-out events in the guard set.", registry=registry)
+        self.ill = Gauge("anabranch_learner_ill", "Parts that do not work as they should.", registry=registry)
+        self.trained_through = Gauge(
+            "anabranch_learner_trained_through_offset",
+            "Last offset up to which every event has its outcome.",
+            ["topic", "partition"],
+            registry=registry,
+        )
+        self.version = Gauge("anabranch_learner_version", "Number of the newest version published.", registry=registry)
         self.published = Counter("anabranch_versions_published", "Versions published.", registry=registry)
         self.gate_verdicts = Counter("anabranch_gate_verdicts", "Versions by verdict.", ["verdict"], registry=registry)

@@ -34,12 +34,15 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     """Seconds since 1970, as is `time`."""
     time: float
+    strategy: str = ""
     steps: int
     """Steps over the life of the pipeline, restarts included."""
     steps_since_start: int = 0
     """Steps of this process."""
     cut: int | None = None
     """The newest cut."""
+    cut_time: float | None = None
+    """When it was made."""
     ill: list[str] = []
     """One sentence for each part that does not work as it should; empty when all is well."""
     outcomes: dict[str, int] = {}
@@ -55,11 +58,15 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     error: dict[str, float] = {}
     """For regression the mean absolute error by window, in place of the accuracy."""
     rates: dict[str, float] = {}
-    """Per second since the last report: steps, rows_new, rows_replay."""
+    """Per second over the last five seconds: steps, rows_new, rows_replay."""
     replay_rows: dict[str, int] = {}
     """Events held, by tier."""
     replay_bytes: dict[str, int] = {}
     """Bytes that they take, by tier."""
+    replay_capacity: int | None = None
+    """Events that may be held; None without a store."""
+    replay_bounds: dict[str, int] = {}
+    """Bytes that each tier may hold."""
     replay_lost: int = 0
     """Events of the store whose payload a tier could not keep or give back, since the start of the process."""
     guard_rows: int = 0

@@ -2,9 +2,13 @@
 
 import os
 import time
+from collections import deque
 from pathlib import Path
 
+import msgspec
+
 from ingest.source import Source
+from learner.cut import MANIFEST, CutManifest
 from learner.cutter import Cutter
 from learner.guard import GuardSet
 from learner.loop import Loop, Metrics
@@ -13,6 +17,7 @@ from learner.report import LearnerReport, write_report
 from replay.store import Store
 
 _EVERY_SECONDS = 0.5
+_RATE_MARKS = 10
 _MANY_NON_FINITE = 10
 
 
@@ -31,6 +36,7 @@ class Reporter:
         cutter: Cutter,
         metrics: Metrics,
         *,
+        strategy: str,
         classification: bool,
     ) -> None:
         self._state_dir = state_dir
@@ -43,11 +49,14 @@ class Reporter:
         self._cutter = cutter
         self._resumed_at = loop.steps
         self._metrics = metrics
+        self._strategy = strategy
         self._classification = classification
+        self._cut: tuple[int, float | None] = (0, None)
         self._started = time.time()
         self._ill: str | None = None
         self._due = 0.0
-        self._last = (time.monotonic(), 0, 0, 0)
+        self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_RATE_MARKS)
+        self._marks.append(self._mark())
 
     def ill(self) -> list[str]:
         """One sentence for each part that does not work as it should."""
@@ -76,9 +85,11 @@ class Reporter:
             epoch=self._epoch,
             started=self._started,
             time=time.time(),
+            strategy=self._strategy,
             steps=loop.steps,
             steps_since_start=loop.steps - self._resumed_at,
             cut=self._cutter.number or None,
+            cut_time=self._cut_time(self._cutter.number),
             ill=self.ill(),
             outcomes=loop.ledger.outcomes,
             skipped=loop.ledger.skipped,
@@ -89,6 +100,8 @@ class Reporter:
             rates=self._rates(),
             replay_rows=store.rows if store is not None else {},
             replay_bytes=store.bytes if store is not None else {},
+            replay_capacity=store.capacity if store is not None else None,
+            replay_bounds=store.bounds if store is not None else {},
             replay_lost=store.lost if store is not None else 0,
             guard_rows=len(self._guard.held),
             version=publisher.number,
@@ -113,21 +126,41 @@ class Reporter:
             windows["now"] = now
         return windows
 
+    def _cut_time(self, number: int) -> float | None:
+        """Return when a cut was made; its manifest is read once."""
+        if self._cut[0] != number:
+            try:
+                content = (self._state_dir / "cuts" / str(number) / MANIFEST).read_bytes()
+                self._cut = (number, msgspec.json.decode(content, type=CutManifest).time)
+            except (OSError, msgspec.MsgspecError):
+                self._cut = (number, None)
+        return self._cut[1]
+
     def _rates(self) -> dict[str, float]:
-        now = (time.monotonic(), self._loop.steps, self._loop.rows_new, self._loop.rows_replay)
-        seconds = max(1e-6, now[0] - self._last[0])
+        then, now = self._marks[0], self._mark()
+        self._marks.append(now)
+        seconds = max(1e-6, now[0] - then[0])
         names = ("steps", "rows_new", "rows_replay")
-        rates = {name: (now[i] - self._last[i]) / seconds for i, name in enumerate(names, start=1)}
-        self._last = now
-        return rates
+        return {name: (now[i] - then[i]) / seconds for i, name in enumerate(names, start=1)}
+
+    def _mark(self) -> tuple[float, int, int, int]:
+        return time.monotonic(), self._loop.steps, self._loop.rows_new, self._loop.rows_replay
 
     def _set_gauges(self, report: LearnerReport) -> None:
         for name, partition in report.partitions.items():
             topic, _, number = name.rpartition(":")
             self._metrics.ingest.lag.labels(topic, number).set(partition.pending)
+            self._metrics.learner.trained_through.labels(topic, number).set(partition.trained_through)
+        for reason, rows in report.skipped.items():
+            self._metrics.ingest.skipped.labels(reason).set(rows)
         for window, value in report.accuracy.items():
             self._metrics.learner.accuracy.labels(window).set(value)
         for window, value in report.error.items():
             self._metrics.learner.error.labels(window).set(value)
         if self._store is not None:
             self._metrics.replay.tell(self._store)
+        self._metrics.learner.guard.set(report.guard_rows)
+        self._metrics.learner.version.set(report.version or 0)
+        self._metrics.learner.cut_number.set(report.cut or 0)
+        self._metrics.learner.cut_time.set(report.cut_time or 0)
+        self._metrics.learner.ill.set(len(report.ill))

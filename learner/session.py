@@ -107,6 +107,7 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         _resume(loop, cuts, found)
         reporter = Reporter(
             *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, metrics),
+            strategy=deployment.learner.strategy,
             classification=schema.label.classes is not None,
         )
         port = stack.enter_context(

@@ -11,6 +11,8 @@ class ReplayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.rows = Gauge("anabranch_replay_rows", "Events held.", ["tier"], registry=registry)
         self.bytes = Gauge("anabranch_replay_bytes", "Bytes of their payload.", ["tier"], registry=registry)
+        self.bound = Gauge("anabranch_replay_bound_bytes", "Bytes that a tier may hold.", ["tier"], registry=registry)
+        self.capacity = Gauge("anabranch_replay_capacity_rows", "Events that may be held.", registry=registry)
         self.draw = Histogram(
             "anabranch_replay_draw_duration_seconds",
             "Time to choose and fetch the events of a step.",
@@ -36,6 +38,8 @@ class ReplayMetrics:
         for tier, rows in store.rows.items():
             self.rows.labels(tier).set(rows)
             self.bytes.labels(tier).set(store.bytes[tier])
+            self.bound.labels(tier).set(store.bounds[tier])
+        self.capacity.set(store.capacity)
         for tier, rows in store.tiers.stats.read.items():
             self._count(self.read.labels(tier), f"read {tier}", rows)
         self._count(self.stall, "stall", store.tiers.stats.stall_seconds)

@@ -127,6 +127,16 @@ class Store:
         """Bytes that they take, by tier."""
         return self.tiers.bytes(self._held)
 
+    @property
+    def bounds(self) -> dict[str, int]:
+        """Bytes that each tier may hold."""
+        return self.tiers.bounds
+
+    @property
+    def capacity(self) -> int:
+        """Events that are kept when there is no end of them."""
+        return self._reservoir.k
+
     def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> int:
         """Offer N events, and return how many were admitted.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from replay.courier import Courier
 from replay.disk import DiskTier
 from replay.memory import MemoryTier
+from replay.tier import Tier
 
 _NOWHERE = -1
 
@@ -101,7 +102,8 @@ class Tiers:
         self.durable = disk is not None
         """Whether the payload outlives the process, so that a cut need not hold it."""
         self.disk = disk
-        self.stats = TierStats({tier.name: 0 for tier in (device, disk) if tier is not None})
+        self._all: tuple[Tier, ...] = (device,) if disk is None else (device, disk)
+        self.stats = TierStats({tier.name: 0 for tier in self._all})
         self.ill: str | None = None
         self._device = device
         self._courier = Courier("disk-tier") if disk is not None else None
@@ -117,8 +119,13 @@ class Tiers:
 
     def bytes(self, held: int) -> dict[str, int]:
         """Return the bytes that they take, by tier."""
-        slot_bytes = {tier.name: tier.slot_bytes for tier in (self._device, self.disk) if tier is not None}
-        return {name: rows * slot_bytes[name] for name, rows in self.rows(held).items()}
+        rows = self.rows(held)
+        return {tier.name: rows[tier.name] * tier.slot_bytes for tier in self._all}
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """Bytes that each tier may hold."""
+        return {tier.name: tier.slots * tier.slot_bytes for tier in self._all}
 
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         """Put the rows of n events into free slots."""
@@ -208,9 +215,8 @@ class Tiers:
         """Let go of memory and files."""
         if self._courier is not None:
             self._courier.close()
-        for tier in (self._device, self.disk):
-            if tier is not None:
-                tier.close()
+        for tier in self._all:
+            tier.close()
 
     @property
     def _cache_size(self) -> int:

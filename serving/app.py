@@ -1,6 +1,7 @@
 """The web framework's module: routes, tokens, and the HTTP server itself. Imports neither Kafka, Redis nor FAISS.
 
-The routes of the Open Inference Protocol v2, `/api/status` and `/metrics`. What they say is decided elsewhere.
+The routes of the Open Inference Protocol v2, the dashboard with its `/api/...`, and `/metrics`. What they say is
+decided elsewhere.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import importlib.metadata
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,24 @@ from serving.body import Bodies, HangUp, HungUpError
 from serving.config import ServingSettings, TlsSettings, Tokens
 from serving.errors import BadRequestError, EncodedError, LateError, RequestError, TokenError
 from serving.metrics import Metrics
+from serving.overview import Overview
+from serving.page import load_page
 from serving.protocol import HEADER_LENGTH
 from serving.report import ServingReport
 from serving.service import Service
 
-_HEALTH = frozenset({"/v2/health/live", "/v2/health/ready"})
+_OPEN = frozenset({"/", "/v2/health/live", "/v2/health/ready"})
+_NOT_STORED = {"cache-control": "no-store"}
 _CLIENT_CLOSED_REQUEST = 499
 _HEADER_LENGTH = HEADER_LENGTH.encode()
 
 
 def build_app(
-    service: Service, settings: ServingSettings, metrics: Metrics, report: Callable[[], ServingReport]
+    service: Service,
+    settings: ServingSettings,
+    metrics: Metrics,
+    overview: Overview,
+    report: Callable[[], ServingReport],
 ) -> ASGIApp:
     """Return the whole application; it belongs to the thread of one event loop."""
     app = FastAPI(title="Anabranch", version=_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -49,7 +57,8 @@ def build_app(
     for path in ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"):
         app.router.routes.append(Route(path, infer, methods=["POST"]))
     _add_protocol_routes(app, service)
-    _add_own_routes(app, service, metrics, report)
+    _add_dashboard(app, overview, report)
+    _add_metrics(app, metrics)
     return _Door(app, settings.tokens, metrics)
 
 
@@ -96,7 +105,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Door:
-    """Lets in who has a token, or asks for health, or everybody where no read token is set."""
+    """Lets in who has a token, or asks for health or the empty dashboard, or everybody where no read token is set."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens, metrics: Metrics) -> None:
         self._app = app
@@ -105,7 +114,7 @@ class _Door:
         self._tokens = [token for token in known if token] if known[0] else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._tokens or scope["path"] in _HEALTH or self._admits(_header(scope, b"authorization")):
+        if not self._tokens or scope["path"] in _OPEN or self._admits(_header(scope, b"authorization")):
             await self._app(scope, receive, send)
             return
         if scope["path"].endswith("/infer"):
@@ -197,12 +206,34 @@ def _add_protocol_routes(app: FastAPI, service: Service) -> None:
         return _json({"name": name, "version": version, "ready": True})
 
 
-def _add_own_routes(app: FastAPI, service: Service, metrics: Metrics, report: Callable[[], ServingReport]) -> None:
+def _add_dashboard(app: FastAPI, overview: Overview, report: Callable[[], ServingReport]) -> None:
+    page = load_page()
+
+    @app.get("/", response_class=Response)
+    async def dashboard(request: Request) -> Response:
+        if page.headers["etag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=page.headers)
+        return Response(page.content, headers=page.headers, media_type="text/html")
+
     @app.get("/api/status", response_class=Response)
     async def status() -> Response:
-        learner = await service.learner()
-        return _json({"name": service.name, "time": time.time(), "learner": learner, "serving": report()})
+        return _json(await asyncio.to_thread(overview.status, report()), headers=_NOT_STORED)
 
+    @app.get("/api/history", response_class=Response)
+    async def history(request: Request) -> Response:
+        since, step = _since(request, overview.history.steps)
+        points = await asyncio.to_thread(overview.history.since, since, step)
+        return _json(points, headers=_NOT_STORED)
+
+
+def _since(request: Request, steps: Sequence[int]) -> tuple[int, int]:
+    since, step = request.query_params.get("since", "0"), request.query_params.get("step", str(steps[0]))
+    if not (since.isdecimal() and len(since) < 16 and step in map(str, steps)):
+        raise BadRequestError(f"since is a whole number of seconds since 1970, and step one of {steps}")
+    return int(since), int(step)
+
+
+def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/metrics", response_class=Response)
     async def exposition() -> Response:
         return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -67,6 +67,8 @@ class ServingSettings(Section):
     """Longest time that a request may take before it is answered 504."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """Device to answer on; `auto` takes CUDA where there is one, else the CPU."""
+    twin: str = ""
+    """State directory of another pipeline whose accuracy the dashboard draws beside this one's."""
     tokens: Tokens = Tokens()
     """Bearer tokens."""
     tls: TlsSettings = TlsSettings()

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 WINDOW = timedelta(seconds=60)
 """How far back the percentiles of the report look."""
 
-_WINDOW_REQUESTS = 4096
+_WINDOW_SAMPLES = 4096
+_RATE_MARKS = 10
 _REQUEST_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _FRESHNESS_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 300)
 
@@ -31,7 +32,7 @@ class Metrics:
             registry=registry,
         )
         self.version = Gauge("anabranch_serving_version", "Number of the served version", registry=registry)
-        self.freshness = Histogram(
+        self._freshness = Histogram(
             "anabranch_serving_freshness_duration_seconds",
             "At each swap and partition: now minus the record time of the newest event that the version has learned",
             buckets=_FRESHNESS_BUCKETS,
@@ -43,14 +44,24 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW_REQUESTS)
+        self.ill = Gauge("anabranch_serving_ill", "Parts that do not work as they should", registry=registry)
+        self._answered = _Recent()
+        self._learned = _Recent()
+        self._total = 0
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_MARKS)
 
     def request(self, status: int, seconds: float) -> None:
         """Count an inference request that has been answered."""
         self._requests.labels(str(status)).inc()
         self._duration.observe(seconds)
+        self._total += 1
         if status == HTTPStatus.OK:
-            self._recent.append((monotonic(), seconds))
+            self._answered.add(seconds)
+
+    def learned(self, seconds: float) -> None:
+        """Note how old the newest event of a partition is that the version swapped in has learned."""
+        self._freshness.observe(seconds)
+        self._learned.add(seconds)
 
     def requests(self) -> dict[str, int]:
         """Return the requests so far by HTTP status."""
@@ -60,14 +71,21 @@ class Metrics:
         """Return the versions so far by what became of them."""
         return self._by_label("anabranch_serving_swaps", "outcome")
 
-    def percentiles(self) -> tuple[float, float] | None:
-        """Return the median and the 99th percentile, in seconds, of recent answers; None without any."""
-        since = monotonic() - WINDOW.total_seconds()
-        recent = [seconds for when, seconds in self._recent if when >= since]
-        if not recent:
-            return None
-        p50, p99 = np.percentile(recent, (50, 99))
-        return float(p50), float(p99)
+    def requests_per_second(self) -> float:
+        """Return the rate since about ten seconds ago; to be called about once a second by the loop's thread."""
+        now = monotonic()
+        if not self._marks or now - self._marks[-1][0] >= 1.0:
+            self._marks.append((now, self._total))
+        then, before = self._marks[0]
+        return (self._total - before) / (now - then) if now > then else 0.0
+
+    def request_percentiles(self) -> tuple[float, float] | tuple[None, None]:
+        """Return the median and the 99th percentile, in seconds, of recent answers; Nones without any."""
+        return self._answered.percentiles()
+
+    def freshness_percentiles(self) -> tuple[float, float] | tuple[None, None]:
+        """Return the median and the 99th percentile, in seconds, of what was `learned` recently; Nones without any."""
+        return self._learned.percentiles()
 
     def exposition(self) -> bytes:
         """Return the registry in Prometheus' text format."""
@@ -81,3 +99,21 @@ class Metrics:
             for sample in metric.samples
             if sample.name == f"{name}_total"
         }
+
+
+class _Recent:
+    """The durations of the last minute, at most so many."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_WINDOW_SAMPLES)
+
+    def add(self, seconds: float) -> None:
+        self._samples.append((monotonic(), seconds))
+
+    def percentiles(self) -> tuple[float, float] | tuple[None, None]:
+        since = monotonic() - WINDOW.total_seconds()
+        recent = [seconds for when, seconds in self._samples.copy() if when >= since]
+        if not recent:
+            return None, None
+        p50, p99 = np.percentile(recent, (50, 99))
+        return float(p50), float(p99)

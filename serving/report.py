@@ -23,12 +23,21 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     """Whether a version is served."""
     version: int | None = None
+    version_since: float | None = None
+    """When it took the place of the one before."""
     trained_through: str = ""
     """Of the served version, as HTTP replies carry it."""
     swaps: dict[str, int] = {}
     """Versions by what became of them: swapped, refused."""
+    refused: dict[int, str] = {}
+    """The newest versions that were refused, with the reason."""
+    freshness_p50_seconds: float | None = None
+    """At the last minute's swaps, the age of the newest event that the version has learned; None without any."""
+    freshness_p99_seconds: float | None = None
     requests: dict[str, int] = {}
     """Inference requests by HTTP status."""
+    requests_per_second: float = 0.0
+    """Over about the last ten seconds."""
     request_p50_seconds: float | None = None
     """Of the last minute's answers; None without any."""
     request_p99_seconds: float | None = None

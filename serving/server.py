@@ -20,6 +20,7 @@ from serving.app import HttpServer, build_app
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.metrics import Metrics
+from serving.overview import Overview
 from serving.report import ServingReport, write_report
 from serving.served import Deployment, ServedVersion
 from serving.service import Service
@@ -107,7 +108,8 @@ class _Process:
                 self._bugs.append,
             )
             self._service = Service(self._deployment, self._settings, self._swap, batcher)
-            app = build_app(self._service, self._settings, self._metrics, self._report)
+            self._overview = Overview(self._deployment, self._swap, self._settings.twin)
+            app = build_app(self._service, self._settings, self._metrics, self._overview, self._report)
             http = HttpServer(app, self._settings, self._deployment.folder)
             http.load()
             stack.enter_context(self._swap)
@@ -118,14 +120,18 @@ class _Process:
             raise self._bugs[0]
 
     async def _until(self, stop: threading.Event, http: HttpServer) -> None:
-        due = 0.0
+        due = sample_due = 0.0
         reported: ServedVersion | None = None
         try:
             while not (stop.is_set() or self._bugs):
-                if time.monotonic() >= due or reported is not self._swap.current:
+                now = time.monotonic()
+                if now >= due or reported is not self._swap.current:
                     reported = self._swap.current
-                    due = time.monotonic() + REPORT_EVERY.total_seconds()
+                    due = now + REPORT_EVERY.total_seconds()
                     await asyncio.to_thread(self._write, self._report())
+                if now >= sample_due:
+                    sample_due = now + REPORT_EVERY.total_seconds()
+                    await asyncio.to_thread(self._overview.sample, self._report())
                 await asyncio.sleep(_LOOK_EVERY.total_seconds())
         finally:
             self._service.stop()
@@ -133,7 +139,10 @@ class _Process:
 
     def _report(self) -> ServingReport:
         version = self._service.version
-        percentiles = self._metrics.percentiles()
+        request_p50, request_p99 = self._metrics.request_percentiles()
+        freshness_p50, freshness_p99 = self._metrics.freshness_percentiles()
+        ill = [*([] if version else ["no version can be served yet"]), *self._swap.ill, *self._report_ill]
+        self._metrics.ill.set(len(ill))
         return ServingReport(
             pid=os.getpid(),
             started=self._started,
@@ -141,12 +150,17 @@ class _Process:
             address=self._address,
             ready=version is not None,
             version=version.number if version else None,
+            version_since=self._swap.since,
             trained_through=version.trained_through if version else "",
             swaps=self._metrics.swap_outcomes(),
+            refused=self._swap.refused,
+            freshness_p50_seconds=freshness_p50,
+            freshness_p99_seconds=freshness_p99,
             requests=self._metrics.requests(),
-            request_p50_seconds=percentiles[0] if percentiles else None,
-            request_p99_seconds=percentiles[1] if percentiles else None,
-            ill=[*([] if version else ["no version can be served yet"]), *self._swap.ill, *self._report_ill],
+            requests_per_second=self._metrics.requests_per_second(),
+            request_p50_seconds=request_p50,
+            request_p99_seconds=request_p99,
+            ill=ill,
         )
 
     def _write(self, report: ServingReport) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping
 
-from learner.report import LearnerReport, read_report
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, BusyError, LateError, UnknownError
@@ -18,7 +17,6 @@ class Service:
     def __init__(self, deployment: Deployment, settings: ServingSettings, swap: Swap, batcher: Batcher) -> None:
         self.name = deployment.name
         self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue)
-        self._state_dir = deployment.state_dir
         self._swap = swap
         self._batcher = batcher
         self._most_waiting_rows = settings.max_queue
@@ -114,10 +112,6 @@ class Service:
         """Say how far the served version has learned, for a request that waited for more in vain."""
         current = self.version
         return f"the time is over; the served version has learned {current.trained_through if current else 'nothing'}"
-
-    async def learner(self) -> LearnerReport | None:
-        """Read what the learner says of itself."""
-        return await asyncio.to_thread(read_report, self._state_dir)
 
 
 def _check_topics(offsets: Mapping[str, int], version: ServedVersion) -> None:

@@ -7,6 +7,7 @@ Requests that hold the old version are answered by it, and with the last of them
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -23,6 +24,8 @@ from serving.served import Deployment, ServedVersion, load_version
 log = logging.getLogger("anabranch.serving")
 
 POLL_EVERY = timedelta(milliseconds=50)
+
+_REMEMBERED = 20
 
 _Stamp = tuple[int, int] | None
 """Modification time and inode of a version's verdict, by which a new verdict is noticed; None without one."""
@@ -45,11 +48,17 @@ class Swap:
     ) -> None:
         """Both callables are called in the swap's thread: `taken` after each swap, `fail` with a bug that ended it."""
         self.current: ServedVersion | None = None
+        self.since: float | None = None
+        """When `current` was taken."""
+        self.taken: deque[int] = deque(maxlen=5 * _REMEMBERED)
+        """The newest versions that were taken."""
+        self.refused: dict[int, str] = {}
+        """The newest versions that were refused, with the reason; replaced, never changed."""
         self._deployment = deployment
         self._versions = deployment.versions
         self._max_batch = max_batch
         self._metrics = metrics
-        self._taken = taken
+        self._notify = taken
         self._fail = fail
         self._passed_over: dict[int, _Stamp] = {}
         self._complaints: dict[str, str] = {}
@@ -127,6 +136,7 @@ class Swap:
             if (self._versions.directory(number) / MANIFEST).exists():  # else the learner has just deleted it
                 self._metrics.swaps.labels("refused").inc()
                 self._complain("version", f"a version is refused: {exc}")
+                self._refuse(number, str(exc))
             return None
 
     def _check(self, manifest: Manifest, number: int) -> None:
@@ -156,7 +166,9 @@ class Swap:
         3. write `state.json`, by which the learner knows what not to delete.
         """
         previous, self.current = self.current, version
-        self._taken()
+        self.since = time.time()
+        self.taken.append(version.number)
+        self._notify()
         self._complaints.pop("version", None)
         self._passed_over = {number: stamp for number, stamp in self._passed_over.items() if number > version.number}
         self._observe(previous, version)
@@ -172,7 +184,7 @@ class Swap:
         before = previous.manifest.trained_through
         for name, trained in version.manifest.trained_through.items():
             if trained.time_ms and (name not in before or trained.offset > before[name].offset):
-                self._metrics.freshness.observe(max(0.0, now - trained.time_ms / 1000))
+                self._metrics.learned(max(0.0, now - trained.time_ms / 1000))
 
     def _write_state(self, previous: ServedVersion | None, version: ServedVersion) -> None:
         try:
@@ -185,6 +197,10 @@ class Swap:
             self._complaints.pop("state", None)
         except (OSError, VersionError) as exc:
             self._complain("state", f"cannot write {self._versions.path}/state.json: {exc}")
+
+    def _refuse(self, number: int, reason: str) -> None:
+        """Remember a refusal, and forget the oldest of many."""
+        self.refused = dict([*self.refused.items(), (number, reason)][-_REMEMBERED:])
 
     def _complain(self, about: str, sentence: str) -> None:
         """Note a sentence for the report; log it once."""

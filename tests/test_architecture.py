@@ -57,6 +57,7 @@ KEYS_ADDED = words("""
     stream.max_message_bytes stream.buffer_bytes
     learner.max_delay learner.max_grad_norm
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
+    serving.twin
 """)
 
 METRICS_OF_THE_DESIGN = words("""
@@ -70,6 +71,9 @@ METRICS_OF_THE_DESIGN = words("""
 """)
 METRICS_ADDED = words("""
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
+    anabranch_learner_ill anabranch_learner_trained_through_offset anabranch_learner_version
+    anabranch_ingest_skipped_rows anabranch_replay_bound_bytes anabranch_replay_capacity_rows anabranch_guard_rows
+    anabranch_cut_number anabranch_cut_time_seconds anabranch_serving_ill
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}

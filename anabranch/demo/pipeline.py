@@ -54,6 +54,9 @@ def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, twin: 
         "LEARNER__STATUS": f"127.0.0.1:{_free_port_beside(port)}",
         "STATE_DIR": str(folder / "var"),
     }
+    twin_state_dir = folder / "twin" if twin else None
+    if twin_state_dir is not None:
+        overrides["SERVING__TWIN"] = str(twin_state_dir)
     # torch leaves a cache among the temporary files; here it goes with the folder.
     environment = {**os.environ, **_THREADS, "TMPDIR": str(folder), **_variables(overrides)}
     config = load_config(folder / "pipeline.toml", environment)
@@ -64,7 +67,6 @@ def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, twin: 
         for part in pipeline_parts(config)
     ]
     topics = {events: 2, dead: 1}
-    twin_state_dir = folder / "twin" if twin else None
     if twin_state_dir is not None:
         twin_state_dir.mkdir()
         changes = {

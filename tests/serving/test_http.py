@@ -359,6 +359,7 @@ def test_metrics_have_the_promised_names(running: Any, body_of: Body) -> None:
         "anabranch_serving_version",
         "anabranch_serving_freshness_duration_seconds",
         "anabranch_serving_swaps_total",
+        "anabranch_serving_ill",
     }
     assert 'anabranch_serving_requests_total{code="200"} 1.0' in text
 

@@ -1,0 +1,84 @@
+"""What `/api/status` and `/api/history` say: learner, twin and serving together, now and over time."""
+
+import time
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from learner.report import LearnerReport, read_report
+from serving.health import is_silent, judge
+from serving.history import History
+from serving.registry import Registry
+from serving.report import ServingReport
+from serving.served import Deployment
+from serving.swap import Swap
+
+_WINDOWS = ("now", "worst", "old")
+_RATES = ("steps", "rows_new", "rows_replay")
+
+SERIES = (
+    *_WINDOWS,
+    *(f"twin_{window}" for window in _WINDOWS),
+    *_RATES,
+    "lag",
+    "freshness_p50_seconds",
+    "freshness_p99_seconds",
+    "requests_per_second",
+    "request_p50_seconds",
+    "request_p99_seconds",
+)
+"""What is kept over time; the windows hold the accuracy, or for regression the error."""
+
+
+class Overview:
+    """The picture of a whole pipeline. Its methods read files, so they are not for the event loop's thread."""
+
+    def __init__(self, deployment: Deployment, swap: Swap, twin: str) -> None:
+        self._name = deployment.name
+        self._state_dir = deployment.state_dir
+        self._twin = deployment.folder / twin if twin else None
+        self._task = deployment.model.task
+        self._began = time.time()
+        self._registry = Registry(deployment, swap, self._began)
+        self._lock = Lock()
+        self.history = History(SERIES)
+
+    def sample(self, serving: ServingReport) -> None:
+        """Take the figures of this moment into the history; figures of a part that is silent are gaps."""
+        now = time.time()
+        learner, twin = read_report(self._state_dir), _read(self._twin)
+        values: dict[str, float | None] = {
+            name: getattr(serving, name) for name in SERIES if name.endswith(("_seconds", "_per_second"))
+        }
+        if learner is not None and not is_silent(learner, now):
+            values |= {name: score for name, score in _scores(learner).items() if name in _WINDOWS}
+            values |= {name: learner.rates.get(name) for name in _RATES}
+            values["lag"] = sum(partition.pending for partition in learner.partitions.values())
+        if twin is not None and not is_silent(twin, now):
+            values |= {f"twin_{name}": score for name, score in _scores(twin).items() if name in _WINDOWS}
+        self.history.add(now, values)
+
+    def status(self, serving: ServingReport) -> dict[str, Any]:
+        """Return everything that is known now, as JSON values."""
+        learner, now = read_report(self._state_dir), time.time()
+        with self._lock:
+            versions = self._registry.newest()
+        return {
+            "name": self._name,
+            "time": now,
+            "task": self._task,
+            "health": judge(learner, serving, now),
+            "learner": learner,
+            "twin": _read(self._twin),
+            "serving": serving,
+            "versions": versions,
+            "history": {"since": self._began, "steps": self.history.steps},
+        }
+
+
+def _read(state_dir: Path | None) -> LearnerReport | None:
+    return read_report(state_dir) if state_dir else None
+
+
+def _scores(report: LearnerReport) -> dict[str, float]:
+    return report.error or report.accuracy
