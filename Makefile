@@ -19,7 +19,7 @@ HERE = $(shell .venv/bin/python -c "" 2>/dev/null && cat .venv/.place 2>/dev/nul
 AGAIN = $(if $(filter-out x$(CURDIR),x$(HERE)),again)
 
 .NOTPARALLEL:
-.PHONY: help demo test check bench fmt clean again
+.PHONY: help demo test check bench fmt screenshot clean again
 
 help:
 	@echo "make demo    the whole pipeline on this machine, with embedded parts and real data"
@@ -27,6 +27,7 @@ help:
 	@echo "make check   lint, format, types and import layers"
 	@echo "make bench   every benchmark, in its quick form"
 	@echo "make fmt     format the code"
+	@echo "make screenshot   the README's pictures of the dashboard, from a demo of two minutes; needs Chromium"
 	@echo "make clean   remove .venv and what the tools leave behind"
 
 demo: .venv/.demo
@@ -52,6 +53,9 @@ bench: .venv/.dev
 fmt: .venv/.dev
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
+
+screenshot: .venv/.dev
+	@.venv/bin/python -m anabranch.demo.screenshot docs/images
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info

@@ -110,6 +110,8 @@ def _learner(report: LearnerReport) -> RenderableType:
     }
     table.add_row("replay", _pairs(tiers) or "empty")
     table.add_row("held out", f"{report.guard_rows:,}")
+    made = "" if report.cut_time is None else f", made {_age(time.time() - report.cut_time)} ago"
+    table.add_row("cut", "none yet" if report.cut is None else f"{report.cut}{made}")
     newest = "none yet" if report.version is None else str(report.version)
     table.add_row("version", f"{newest}, {report.versions_published:,} published, {report.publish_skipped:,} skipped")
     return table
@@ -120,7 +122,13 @@ def _serving(report: ServingReport) -> RenderableType:
     table.add_row("address", report.address)
     table.add_row("version", "waits for the first" if report.version is None else str(report.version))
     table.add_row("learned", report.trained_through or "nothing")
+    if report.freshness_p50_seconds is not None and report.freshness_p99_seconds is not None:
+        p50, p99 = report.freshness_p50_seconds, report.freshness_p99_seconds
+        table.add_row("freshness", f"p50 {p50:.2f} s, p99 {p99:.2f} s from append to served")
     table.add_row("swaps", _pairs({k: f"{v:,}" for k, v in report.swaps.items()}) or "none")
+    if report.refused:
+        number, reason = list(report.refused.items())[-1]
+        table.add_row("refused", Text(f"{number}: {reason}", style="yellow"))
     table.add_row("requests", _pairs({k: f"{v:,}" for k, v in report.requests.items()}) or "none")
     if report.request_p50_seconds is not None and report.request_p99_seconds is not None:
         p50, p99 = report.request_p50_seconds * 1000, report.request_p99_seconds * 1000

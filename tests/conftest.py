@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from anabranch.broker import EmbeddedBroker
 from ingest.errors import AnabranchError
 
 START = "ANABRANCH_TEST_KAFKA_START"
+CHROMIUM = "ANABRANCH_TEST_CHROMIUM"
 IMAGE = "apache/kafka:4.1.0"
 PATIENCE_SECONDS = 60
 
@@ -63,6 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"kafka", "sasl_kafka"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.services)
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.browser)
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 
@@ -110,6 +114,27 @@ def sasl_kafka() -> Iterator[SaslBroker]:
     ]
     with _commanded(port, properties, plain):
         yield SaslBroker(sasl, plain)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium, the one that CHROMIUM names or else is on the path; without it a test is skipped, CI or not.
+
+    Not for the whole session, since Playwright keeps an event loop running in the tests' thread.
+    """
+    names = (os.environ.get(CHROMIUM), "chromium", "chromium-browser", "google-chrome")
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if os.environ.get(CHROMIUM) and not shutil.which(os.environ[CHROMIUM]):
+        pytest.fail(f"{CHROMIUM} = {os.environ[CHROMIUM]} is no program")
+    if found is None:
+        pytest.skip(f"there is no chromium: {CHROMIUM} is not set, and none is on the path")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        started = playwright.chromium.launch(executable_path=found, args=arguments)
+        yield started
+        started.close()
 
 
 @pytest.fixture

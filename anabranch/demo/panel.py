@@ -113,7 +113,7 @@ class LivePanel:
         hints = Table.grid(padding=(0, 2))
         hints.add_column(style="dim", no_wrap=True)
         hints.add_column(overflow="fold")
-        hints.add_row("look", Text(f"{self._url}/api/status"))
+        hints.add_row("look", Text(f"{self._url}/", style="bold not dim"))
         hints.add_row("try", Text(self._try))
         hints.add_row("end", "Ctrl-C stops everything and leaves nothing behind")
         title = "Anabranch: a stream of digits, class after class, teaches the model that is being served"

@@ -119,7 +119,7 @@ class _Demo:
             ended = self._await_parts(stop)
             if ended is not None or stop.is_set():
                 return ended or Exit.DONE
-            _say(f"serving answers at {self._pipeline.url}; the stream begins")
+            _say(f"the stream begins; look at it on {self._pipeline.url}/")
             stack.callback(self._prober.stop)
             self._prober.start()
             self._feed.go()

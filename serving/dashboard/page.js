@@ -154,7 +154,7 @@ function lines() {
   const all = [
     { kind: "now", series: "now", name: "Now", short: "now", about: "newest events, before training", value: now?.now },
     { kind: "old", series: "old", name: "Old", short: "old", about: "held out, the older ones", value: now?.old },
-    { kind: "worst", series: "worst", name: "Worst", short: "worst class", about: "the class that does worst", value: now?.worst },
+    { kind: "worst", series: "worst", name: "Worst class", short: "worst class", about: "held out, where it does worst", value: now?.worst },
     { kind: "twin", series: "twin_old", name: plain ? "Old, without replay" : "Old, twin", short: plain ? "no replay" : "twin", about: plain ? "a twin that learns from new alone" : "the twin", value: other?.old },
   ];
   return all.filter((line) => (line.kind !== "twin" || twin) && (line.kind !== "worst" || !regression()));

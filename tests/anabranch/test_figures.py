@@ -173,7 +173,7 @@ def test_the_panel_shows_every_figure(figures, tmp_path, width):
     text = console.file.getvalue()
     for part in ("100 events", "trained 90", "90%", "80%", "10%", "90 old events in device", "version 11"):
         assert part in text
-    for part in ("500 sent, 0 failed", "p50 0.25 s", "http://127.0.0.1:8000/api/status", "curl -s", "Ctrl-C"):
+    for part in ("500 sent, 0 failed", "p50 0.25 s", "http://127.0.0.1:8000/", "curl -s", "Ctrl-C"):
         assert part in text
 
 

@@ -1,0 +1,203 @@
+"""The dashboard: the page as HTTP sends it, what feeds it, and how Chromium shows it in every state."""
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from learner.report import LearnerReport, write_report
+from serving.overview import SERIES
+
+Served = Callable[..., Any]
+
+TOKENS = {"read": "lesen", "admin": "verwalten"}
+
+
+def learner_report(**changes: Any) -> LearnerReport:
+    members: dict[str, Any] = {"pid": 1, "epoch": 1, "started": time.time() - 60, "time": time.time(), "steps": 7}
+    return LearnerReport(**members | changes)
+
+
+def test_the_page_is_one_file_under_a_policy_that_lets_in_nothing_else(numbers: Any, served: Served) -> None:
+    with served(numbers, ready=False) as server:
+        page = httpx.get(server.url + "/")
+        assert page.status_code == 200
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert page.headers["cache-control"] == "no-cache"
+        policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
+        assert policy["default-src"] == "'none'"
+        for tag, directive in (("style", "style-src"), ("script", "script-src")):
+            (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            assert policy[directive] == f"'sha256-{digest}'"
+        assert re.findall(r"(?:src|href)=\"(?!#|data:|api/|metrics)", page.text) == []
+        assert " style=" not in page.text
+        again = httpx.get(server.url + "/", headers={"If-None-Match": page.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == page.headers["etag"]
+
+
+def test_the_page_needs_no_token_and_its_figures_do(numbers: Any, served: Served) -> None:
+    with served(numbers, ready=False, tokens=TOKENS) as server:
+        assert httpx.get(server.url + "/").status_code == 200
+        for path in ("/api/status", "/api/history"):
+            assert httpx.get(server.url + path).status_code == 401
+            assert httpx.get(server.url + path, headers={"Authorization": "Bearer lesen"}).status_code == 200
+
+
+def test_status_lists_the_versions_with_what_became_of_them(
+    numbers: Any, served: Served, eventually: Callable[..., Any]
+) -> None:
+    numbers.publish(1)
+    with served(numbers) as server:
+        numbers.publish(2)
+        eventually(lambda: server.report().version == 2)
+        numbers.publish(3, verdict="fail")
+        numbers.publish(4, weights={"other": torch.zeros(3)})
+        numbers.publish(5)
+        (numbers.versions.directory(5) / "manifest.json").write_text("{")
+        eventually(lambda: {4, 5} <= set(server.report().refused))
+        versions = httpx.get(server.url + "/api/status").json()["versions"]
+        fates = {version["number"]: (version["verdict"], version["fate"]) for version in versions}
+        assert list(fates) == [5, 4, 3, 2, 1]
+        assert fates == {
+            5: (None, "refused"),
+            4: ("abstain", "refused"),
+            3: ("fail", "refused"),
+            2: ("abstain", "served"),
+            1: ("abstain", "swapped"),
+        }
+        assert "manifest.json cannot be read" in versions[0]["reason"]
+        for number in range(6, 40):
+            numbers.publish(number)
+        eventually(lambda: server.report().version == 39)
+        versions = httpx.get(server.url + "/api/status").json()["versions"]
+        assert [version["number"] for version in versions] == list(range(39, 19, -1))
+        assert {version["fate"] for version in versions} <= {"served", "swapped", "superseded"}
+
+
+def test_history_begins_with_the_server_and_tells_only_what_is_new(
+    numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Any
+) -> None:
+    numbers.publish(1)
+    (tmp_path / "twin").mkdir()
+    write_report(numbers.deployment.state_dir, learner_report(accuracy={"now": 0.5}, rates={"steps": 2.0}))
+    write_report(tmp_path / "twin", learner_report(accuracy={"old": 0.25}))
+    with served(numbers, twin=str(tmp_path / "twin")) as server:
+
+        def history(**params: int) -> Any:
+            return httpx.get(server.url + "/api/history", params=params).json()
+
+        points = eventually(lambda: (found := history()) and len(found["time"]) > 1 and found)
+        assert points["step"] == 1
+        assert points["time"] == sorted(points["time"])
+        assert sorted(points["series"]) == sorted(SERIES)
+        assert {len(column) for column in points["series"].values()} == {len(points["time"])}
+        assert points["series"]["now"][0] == 0.5
+        assert points["series"]["old"][0] is None
+        assert points["series"]["twin_old"][0] == 0.25
+        assert history(since=points["time"][-1])["time"][0] == points["time"][-1]
+        assert len(history(step=120)["time"]) <= 2
+        assert httpx.get(server.url + "/api/status").json()["twin"]["accuracy"] == {"old": 0.25}
+
+
+@pytest.mark.parametrize("query", ["step=7", "since=nan", "since=-1", "step=x", "since=1e9"])
+def test_a_wrong_question_to_the_history_is_a_400(numbers: Any, served: Served, query: str) -> None:
+    with served(numbers, ready=False) as server:
+        response = httpx.get(f"{server.url}/api/history?{query}")
+        assert response.status_code == 400
+        assert "step one of (1, 10, 120)" in response.json()["error"]
+
+
+def sentence(page: Any) -> str:
+    said: str = page.text_content("#sentence")
+    return said
+
+
+def await_sentence(page: Any, start: str) -> None:
+    page.wait_for_function("s => document.getElementById('sentence').textContent.startsWith(s)", arg=start)
+
+
+def test_in_a_browser_a_start_an_ill_part_and_a_lost_server_are_told(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    page = browser.new_page()
+    with served(numbers, ready=False) as server:
+        page.goto(server.url)
+        await_sentence(page, "No learner has reported yet")
+        assert "not reported yet" in page.text_content("#chart")
+        numbers.publish(1)
+        write_report(numbers.deployment.state_dir, learner_report(ill=["the broker is gone", "the disk is full"]))
+        await_sentence(page, "2 things are wrong.")
+        assert page.locator("#ill li").all_text_contents() == [
+            "Learner: the broker is gone",
+            "Learner: the disk is full",
+        ]
+        write_report(numbers.deployment.state_dir, learner_report(accuracy={"now": 0.5, "old": 0.25}))
+        await_sentence(page, "All is well.")
+        assert page.locator("#ill li").count() == 0
+    await_sentence(page, "The server does not answer. These figures are ")
+    assert page.get_attribute("body", "data-state") == "lost"
+    page.wait_for_function("() => Number(getComputedStyle(document.getElementById('main')).opacity) < 0.5")
+    page.close()
+
+
+def test_in_a_browser_the_token_is_asked_for_and_kept_for_the_tab_alone(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    write_report(numbers.deployment.state_dir, learner_report())
+    with served(numbers, tokens=TOKENS) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        page.wait_for_selector("#door:visible")
+        page.keyboard.type("falsch")  # the field has the focus
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => document.getElementById('refusal').textContent.includes('does not know')")
+        page.fill("#token", "lesen")
+        page.keyboard.press("Enter")
+        await_sentence(page, "All is well.")
+        assert not page.is_visible("#door")
+        assert page.evaluate("[sessionStorage.token, localStorage.length, document.cookie]") == ["lesen", 0, ""]
+        page.reload()
+        await_sentence(page, "All is well.")
+        assert "token" not in page.url
+        page.close()
+
+
+def test_in_a_browser_regression_shows_the_error(browser: Any, numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+    write_report(numbers.deployment.state_dir, learner_report(error={"now": 3.25, "old": 4.5}))
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        assert page.text_content("#hero-title") == "Absolute error"
+        assert page.text_content("[data-figure=accuracy_now]") == "3.25"
+        assert page.locator("[data-line=worst]").count() == 0
+        page.close()
+
+
+def test_in_a_browser_the_theme_is_remembered(browser: Any, numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+    write_report(numbers.deployment.state_dir, learner_report())
+    with served(numbers) as server:
+        page = browser.new_page(color_scheme="light")
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        ground = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(ground)
+        while page.text_content("#theme") != "Theme: dark":
+            page.click("#theme")
+        dark = page.evaluate(ground)
+        assert dark != light
+        page.reload()
+        await_sentence(page, "All is well.")
+        assert (page.text_content("#theme"), page.evaluate(ground)) == ("Theme: dark", dark)
+        page.close()
