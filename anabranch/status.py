@@ -15,11 +15,9 @@ from anabranch.config import Config
 from anabranch.daemon import stop_on_signals
 from learner.report import LearnerReport
 from learner.report import read_report as read_learner
+from serving.health import SILENT
 from serving.report import ServingReport
 from serving.report import read_report as read_serving
-
-_SILENT = timedelta(seconds=10)
-"""Reports are written about once a second; a part that has written none for so long hangs or is gone."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Status:
         """Return `running`, `silent` or `not running`."""
         if report is None or not _lives(report.pid):
             return "not running"
-        return "running" if self.now - report.time < _SILENT.total_seconds() else "silent"
+        return "running" if self.now - report.time < SILENT.total_seconds() else "silent"
 
     def to_json(self) -> bytes:
         """Return both reports, and whether they are of living processes, as one indented JSON object."""

@@ -1,4 +1,7 @@
-"""One sentence on how a pipeline does, from what its parts say of themselves."""
+"""One sentence on how a pipeline does, from what its parts say of themselves.
+
+A sentence stays the same while nothing changes, since screen readers say each change.
+"""
 
 from datetime import timedelta
 from typing import Literal
@@ -29,17 +32,13 @@ def is_silent(report: LearnerReport, now: float) -> bool:
 def judge(learner: LearnerReport | None, serving: ServingReport, now: float) -> Health:
     """Return how the pipeline does."""
     if learner is None:
-        return Health("starting", "No learner has reported yet. It is started by `anabranch up` or `anabranch learn`.")
+        return Health("starting", "No learner has reported yet: start one with anabranch up.")
     ill = [f"Learner: {sentence}" for sentence in learner.ill]
     if is_silent(learner, now):
-        ill.insert(0, f"The learner has not reported for {_duration(now - learner.time)}: it hangs, or has stopped.")
+        ill.insert(0, "The learner does not report: it hangs, or has stopped.")
     if serving.version is None and not ill:
-        return Health("starting", "The first version is on its way: it is served as soon as the learner publishes it.")
+        return Health("starting", "The first version is on its way.")
     ill += [f"Serving: {sentence}" for sentence in serving.ill]
     if not ill:
         return Health("well", "All is well.")
     return Health("ill", ill[0] if len(ill) == 1 else f"{len(ill)} things are wrong.", ill)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else str(timedelta(seconds=int(seconds)))

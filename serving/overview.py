@@ -23,7 +23,6 @@ SERIES = (
     "lag",
     "freshness_p50_seconds",
     "freshness_p99_seconds",
-    "requests_per_second",
     "request_p50_seconds",
     "request_p99_seconds",
 )
@@ -47,9 +46,7 @@ class Overview:
         """Take the figures of this moment into the history; figures of a part that is silent are gaps."""
         now = time.time()
         learner, twin = read_report(self._state_dir), _read(self._twin)
-        values: dict[str, float | None] = {
-            name: getattr(serving, name) for name in SERIES if name.endswith(("_seconds", "_per_second"))
-        }
+        values: dict[str, float | None] = {name: getattr(serving, name) for name in SERIES if name.endswith("_seconds")}
         if learner is not None and not is_silent(learner, now):
             values |= {name: score for name, score in _scores(learner).items() if name in _WINDOWS}
             values |= {name: learner.rates.get(name) for name in _RATES}

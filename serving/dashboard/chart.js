@@ -104,7 +104,7 @@ class Chart {
       }
     }
     if (!ends.length) {
-      const middle = { class: "empty", x: (left + width - right) / 2, y: (high + low) / 2 + 4 };
+      const middle = { class: "empty", x: (left + width - right) / 2, y: y(0.625 * top) + 4 };
       drawing.append(shape("text", middle, data.empty));
     }
     this.host.replaceChildren(drawing, this.tip);
@@ -159,7 +159,7 @@ class Chart {
     }
     const rows = known.map((line) => element("tr", {}, element("th", {}, line.short), element("td", {}, format(line.values[i]))));
     this.tip.replaceChildren(clock(times[i]), element("table", {}, ...rows));
-    const leftwards = at + this.tip.offsetWidth + 24 > this.host.clientWidth;
+    const leftwards = at > this.host.clientWidth / 2;
     this.tip.style.transform = `translateX(${Math.max(0, leftwards ? at - this.tip.offsetWidth - 14 : at + 14)}px)`;
   }
 }

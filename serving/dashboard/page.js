@@ -90,7 +90,7 @@ async function look() {
 
 function lock() {
   document.body.dataset.state = "locked";
-  $("sentence").textContent = "This page shows nothing yet.";
+  $("sentence").textContent = "This server wants a token.";
   $("refusal").textContent = stored(sessionStorage, "token") ? "The server does not know this token." : "";
   $("door").hidden = false;
   $("token").focus();
@@ -102,10 +102,8 @@ function watch() {
   const seconds = (performance.now() - heard) / 1000;
   const lost = failures > 0 && (!status || seconds > 3);
   if (lost) {
-    const told = status ? `The server does not answer. These figures are ${age(seconds)} old.` : "The server does not answer.";
-    if (document.body.dataset.state !== "lost") say("lost", told, []);
-    $("sentence").ariaHidden = null;
-    $("sentence").textContent = told;
+    say("lost", "The server does not answer.", []);
+    $("meta").textContent = status ? `What is below is ${age(seconds)} old; it goes on as soon as the server is back.` : "";
   }
   $("updated").textContent = status ? `Updated ${seconds < 3 ? "just now" : `${age(seconds)} ago`}` : "";
 }
@@ -179,8 +177,10 @@ function renderAccuracy() {
     element("span", { class: "value", "data-figure": `accuracy_${line.series}` }, score(line.value)),
     element("span", { class: "about" }, line.about))));
   const { times, values, gap } = shown(drawn.map((line) => line.series));
-  times.push(status.time);
-  drawn.forEach((line, i) => values[i].push(line.value ?? null));
+  if (status.learner?.time > (times.at(-1) ?? 0)) {
+    times.push(status.learner.time);
+    drawn.forEach((line, i) => values[i].push(line.value ?? null));
+  }
   const most = Math.max(0, ...values.flat().filter(known));
   chart.draw({
     ...bounds(), times, gap, format: score,

@@ -142,7 +142,8 @@ def test_in_a_browser_a_start_an_ill_part_and_a_lost_server_are_told(
         write_report(numbers.deployment.state_dir, learner_report(accuracy={"now": 0.5, "old": 0.25}))
         await_sentence(page, "All is well.")
         assert page.locator("#ill li").count() == 0
-    await_sentence(page, "The server does not answer. These figures are ")
+    await_sentence(page, "The server does not answer.")
+    assert re.match(r"What is below is \d+ s old", page.text_content("#meta"))
     assert page.get_attribute("body", "data-state") == "lost"
     page.wait_for_function("() => Number(getComputedStyle(document.getElementById('main')).opacity) < 0.5")
     page.close()
