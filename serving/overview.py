@@ -7,7 +7,7 @@ from typing import Any
 
 from learner.report import LearnerReport, read_report
 from serving.health import is_silent, judge
-from serving.history import History
+from serving.history import RESOLUTIONS, History
 from serving.registry import Registry
 from serving.report import ServingReport
 from serving.served import Deployment
@@ -69,7 +69,7 @@ class Overview:
             "twin": _read(self._twin),
             "serving": serving,
             "versions": versions,
-            "history": {"since": self._began, "steps": self.history.steps},
+            "history": {"since": self._began, "resolutions": RESOLUTIONS},
         }
 
 

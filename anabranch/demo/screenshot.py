@@ -81,7 +81,9 @@ def _pixels(page: Any, picture: bytes) -> NDArray[np.uint8]:
 def _with_few_colours(pixels: NDArray[np.uint8]) -> bytes:
     """Return a PNG of the 256 most frequent colours, a fraction of the size; the rest are drawn in the nearest."""
     height, width, _ = pixels.shape
-    colours, place, count = np.unique(pixels.reshape(-1, 3), axis=0, return_inverse=True, return_counts=True)
+    packed = pixels.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
+    found, place, count = np.unique(packed, return_inverse=True, return_counts=True)
+    colours = np.stack([found >> 16, found >> 8 & 255, found & 255], axis=1).astype(np.uint8)
     kept = colours[np.argsort(-count)[:256]]
     distance = ((colours[:, None, :].astype(np.int32) - kept[None, :, :]) ** 2).sum(axis=2)
     index = distance.argmin(axis=1).astype(np.uint8)[place].reshape(height, width)

@@ -31,14 +31,13 @@ const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 /* what is known */
 const RANGES = [[600, "10 min"], [3600, "1 h"], [86400, "24 h"], [Infinity, "All"]];
-const KEPT_POINTS = { 1: 600, 10: 720, 120: 5040 };
 const stored = (store, key, value) => {
   try {
     return value === undefined ? store.getItem(key) : store.setItem(key, value);
   } catch { return null; }
 };
 let range = RANGES[0][0];
-let status = null, points = null, heard = 0, failures = 0, timer = 0;
+let status = null, points = null, heard = 0, failures = 0, timer = 0, looking = false, again = false;
 const chart = new Chart($("chart"));
 
 async function ask(path) {
@@ -50,14 +49,14 @@ async function ask(path) {
 }
 
 /* The finest points that reach back as far as the range does. */
-function step() {
+function resolution() {
   const span = Math.min(range, status.time - status.history.since);
-  const steps = status.history.steps;
-  return steps.find((seconds) => seconds * KEPT_POINTS[seconds] >= span) ?? steps.at(-1);
+  const { resolutions } = status.history;
+  return resolutions.find(([seconds, many]) => seconds * many >= span) ?? resolutions.at(-1);
 }
 
 async function askHistory() {
-  const wanted = step();
+  const [wanted, many] = resolution();
   if (points?.step !== wanted || points.began !== status.history.since) points = null;
   const since = points?.time.at(-1) ?? 0;
   const fresh = await ask(`api/history?step=${wanted}&since=${since}`);
@@ -66,13 +65,18 @@ async function askHistory() {
     return;
   }
   const keep = points.time.findIndex((time) => time >= since);
-  const join = (old, added) => [...old.slice(0, keep), ...added].slice(-KEPT_POINTS[wanted]);
+  const join = (old, added) => [...old.slice(0, keep), ...added].slice(-many);
   points.time = join(points.time, fresh.time);
   for (const name of Object.keys(points.series)) points.series[name] = join(points.series[name], fresh.series[name]);
 }
 
 async function look() {
+  if (looking) {
+    again = true;
+    return;
+  }
   clearTimeout(timer);
+  looking = true;
   try {
     status = await ask("api/status");
     await askHistory();
@@ -84,8 +88,12 @@ async function look() {
     if (error.status === 401) return lock();
     if (!(error instanceof TypeError || error instanceof DOMException || error.status)) console.error(error);
     failures += 1;
+  } finally {
+    looking = false;
   }
-  if (!document.hidden) timer = setTimeout(look, Math.min(15000, 1000 * 2 ** Math.max(0, failures - 1)));
+  const pause = again ? 0 : Math.min(15000, 1000 * 2 ** Math.max(0, failures - 1));
+  again = false;
+  if (!document.hidden) timer = setTimeout(look, pause);
 }
 
 function lock() {

@@ -173,7 +173,15 @@ def test_a_stream_is_learned_accounted_for_and_published(
         metrics = reply.read().decode()
     trained = [line for line in metrics.splitlines() if 'outcome="trained"' in line and "_total" in line]
     assert sum(float(line.split()[-1]) for line in trained) == report.outcomes["trained"]
-    assert 'anabranch_replay_rows{tier="device"}' in metrics
+    for figure in (
+        f'anabranch_replay_rows{{tier="device"}} {float(report.replay_rows["device"])}',
+        f'anabranch_replay_bound_bytes{{tier="device"}} {report.replay_bounds["device"] / 1e8}e+08',
+        f"anabranch_guard_rows {float(report.guard_rows)}",
+        'anabranch_ingest_skipped_rows{reason="unlabelled"} 2.0',
+        f'anabranch_learner_trained_through_offset{{partition="0",topic="{topic}"}} 601.0',
+        "anabranch_learner_ill 0.0",
+    ):
+        assert figure in metrics
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as reply:
         assert json.load(reply) == {"ok": True, "ill": []}
 
@@ -279,6 +287,9 @@ def test_sigterm_cuts_so_that_no_event_comes_twice(
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 300)
     assert before is not None
+    assert before.cut is not None
+    manifest = json.loads((learner.state_dir / "cuts" / str(before.cut) / "manifest.json").read_bytes())
+    assert before.cut_time == manifest["time"]
     assert report.steps == before.steps + report.steps_since_start
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 300
     assert adds_up(report)
