@@ -114,6 +114,7 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
   `anabranch_replay_capacity_rows`, `anabranch_guard_rows`, `anabranch_cut_number`, `anabranch_cut_time_seconds`,
   `anabranch_serving_ill`
+- `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
 - files `learner.json`, `serving.json`, `learner.lock`, `epoch`
 """
 

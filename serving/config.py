@@ -68,7 +68,7 @@ class ServingSettings(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """Device to answer on; `auto` takes CUDA where there is one, else the CPU."""
     twin: str = ""
-    """State directory of another pipeline whose accuracy the dashboard draws beside this one's."""
+    """State directory, seen from this file's, of a pipeline whose accuracy the dashboard draws beside this one's."""
     tokens: Tokens = Tokens()
     """Bearer tokens."""
     tls: TlsSettings = TlsSettings()
