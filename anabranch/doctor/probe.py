@@ -82,9 +82,9 @@ def main() -> int:
 
 
 def _wanted(replay: ReplaySettings, schema: Schema) -> int:
-    from replay.memory import MemoryTier
+    from replay.rows import RowLayout
 
-    most = int(replay.capacity * _OVERHEAD) * MemoryTier.row_bytes_of(schema.payload())
+    most = int(replay.capacity * _OVERHEAD) * RowLayout(schema.payload()).row_bytes
     return min(int(replay.device_bytes), most)
 
 

@@ -84,18 +84,25 @@ def _file_system(folder: Path) -> str | None:
 def _check_space(patient: Patient, folder: Path) -> Iterator[Finding]:
     """Compare what is free with what one more cut and version need, and with all that are to be kept."""
     pipeline, state_dir = patient.config.pipeline, patient.config.state_dir
-    row = _ROW_BYTES + sum(
-        dtype.itemsize * _product(shape) for dtype, shape in Schema(pipeline.events).payload().values()
-    )
-    replay = min(int(pipeline.replay.device_bytes), pipeline.replay.capacity * row)
-    replay = 0 if pipeline.learner.strategy == "none" else replay
+    row = sum(dtype.itemsize * _product(shape) for dtype, shape in Schema(pipeline.events).payload().values())
+    capacity, disk, file = pipeline.replay.capacity, pipeline.replay.disk, 0
+    if pipeline.learner.strategy == "none":
+        replay = 0
+    elif disk is not None:
+        file = max(0, int(disk.bytes) - _used(state_dir / "replay"))
+        replay = min(capacity, int(disk.bytes) // row) * _ROW_BYTES
+    else:
+        replay = min(int(pipeline.replay.device_bytes), capacity * (row + _ROW_BYTES))
     version, cut = patient.model_bytes, replay + _OPTIMIZER_TENSORS * patient.model_bytes
     kept = pipeline.versions.keep + pipeline.versions.keep_hourly + 2
-    everything = (pipeline.cuts.keep + 1) * cut + kept * version
+    everything = file + (pipeline.cuts.keep + 1) * cut + kept * version
     used = sum(_used(state_dir / name) for name in ("cuts", "versions"))
     free = shutil.disk_usage(folder).free
-    if free < cut + version:
-        matter = f"{folder} has {_megabytes(free)} free, but a full cut and a version need {_megabytes(cut + version)}."
+    if free < file + cut + version:
+        matter = (
+            f"{folder} has {_megabytes(free)} free, but a full cut and a version need {_megabytes(cut + version)}"
+            + (f", and the disk tier {_megabytes(file)}." if file else ".")
+        )
         yield found("state.full", matter)
     elif free + used < everything:
         matter = f"{folder} has {_megabytes(free)} free, but all that is to be kept needs {_megabytes(everything)}."
