@@ -77,7 +77,7 @@ FINDINGS: dict[str, Kind] = {
     "message.unlabelled": Kind("warning", 'Send labels, or set stream.unlabelled = "store".'),
     "message.unknown": Kind("note", "Nothing, if they are not meant to be features."),
     "state.unwritable": Kind("problem", "Mend the rights of the directory, or set state_dir."),
-    "state.full": Kind("problem", "Make room, set state_dir elsewhere, or lower replay.device_bytes."),
+    "state.full": Kind("problem", "Make room, set state_dir elsewhere, or lower replay.device_bytes or replay.disk."),
     "state.filling": Kind("warning", "Make room, or lower cuts.keep, versions.keep and versions.keep_hourly."),
     "state.memory": Kind("warning", "Set state_dir to a disk."),
     "state.network": Kind("warning", "Set state_dir to a local disk, unless its locks and fsync can be relied upon."),
