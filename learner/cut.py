@@ -26,6 +26,7 @@ from learner.files import sync_directory, write_durably
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+FORMAT = 1
 RANK = "rank-0"
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 class CutManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a cut is, and the digests by which it is found to be whole."""
 
+    format: int = 0
     number: int
     epoch: int
     time: float
@@ -68,7 +70,7 @@ class Cuts:
         """Return the newest cut that is whole, or None when there is none; others are named in the log.
 
         Raises:
-            CutError: it is whole, but was made under another schema.
+            CutError: it is whole, but was made under another schema or by another release.
         """
         for number in reversed(self.numbers()):
             try:
@@ -77,6 +79,11 @@ class Cuts:
             except CutError as exc:
                 log.warning("%s; the one before it is taken", exc)
                 continue
+            if manifest.format != FORMAT:
+                raise CutError(
+                    f"cut {number} in {self.path} is of format {manifest.format}, and this release reads {FORMAT}; "
+                    f"go on with the release that made it, or begin anew by moving {self.path} away"
+                )
             if manifest.schema != self._schema:
                 raise CutError(
                     f"cut {number} in {self.path} was made under another [schema]; put the schema back, or begin anew "
@@ -97,7 +104,13 @@ class Cuts:
                 files[f"{RANK}/{part}.safetensors"] = _write(temporary / RANK / f"{part}.safetensors", payload)
             files[f"{RANK}/{STATE}"] = _write(temporary / RANK / STATE, msgspec.json.encode(cut.state))
             manifest = CutManifest(
-                number=number, epoch=self._epoch, time=now, step=cut.step, schema=self._schema, files=files
+                format=FORMAT,
+                number=number,
+                epoch=self._epoch,
+                time=now,
+                step=cut.step,
+                schema=self._schema,
+                files=files,
             )
             sync_directory(temporary / RANK)
             write_durably(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))

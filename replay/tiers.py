@@ -22,6 +22,7 @@ from replay.memory import MemoryTier
 from replay.tier import Tier
 
 _NOWHERE = -1
+_NONE: NDArray[np.int64] = np.empty(0, np.int64)
 
 log = logging.getLogger(__name__)
 
@@ -33,26 +34,28 @@ class Staged:
     another thread.
     """
 
-    def __init__(self, rows_nR: Tensor, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> None:
+    def __init__(self, rows_nR: Tensor, late: NDArray[np.int64] = _NONE) -> None:
+        """Take rows on the device; those in the places `late`, `[m]`, are still to `arrive`."""
         self.n = len(rows_nR)
-        self.slots, self.identity = slots, identity
-        """Of the rows that are still to arrive, `[m]`."""
         self._rows_nR = rows_nR
-        self._places: NDArray[np.int64] = np.empty(0, np.int64)
+        self._places = late
         self._late: Tensor | None = None
         self._whole = np.ones(len(rows_nR), np.bool_)
         self._arrived = threading.Event()
-        self._arrived.set()
-
-    def await_rows(self, places: NDArray[np.int64]) -> None:
-        """Tell in which places of the plan `[m]` rows are still to arrive."""
-        self._places = places
-        self._arrived.clear()
+        if not len(late):
+            self._arrived.set()
+        self.source: tuple[NDArray[np.int64], NDArray[np.uint64]] = late, late.astype(np.uint64)
+        """Slots and identities of the rows that are to arrive, `[m]` each."""
 
     def arrive(self, rows_mR: Tensor, whole: NDArray[np.bool_]) -> None:
         """Hand over the rest, on the host, and which of it is whole, bool `[m]`."""
         self._late = rows_mR
         self._whole[self._places[~whole]] = False
+        self._arrived.set()
+
+    def give_up(self) -> None:
+        """Tell that the rest will not come."""
+        self._whole[self._places] = False
         self._arrived.set()
 
     def wait(self) -> float:
@@ -151,20 +154,26 @@ class Tiers:
         """Begin to bring the rows of n events to the device."""
         if self.disk is None or self._courier is None:
             self.stats.read["device"] += len(slots)
-            return Staged(self._device.read(slots, identity)[0], slots[:0], identity[:0])
+            return Staged(self._device.read(slots, identity)[0])
         disk, places = self.disk, self._cached[slots].astype(np.int64)
         misses = np.flatnonzero(places == _NOWHERE)
         # A miss takes the row of slot 0 for the moment: one gather instead of a gather and a scatter.
         rows_nR = self._device.read(np.maximum(places, 0), identity)[0]
-        staged = Staged(rows_nR, slots[misses], identity[misses])
+        staged = Staged(rows_nR, misses)
         self.stats.read["device"] += len(slots) - len(misses)
         self.stats.read["disk"] += len(misses)
         if len(misses):
-            staged.await_rows(misses)
-            size = len(misses) * disk.slot_bytes
-            self.stats.stall_seconds += self._courier.send(
-                lambda: staged.arrive(*disk.read(staged.slots, staged.identity)), size
-            )
+            staged.source = slots[misses], identity[misses]
+
+            def job() -> None:
+                try:
+                    rows_mR, whole = disk.read(*staged.source)
+                except BaseException:
+                    staged.give_up()
+                    raise
+                staged.arrive(rows_mR, whole)
+
+            self.stats.stall_seconds += self._courier.send(job, len(misses) * disk.slot_bytes)
         return staged
 
     def arrive(self, staged: Staged, n: int | None = None) -> Tensor:
@@ -173,10 +182,11 @@ class Tiers:
         rows_nR = staged.rows(n)
         whole, late = staged.late()
         if late is not None:
+            slots, identity = staged.source
             if not whole.all():
-                self._lost.append(staged.identity[~whole])
-            still = whole & (self._tenant[staged.slots] == staged.identity) & (self._cached[staged.slots] == _NOWHERE)
-            self._cache(staged.slots[still], late[torch.from_numpy(still)])
+                self._lost.append(identity[~whole])
+            still = whole & (self._tenant[slots] == identity) & (self._cached[slots] == _NOWHERE)
+            self._cache(slots[still], late[torch.from_numpy(still)])
         return rows_nR
 
     def lost(self) -> NDArray[np.uint64]:
@@ -190,7 +200,7 @@ class Tiers:
 
     def staged(self, rows_nR: Tensor) -> Staged:
         """Return rows that are on the host, uint8 `[n, R]`, as a plan has them."""
-        return Staged(rows_nR.to(self._device.device), np.empty(0, np.int64), np.empty(0, np.uint64))
+        return Staged(rows_nR.to(self._device.device))
 
     def free(self, slots: NDArray[np.int64]) -> None:
         """Let go of what caches hold of events that have left."""

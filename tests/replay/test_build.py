@@ -1,0 +1,226 @@
+"""From one arrangement of tiers to another: what a cut has is taken up by a store with other settings."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ingest.block import TopicPartition
+from ingest.errors import SettingsError
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from replay.build import build_store, discard_files
+from replay.config import ReplaySettings
+from replay.contents import Contents
+from replay.store import AHEAD, Store
+
+PARTITIONS = [TopicPartition("events", 0)]
+MEMORY: dict[str, Any] = {}
+DISK: dict[str, Any] = {"disk": {"bytes": "200kB"}}
+LARGER: dict[str, Any] = {"disk": {"bytes": "400kB"}}
+SMALLER: dict[str, Any] = {"disk": {"bytes": "60kB"}}
+Build = Callable[..., Store]
+
+
+@pytest.fixture
+def build(schema: Schema, tmp_path: Path) -> Iterator[Build]:
+    """`build(options, contents=None, capacity=1000)`: stores in one folder, as restarts of one learner make them."""
+    stores: list[Store] = []
+
+    def make(options: dict[str, Any], contents: Contents | None = None, capacity: int = 1000) -> Store:
+        settings = ReplaySettings.model_validate({"capacity": capacity, **options})
+        stores.append(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, contents))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
+    for offset in range(begin, end, 100):
+        store.add(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+
+
+def cut(store: Store, number: int = 1) -> Contents:
+    contents = store.contents(store.hold(number))
+    store.let_go(number)
+    return contents
+
+
+def payload(store: Store) -> dict[int, list[float]]:
+    """By offset, the payload of what is held, as a draw of everything has it."""
+    plan = store.plan(0, len(store))
+    offsets = store._index["offset"][plan.positions].tolist()
+    columns = store.fetch(plan).columns
+    rows = torch.cat([columns["feature.x"], columns["feature.n"][:, None], columns["label"][:, None]], dim=1)
+    return dict(zip(offsets, rows.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(MEMORY, DISK), (DISK, MEMORY), (DISK, LARGER), (LARGER, DISK), (DISK, DISK)],
+    ids=["memory to disk", "disk to memory", "larger disk", "smaller disk", "as it was"],
+)
+def test_contents_move_to_another_arrangement_with_their_plans(
+    schema: Schema, build: Build, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    store, undisturbed = build(before), build(MEMORY)
+    for each in (store, undisturbed):
+        fill(each, schema, 0, 5000)
+        each.plan_ahead(7, 20)
+    contents = cut(store)
+    moved = build(after, contents)
+    assert payload(moved) == payload(undisturbed)
+    for each in (moved, undisturbed):
+        fill(each, schema, 5000, 9000)
+        each.plan_ahead(8, 20)
+    for step in range(7, 8 + AHEAD):
+        mine, expected = moved.draw(step, 20), undisturbed.draw(step, 20)
+        assert all(torch.equal(mine.columns[name], column) for name, column in expected.columns.items())
+        assert torch.equal(mine.importance, expected.importance)
+    assert payload(moved) == payload(undisturbed)
+    assert moved.lost == 0
+
+
+def test_a_disk_that_holds_less_keeps_the_smallest_priorities(
+    schema: Schema, build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = build(DISK)
+    fill(store, schema, 0, 5000)
+    moved = build(SMALLER, cut(store))
+    priorities = np.sort(store._index["priority"][: len(store)])
+    assert 300 < len(moved) < 1000
+    assert np.array_equal(np.sort(moved._index["priority"][: len(moved)]), priorities[: len(moved)])
+    assert payload(moved).items() <= payload(store).items()
+    assert "replay.disk.bytes = 60000 holds" in caplog.text
+
+
+def test_the_old_file_goes_when_no_cut_can_name_it(schema: Schema, build: Build, tmp_path: Path) -> None:
+    store = build(DISK)
+    fill(store, schema, 0, 3000)
+    contents = cut(store, 4)
+    moved = build(LARGER, contents)
+    names = lambda: sorted(path.name for path in tmp_path.iterdir())  # noqa: E731
+    assert names() == ["1.rows", "2.rows"]
+    for number, oldest, files in ((5, 3, 2), (6, 4, 2), (7, 5, 1)):
+        moved.hold(number)
+        moved.let_go(oldest)
+        assert len(names()) == files, f"with cuts from {oldest} on"
+    assert names() == ["2.rows"]
+
+
+def test_files_that_belong_to_no_cut_are_removed(build: Build, tmp_path: Path) -> None:
+    build(DISK)
+    (tmp_path / ".tmp-2.rows").write_bytes(b"half")
+    discard_files(tmp_path)
+    assert not list(tmp_path.iterdir())
+    discard_files(tmp_path / "nowhere")
+
+
+def test_rows_that_went_bad_are_left_behind_when_they_are_copied(schema: Schema, build: Build) -> None:
+    store = build(DISK)
+    fill(store, schema, 0, 3000)
+    contents = cut(store)
+    good = payload(store)
+    spoil(store, places=3)
+    moved = build(LARGER, contents)
+    assert moved.lost == 3
+    assert len(payload(moved)) == len(good) - 3
+    assert payload(moved).items() <= good.items()
+
+
+def spoil(store: Store, places: int) -> None:
+    """Flip a bit in the rows of the first events of the index."""
+    assert store.tiers.disk is not None
+    store.tiers.sync()
+    path, size = store.tiers.disk.path, store.tiers.disk.slot_bytes
+    with path.open("r+b") as file:
+        for slot in store._index["slot"][:places].tolist():
+            file.seek(4096 + slot * size)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+
+
+def test_a_row_that_went_bad_is_left_out_of_draws_and_forgotten(
+    schema: Schema, build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = build({**DISK, "device_bytes": "1kB"}, capacity=200)
+    fill(store, schema, 0, 2000)
+    held, bad = len(store), set(store._index["offset"][:5].tolist())
+    cached = store.rows["device"]
+    spoil(store, places=5)
+    store.plan_ahead(0, held)
+    draw = store.draw(0, held)
+    assert held - 5 <= len(draw) <= held - 5 + cached
+    store.plan_ahead(1, 10)
+    assert store.lost == held - len(draw)
+    assert len(store) == len(draw)
+    assert bad & set(store._index["offset"][: len(store)].tolist()) <= bad
+    assert f"{store.lost} events could not be kept" in caplog.text
+    fill(store, schema, 2000, 4000)
+    assert len(payload(store)) == len(store)
+
+
+def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
+    schema: Schema, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = build(DISK, capacity=200)
+    fill(store, schema, 0, 300)
+    store.tiers.sync()
+    held = len(store)
+
+    def read_only(*_: object) -> int:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.disk.os.pwrite", read_only)
+        fill(store, schema, 300, 1000)
+        store.tiers.sync()
+        assert store.tiers.ill is not None
+        assert "1.rows cannot be written: Read-only file system; events are not stored" in store.tiers.ill
+    store.plan_ahead(0, 50)
+    assert store.lost > 0
+    assert len(store.draw(0, 50)) == 50
+    assert len(store) <= held
+    fill(store, schema, 1000, 3000)
+    store.tiers.sync()
+    assert store.tiers.ill is None
+    assert len(payload(store)) == len(store) > 150
+
+
+def test_a_store_without_a_slot_to_write_declines_events(schema: Schema, build: Build) -> None:
+    """It happens when cuts cannot be written for long, so that no slot is given back."""
+    store = build(SMALLER, capacity=400)
+    for number, begin in enumerate(range(0, 60_000, 100), start=1):
+        store.hold(number)
+        fill(store, schema, begin, begin + 100)
+        store.let_go(1)
+        if store.lost:
+            break
+    assert store.lost
+    assert store.slots.free == 0
+    assert len(payload(store)) == len(store)
+
+
+def test_the_file_of_another_cut_is_refused(schema: Schema, build: Build, tmp_path: Path) -> None:
+    store = build(DISK)
+    fill(store, schema, 0, 500)
+    contents = cut(store)
+    assert contents.file is not None
+    other = dataclasses.replace(contents, file=dataclasses.replace(contents.file, id="0" * 32))
+    with pytest.raises(SettingsError, match=r"1.rows is not the file that cut 1 belongs to; put that one back"):
+        build(DISK, other)
+    (tmp_path / "1.rows").unlink()
+    with pytest.raises(SettingsError, match=r"1.rows, which cannot be opened.*is its disk mounted"):
+        build(DISK, contents)
+
+
+def test_a_disk_too_small_for_one_event_is_refused(build: Build) -> None:
+    with pytest.raises(SettingsError, match=r"replay.disk.bytes = 5000 is too small"):
+        build({"disk": {"bytes": 5000}})

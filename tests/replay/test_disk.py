@@ -1,0 +1,158 @@
+"""The disk tier's file, and the thread that reads and writes it."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.errors import SettingsError
+from replay.courier import Courier
+from replay.disk import DiskTier
+
+R = 24
+
+
+def rows(identity: np.ndarray) -> np.ndarray:
+    """Return a row for each identity that no other has."""
+    each = [np.random.default_rng(int(number)).integers(0, 256, R, np.uint8) for number in identity]
+    return np.array(each, np.uint8).reshape(len(identity), R)
+
+
+def open_files() -> int:
+    return psutil.Process().num_fds()
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    tier = DiskTier.create(tmp_path / "1.rows", R, 50)
+    yield tier
+    tier.close()
+
+
+def written(tier: DiskTier, slots: list[int], first: int = 100) -> tuple[np.ndarray, np.ndarray]:
+    where = np.array(slots, np.int64)
+    identity = np.arange(first, first + len(slots), dtype=np.uint64)
+    tier.write(where, identity, rows(identity))
+    return where, identity
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.permutations(range(50)), st.integers(0, 50)), min_size=1, max_size=6))
+def test_a_slot_holds_what_was_written_last(
+    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[list[int], int]]
+) -> None:
+    """In any order of slots, with neighbours and without; a slot never written is not whole."""
+    tier = DiskTier.create(tmp_path_factory.mktemp("tier") / "1.rows", R, 50)
+    expected = np.zeros(50, np.uint64)
+    for turn, (order, count) in enumerate(writes):
+        where, identity = written(tier, order[:count], 1 + 100 * turn)
+        expected[where] = identity
+    found, whole = tier.read(np.arange(50), expected)
+    assert whole.tolist() == (expected > 0).tolist()
+    assert (found.numpy()[whole] == rows(expected[whole])).all()
+    tier.close()
+
+
+def test_it_is_there_after_it_was_closed(tier: DiskTier) -> None:
+    where, identity = written(tier, [3, 4, 9])
+    tier.sync()
+    again = DiskTier.open(tier.path)
+    found, whole = again.read(where, identity)
+    again.close()
+    assert whole.all()
+    assert (found.numpy() == rows(identity)).all()
+    assert (again.id, again.slots, again.row_bytes) == (tier.id, 50, R)
+
+
+@pytest.mark.parametrize("byte", [0, R - 1, R, R + 7])
+def test_a_flipped_bit_is_found_wherever_it_is(tier: DiskTier, byte: int) -> None:
+    where, identity = written(tier, [0, 1, 2])
+    content = bytearray(tier.path.read_bytes())
+    content[4096 + 1 * tier.slot_bytes + byte] ^= 16
+    tier.path.write_bytes(content)
+    assert tier.read(where, identity)[1].tolist() == [True, False, True]
+
+
+def test_the_row_of_another_event_is_not_taken_for_this_one(tier: DiskTier) -> None:
+    where, identity = written(tier, [5])
+    assert not tier.read(where, identity + 1)[1].any()
+
+
+def test_space_is_taken_at_once_and_given_back_when_it_cannot_be_had(tmp_path: Path) -> None:
+    tier = DiskTier.create(tmp_path / "1.rows", R, 10_000)
+    assert (tmp_path / "1.rows").stat().st_blocks * 512 >= 10_000 * tier.slot_bytes
+    tier.close()
+    with pytest.raises(SettingsError, match=r"cannot give 1e\+06 GB: .*; free space there, or lower replay.disk.bytes"):
+        DiskTier.create(tmp_path / "2.rows", R, 10**15 // (R + 8))
+    assert [path.name for path in tmp_path.iterdir()] == ["1.rows"]
+
+
+def test_slots_in_tells_how_many_fit(tmp_path: Path) -> None:
+    for size in (4096, 5000, 100_000):
+        slots = DiskTier.slots_in(size, R)
+        if slots:
+            DiskTier.create(tmp_path / "t.rows", R, slots).close()
+            assert size - R - 8 < (tmp_path / "t.rows").stat().st_size <= size
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (lambda path: path.unlink(), "cannot be opened: No such file"),
+        (lambda path: path.write_bytes(b""), "cannot be read"),
+        (lambda path: path.write_bytes(b"x" * 5000), "cannot be read"),
+        (lambda path: os.truncate(path, 4200), "is cut short"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":9')), "another release"),
+    ],
+    ids=["removed", "empty", "something else", "cut short", "newer format"],
+)
+def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(
+    tier: DiskTier, harm: Callable[[Path], object], sentence: str
+) -> None:
+    before = open_files()
+    harm(tier.path)
+    with pytest.raises(SettingsError, match=sentence) as caught:
+        DiskTier.open(tier.path)
+    assert "is its disk mounted?" in str(caught.value)
+    assert open_files() == before
+
+
+class TestCourier:
+    @pytest.fixture
+    def courier(self) -> Iterator[Courier]:
+        courier = Courier("test")
+        yield courier
+        courier.close()
+
+    def test_jobs_are_done_in_order(self, courier: Courier) -> None:
+        done: list[int] = []
+        for number in range(200):
+            courier.send(lambda number=number: done.append(number), 1)
+        courier.drain()
+        assert done == list(range(200))
+
+    def test_who_sends_more_than_can_wait_waits(self, courier: Courier) -> None:
+        gate, second = threading.Event(), threading.Event()
+        courier.send(gate.wait, 60_000_000)
+        sender = threading.Thread(target=lambda: (courier.send(lambda: None, 10_000_000), second.set()))
+        sender.start()
+        assert not second.wait(0.05), "more waits than is allowed"
+        gate.set()
+        sender.join()
+        assert second.is_set()
+
+    def test_a_job_larger_than_all_that_may_wait_is_taken_alone(self, courier: Courier) -> None:
+        assert courier.send(lambda: None, 10**9) == 0.0
+        courier.drain()
+
+    def test_a_bug_comes_up_at_the_next_job(self, courier: Courier) -> None:
+        courier.send(lambda: 1 // 0, 1)
+        courier.drain()
+        with pytest.raises(ZeroDivisionError):
+            courier.send(lambda: None, 1)
