@@ -9,6 +9,7 @@ Legend: S slots, R bytes of a row, n rows of a call.
 
 import contextlib
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from ingest.errors import SettingsError
 _PAGE = 4096
 _CHECKSUM = np.dtype("<u8")
 _FORMAT = 1
+_COLD_SECONDS = 20e-6
+"""A read that takes longer was not in the page cache."""
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +51,7 @@ class DiskTier:
         self.slot_bytes = header.row_bytes + _CHECKSUM.itemsize
         self._file = descriptor
         self._pinned = pinned
+        self._cold = True
 
     @staticmethod
     def slots_in(size: int, row_bytes: int) -> int:
@@ -109,8 +113,7 @@ class DiskTier:
         order = np.argsort(slots)
         records = np.empty((len(slots), self.slot_bytes), np.uint8)
         records[:, : self.row_bytes] = rows_nR[order]
-        checksums = _checksums(records[:, : self.row_bytes], identity[order])
-        records[:, self.row_bytes :] = checksums[:, None].view(np.uint8)
+        records[:, self.row_bytes :] = self._checksums(records, identity[order])[:, None].view(np.uint8)
         for begin, end, offset in self._runs(slots[order]):
             rest = records[begin:end].reshape(-1).data
             while rest:
@@ -118,19 +121,25 @@ class DiskTier:
                 rest, offset = rest[written:], offset + written
 
     def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Read n records, all asked for before the first is waited for; what the disk cannot give is not whole."""
+        """Read n records; what the disk cannot give is not whole.
+
+        Where reads have lately waited for the disk, all are asked for before the first is waited for.
+        """
         order = np.argsort(slots)
         records = np.zeros((len(slots), self.slot_bytes), np.uint8)
+        content, size = records.reshape(-1).data, self.slot_bytes
         runs = list(self._runs(slots[order]))
-        if hasattr(os, "posix_fadvise"):
+        if self._cold and hasattr(os, "posix_fadvise"):
             for begin, end, offset in runs:
-                os.posix_fadvise(self._file, offset, (end - begin) * self.slot_bytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._file, offset, (end - begin) * size, os.POSIX_FADV_WILLNEED)
+        started = time.perf_counter()
         for begin, end, offset in runs:
             with contextlib.suppress(OSError):  # zeros have no valid checksum
-                os.preadv(self._file, [records[begin:end].reshape(-1).data], offset)
+                os.preadv(self._file, [content[begin * size : end * size]], offset)
+        self._cold = time.perf_counter() - started > _COLD_SECONDS * len(runs)
         found = np.ascontiguousarray(records[:, self.row_bytes :]).view(_CHECKSUM)[:, 0]
         whole = np.empty(len(slots), np.bool_)
-        whole[order] = found == _checksums(records[:, : self.row_bytes], identity[order])
+        whole[order] = found == self._checksums(records, identity[order])
         rows_nR = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8, pin_memory=self._pinned)
         rows_nR.numpy()[order] = records[:, : self.row_bytes]
         return rows_nR, whole
@@ -143,6 +152,13 @@ class DiskTier:
         """Let go of the file."""
         os.close(self._file)
 
+    def _checksums(self, records: NDArray[np.uint8], identity: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the CRC-32C of each record's row, xor the event's identity."""
+        content, size = records.reshape(-1).data, self.slot_bytes
+        begins = range(0, len(content), size)
+        sums = (crc32c.crc32c(content[begin : begin + self.row_bytes]) for begin in begins)
+        return np.fromiter(sums, np.uint64, len(records)) ^ identity
+
     def _runs(self, slots: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """Yield begin and end of neighbours among rising slots, and their offset in the file."""
         ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
@@ -150,12 +166,6 @@ class DiskTier:
         for end in ends if len(slots) else ():
             yield begin, end, _PAGE + int(slots[begin]) * self.slot_bytes
             begin = end
-
-
-def _checksums(rows_nR: NDArray[np.uint8], identity: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the CRC-32C of each row, xor the event's identity."""
-    sums = np.fromiter((crc32c.crc32c(row) for row in np.ascontiguousarray(rows_nR)), np.uint64, len(rows_nR))
-    return sums ^ identity
 
 
 def _lost(path: Path, what: str) -> str:

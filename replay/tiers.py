@@ -51,6 +51,8 @@ class Staged:
         """Hand over the rest, on the host, and which of it is whole, bool `[m]`."""
         self._late = rows_mR
         self._whole[self._places[~whole]] = False
+        if self._rows_nR.device.type == "cpu":  # here rather than in the step
+            self._rows_nR.numpy()[self._places] = rows_mR.numpy()
         self._arrived.set()
 
     def give_up(self) -> None:
@@ -67,7 +69,7 @@ class Staged:
     def rows(self, n: int | None = None) -> Tensor:
         """Return those of the first n rows that are whole, uint8 `[<= n, R]`; on the device, and after `wait`."""
         rows_nR = self._rows_nR
-        if self._late is not None:
+        if self._late is not None and rows_nR.device.type != "cpu":
             where = torch.from_numpy(self._places).to(rows_nR.device)
             rows_nR.index_copy_(0, where, self._late.to(rows_nR.device, non_blocking=True))
         if self._whole.all():
@@ -185,8 +187,9 @@ class Tiers:
             slots, identity = staged.source
             if not whole.all():
                 self._lost.append(identity[~whole])
-            still = whole & (self._tenant[slots] == identity) & (self._cached[slots] == _NOWHERE)
-            self._cache(slots[still], late[torch.from_numpy(still)])
+            if len(self._room):
+                still = whole & (self._tenant[slots] == identity) & (self._cached[slots] == _NOWHERE)
+                self._cache(slots[still], late[torch.from_numpy(still)])
         return rows_nR
 
     def lost(self) -> NDArray[np.uint64]:

@@ -240,17 +240,21 @@ def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
     assert f"skipped {topic}[0]@16..16" in learner.log.read_text()
 
 
+@pytest.mark.parametrize("home", ["device", "disk"])
 def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
     pipeline: Callable[..., Path],
     start: Callable[..., Learner],
+    home: str,
 ) -> None:
     topic = make_topic(partitions=2)
     config = pipeline(kafka.bootstrap, topic)
     produced = 0
     environment = {"ANABRANCH__CUTS__EVERY": "200ms"}
+    if home == "disk":
+        environment |= {"ANABRANCH__REPLAY__DISK__BYTES": "1MB", "ANABRANCH__REPLAY__DEVICE_BYTES": "10kB"}
     learner = start(config, **environment)
     for round_ in range(1, 5):
         for partition in range(2):
@@ -266,7 +270,8 @@ def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
     assert adds_up(report)
     assert report.outcomes["dead_lettered"] == 8
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 1200
-    assert report.replay_rows == {"device": report.outcomes["trained"]}, "an event is in the store twice, or not at all"
+    assert report.replay_rows[home] == report.outcomes["trained"], "an event is in the store twice, or not at all"
+    assert report.replay_lost == 0
     assert report.guard_rows == report.outcomes["held_out"]
 
 
