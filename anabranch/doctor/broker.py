@@ -160,11 +160,11 @@ def _check_message(patient: Patient, newest: Messages) -> Iterator[Finding]:
     else:
         yield ok(f"The newest message, {place}, can be used.")
     if assembled.unknown_fields and (value := newest.values[0]) is not None:
-        named = [*pipeline.events.features, schema.label.name, schema.key, schema.time, schema.weight, schema.group]
-        unknown = sorted(set(msgspec.json.decode(value)) - set(named))
-        yield found(
-            "message.unknown", f"The newest message has fields that [schema] does not know: {', '.join(unknown)}."
-        )
+        matter = "The newest message has fields that [schema] does not know"
+        if pipeline.stream.format == "json":
+            named = [*pipeline.events.features, schema.label.name, schema.key, schema.time, schema.weight, schema.group]
+            matter += f": {', '.join(sorted(set(msgspec.json.decode(value)) - set(named)))}"
+        yield found("message.unknown", f"{matter}.")
 
 
 def _reasons(newest: Messages, events: SchemaSettings, stream: StreamSettings) -> list[str]:

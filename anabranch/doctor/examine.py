@@ -145,7 +145,11 @@ def _check_config(patient: Patient, faulty: set[str]) -> Iterator[Finding]:
     patient.pipeline = pipeline
     if pipeline is not None:
         settings = pipeline.pipeline
-        hidden = [value for name, value in settings.stream.properties.items() if "password" in name]
+        hidden = [
+            value
+            for name, value in settings.stream.properties.items()
+            if any(word in name for word in ("password", "secret", "token", "key.pem"))
+        ]
         hidden += [settings.serving.tokens.read, settings.serving.tokens.admin]
         patient.secrets |= {value.get_secret_value() for value in hidden}
     for place, sentence in faults:

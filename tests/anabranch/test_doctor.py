@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from types import SimpleNamespace
 
 import msgspec
 import psutil
+import pyarrow
+import pyarrow.ipc
 import pytest
 import torch
 from cryptography import x509
@@ -483,6 +486,16 @@ class TestTopics:
         findings = diagnose("broker")
         assert "has no label (y) and is skipped" in only(findings, "message.unlabelled").matter
         assert only(findings, "message.unknown").matter.endswith("does not know: lable.")
+
+    @pytest.mark.finds("message.unknown")
+    def test_a_message_in_arrow_with_more(self, diagnose, send, setting):
+        setting("stream.format", "arrow")
+        batch = pyarrow.RecordBatch.from_pylist([EVENT | {"more": 1}])
+        sink = io.BytesIO()
+        with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        send(sink.getvalue())
+        assert only(diagnose("broker"), "message.unknown").matter.endswith("does not know.")
 
     @pytest.mark.finds("clock.ahead")
     def test_a_message_from_the_future(self, diagnose, send):
