@@ -77,6 +77,7 @@ class DiskTier:
                 os.pwrite(descriptor, msgspec.json.encode(header).ljust(_PAGE), 0)
                 os.fsync(descriptor)
                 temporary.rename(path)
+                _sync_directory(path.parent)
             except OSError:
                 os.close(descriptor)
                 temporary.unlink(missing_ok=True)
@@ -173,6 +174,14 @@ def _lost(path: Path, what: str) -> str:
         f"the replay contents are in {path}, which {what}; put it back (is its disk mounted?), or begin anew by moving "
         "the cuts away"
     )
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _allocate(descriptor: int, size: int) -> None:

@@ -111,7 +111,7 @@ class Store:
         self._watermarks: dict[int, tuple[int, int]] = {}
         self._offered = 0
         self._plans: deque[Plan] = deque()
-        self._resumed_from = 0
+        self._first_cut: int | None = None
         self._stale_files: list[Path] = []
 
     def __len__(self) -> int:
@@ -197,6 +197,7 @@ class Store:
 
     def hold(self, number: int) -> Held:
         """Copy what cut `number` needs, and keep what slots hold until `let_go`: only one hold at a time."""
+        self._first_cut = self._first_cut or number
         return Held(
             number,
             self._index[: self._held].copy(),
@@ -231,14 +232,14 @@ class Store:
     def let_go(self, oldest: int | None) -> None:
         """End a hold, now that the oldest cut that may be resumed is number `oldest`; None: there is none."""
         self.slots.let_go(oldest)
-        if oldest is None or oldest > self._resumed_from:
+        if oldest is None or (self._first_cut is not None and oldest >= self._first_cut):
             for path in self._stale_files:
                 log.info("removing %s, which belongs to no cut any more", path)
                 path.unlink(missing_ok=True)
             self._stale_files = []
 
     def discard_later(self, files: list[Path]) -> None:
-        """Remove files of the disk tier that only cuts made so far can name, once those are gone."""
+        """Remove files of the disk tier that only cuts of earlier processes can name, once those are gone."""
         self._stale_files = files
 
     def restore(self, contents: Contents, source: DiskTier | None = None) -> None:
@@ -256,7 +257,6 @@ class Store:
             raise SettingsError("the cut's replay contents have another layout than this store")
         self._reservoir.threshold, self._offered = contents.threshold, contents.offered
         self._watermarks = dict(contents.watermarks)
-        self._resumed_from = contents.cut
         keep = np.ones(len(contents.index), np.bool_)
         if len(keep) > self._reservoir.limit:
             keep = self._reservoir.lower(contents.index["priority"])

@@ -1,9 +1,12 @@
 """`anabranch up` with a config and a broker of one's own: what was produced is in predictions, and parts come back."""
 
+import contextlib
 import http.client
+import itertools
 import json
 import os
 import signal
+import threading
 
 import pytest
 
@@ -53,6 +56,27 @@ def trained_through(anabranch):
     return ask
 
 
+@contextlib.contextmanager
+def asked_all_the_while(ask):
+    """Asks without a pause until the end; each reply has to be a good one, and none may know less than one before."""
+    done, replies = threading.Event(), []
+
+    def run():
+        while not done.is_set():
+            replies.append(ask())
+
+    asker = threading.Thread(target=run)
+    asker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        asker.join()
+    assert len(replies) > 50
+    assert None not in replies, f"reply {replies.index(None)} of {len(replies)} was none"
+    assert all(reaches(later, earlier) for earlier, later in itertools.pairwise(replies))
+
+
 def produced(anabranch):
     process = anabranch("produce", "events.jsonl")
     out, said = process.communicate(timeout=60)
@@ -78,10 +102,11 @@ def test_what_is_produced_is_soon_in_predictions_also_after_a_part_was_killed(
     process = anabranch("up")
     until(lambda: reaches(trained_through(), first), "a prediction that has learned the first events")
     pids = [pid_of(example, part) for part in ("learner", "serving")]
-    os.kill(pids[0], signal.SIGKILL)
-    until(lambda: pid_of(example, "learner") != pids[0], "another learner")
-    second = produced(anabranch)
-    until(lambda: reaches(trained_through(), second), "a prediction that has learned the second events")
+    with asked_all_the_while(trained_through):
+        os.kill(pids[0], signal.SIGKILL)
+        until(lambda: pid_of(example, "learner") != pids[0], "another learner")
+        second = produced(anabranch)
+        until(lambda: reaches(trained_through(), second), "a prediction that has learned the second events")
     assert pid_of(example, "serving") == pids[1]
     process.terminate()
     _, said = process.communicate(timeout=60)
