@@ -27,6 +27,7 @@ from replay.rows import RowLayout
 from replay.sampler import Sampler
 from replay.slots import Slots
 from replay.tiers import Staged, Tiers
+from replay.watermarks import Watermarks
 
 AHEAD = 4
 """Steps between the choice of a draw and its use: the time that slower tiers have to bring it."""
@@ -108,7 +109,7 @@ class Store:
         self._seed = seed
         self._index = np.zeros(tiers.slots, ENTRY)
         self._held = 0
-        self._watermarks: dict[int, tuple[int, int]] = {}
+        self._watermarks = Watermarks()
         self._offered = 0
         self._plans: deque[Plan] = deque()
         self._first_cut: int | None = None
@@ -149,9 +150,12 @@ class Store:
         offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
         identity = identity_hash(bases[where], offset, row, self._seed)
         priority = priorities(identity, columns["weight"].astype(np.float32))
-        new = self._is_new(where, offset, row, identity, self._reservoir.admits(priority))
+        admits = self._reservoir.admits(priority)
+        new = np.ones(len(where), np.bool_)
+        if not self._watermarks.pass_by(where, offset, row):
+            new = self._is_new(identity, admits)
         self._offered += int(np.count_nonzero(new))
-        admitted = np.flatnonzero(new & self._reservoir.admits(priority))
+        admitted = np.flatnonzero(new & admits)
         count = len(admitted)
         while len(admitted):
             room = min(self.burst, self.slots.free)
@@ -204,7 +208,7 @@ class Store:
             self.slots.hold(number),
             self._reservoir.threshold,
             self._offered,
-            dict(self._watermarks),
+            dict(self._watermarks.highest),
             tuple(self._plans),
         )
 
@@ -256,7 +260,7 @@ class Store:
         if any(each.shape[1:] != (self._layout.row_bytes,) for each in rows):
             raise SettingsError("the cut's replay contents have another layout than this store")
         self._reservoir.threshold, self._offered = contents.threshold, contents.offered
-        self._watermarks = dict(contents.watermarks)
+        self._watermarks = Watermarks(contents.watermarks)
         keep = np.ones(len(contents.index), np.bool_)
         if len(keep) > self._reservoir.limit:
             keep = self._reservoir.lower(contents.index["priority"])
@@ -299,32 +303,9 @@ class Store:
         self._count_lost(int((~found).sum()))
         return found
 
-    def _is_new(
-        self,
-        where: NDArray[np.int64],
-        offset: NDArray[np.int64],
-        row: NDArray[np.int32],
-        identity: NDArray[np.uint64],
-        candidates: NDArray[np.bool_],
-    ) -> NDArray[np.bool_]:
-        """Return which of N events are offered for the first time or are at least not held, and move the watermarks.
-
-        Events that rise within their partition and beyond its watermark are new; of others only candidates are looked
-        up, and the rest is taken for old.
-        """
-        rising = True
-        for partition in np.unique(where).tolist():
-            mine = where == partition
-            at, line = offset[mine], row[mine]
-            steps = np.diff(at)
-            highest = np.lexsort((line, at))[-1]
-            first, last = (int(at[0]), int(line[0])), (int(at[highest]), int(line[highest]))
-            mark = self._watermarks.get(partition, (-1, -1))
-            rising &= bool(((steps > 0) | ((steps == 0) & (np.diff(line) > 0))).all()) and first > mark
-            self._watermarks[partition] = max(last, mark)
-        if rising:
-            return np.ones(len(where), np.bool_)
-        new = np.zeros(len(where), np.bool_)
+    def _is_new(self, identity: NDArray[np.uint64], candidates: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which of N events, some of which were offered before, are not held; only candidates are looked up."""
+        new = np.zeros(len(identity), np.bool_)
         new[np.unique(identity, return_index=True)[1]] = True
         new &= candidates
         new[new] = ~np.isin(identity[new], self._index["identity"][: self._held])
