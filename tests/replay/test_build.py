@@ -1,6 +1,8 @@
 """From one arrangement of tiers to another: what a cut has is taken up by a store with other settings."""
 
 import dataclasses
+import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,25 @@ def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
     store.tiers.sync()
     assert store.tiers.ill is None
     assert len(payload(store)) == len(store) > 150
+
+
+def test_a_cut_is_not_whole_before_its_rows_are_on_the_disk(
+    schema: Schema, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = build(DISK)
+    gate, order = threading.Event(), []
+    write, fsync = os.pwrite, os.fsync
+    monkeypatch.setattr("replay.disk.os.pwrite", lambda *args: (gate.wait(), order.append("write"), write(*args))[2])
+    monkeypatch.setattr("replay.disk.os.fsync", lambda *args: (order.append("sync"), fsync(*args))[1])
+    store.add(fake_columns(schema, range(10)), PARTITIONS)
+    held = store.hold(1)
+    cutter = threading.Thread(target=lambda: (store.contents(held), order.append("contents")))
+    cutter.start()
+    cutter.join(0.05)
+    assert order == []
+    gate.set()
+    cutter.join()
+    assert order == ["write", "sync", "contents"]
 
 
 def test_a_store_without_a_slot_to_write_declines_events(schema: Schema, build: Build) -> None:
