@@ -20,11 +20,11 @@ class RowLayout:
     """Where each field of the payload lies in a row of `row_bytes`."""
 
     def __init__(self, payload: Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]) -> None:
-        self._fields: dict[str, tuple[int, int, np.dtype[np.generic], tuple[int, ...]]] = {}
+        self._fields: dict[str, tuple[int, int, np.dtype[np.generic], torch.dtype, tuple[int, ...]]] = {}
         place = 0
         for name, (dtype, shape) in payload.items():
             size = dtype.itemsize * int(np.prod(shape))
-            self._fields[name] = (place, place + size, dtype, shape)
+            self._fields[name] = (place, place + size, dtype, getattr(torch, dtype.name), shape)
             place += -(-size // _ALIGNMENT) * _ALIGNMENT
         self.row_bytes = place
 
@@ -36,7 +36,7 @@ class RowLayout:
     def pack(self, columns: Mapping[str, Array], n: int) -> NDArray[np.uint8]:
         """Copy n events' payload, each column `[n, ...]`, into rows, uint8 `[n, R]`."""
         rows_nR = np.zeros((n, self.row_bytes), np.uint8)
-        for name, (begin, end, dtype, _) in self._fields.items():
+        for name, (begin, end, dtype, _, _) in self._fields.items():
             column = np.ascontiguousarray(columns[name], dtype)
             rows_nR[:, begin:end] = column.reshape(n, -1).view(np.uint8)
         return rows_nR
@@ -44,15 +44,6 @@ class RowLayout:
     def unpack(self, rows_nR: Tensor) -> dict[str, Tensor]:
         """View the fields in rows, each `[n, ...]`: nothing is copied."""
         columns: dict[str, Tensor] = {}
-        for name, (begin, end, dtype, shape) in self._fields.items():
-            columns[name] = rows_nR[:, begin:end].view(_TORCH[dtype.name]).reshape(len(rows_nR), *shape)
+        for name, (begin, end, _, dtype, shape) in self._fields.items():
+            columns[name] = rows_nR[:, begin:end].view(dtype).reshape(len(rows_nR), *shape)
         return columns
-
-
-_TORCH = {
-    np.dtype(name).name: getattr(torch, name)
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
-        *("uint8", "uint16", "uint32", "uint64"),
-    )
-}

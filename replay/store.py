@@ -172,8 +172,8 @@ class Store:
     def plan(self, step: int, n: int) -> Plan:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
         positions = self._sampler.choose(self._held, n, self._seed, step)
-        chosen = self._index[positions]
-        rows = self.tiers.stage(chosen["slot"].astype(np.int64), chosen["identity"])
+        slots, identity = self._index["slot"][positions], self._index["identity"][positions]
+        rows = self.tiers.stage(slots.astype(np.int64), identity)
         return Plan(step, positions, rows, self._reservoir.threshold, self._held / max(1, self._offered))
 
     def fetch(self, plan: Plan, n: int | None = None) -> Draw:
