@@ -1,0 +1,278 @@
+"""The documentation, as far as a machine can hold it against the code."""
+
+import itertools
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch import reference
+from anabranch.config import Pipeline, load_config
+from anabranch.source import open_source
+from ingest.format import FORMATS
+from ingest.rows import row_dtype
+from ingest.schema import Schema
+from learner.model import build_model, check_model, make_task
+from learner.precision import Precision
+from learner.strategy import NoReplay
+from learner.trainer import Trainer
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
+SOURCES = "\n".join(
+    path.read_text(encoding="utf-8")
+    for package in ("anabranch", "serving", "learner", "replay", "ingest")
+    for path in sorted((ROOT / package).rglob("*.py"))
+)
+
+FENCED = re.compile(r"((?:<!-- [^\n]* -->\n)*)```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+METRIC = re.compile(r"anabranch_[a-z_]+")
+BASE = """
+    name = "base"
+    stream = {topics = ["events"]}
+    schema = {features = {x = {dtype = "float32"}}, label = {name = "y", classes = 2}}
+    model = {factory = "my_model:build"}
+"""
+
+
+class Fence(NamedTuple):
+    """A fenced block: what stands in comments directly above it, its language and its text."""
+
+    page: str
+    marks: str
+    language: str
+    text: str
+
+    def mark(self, name: str) -> str | None:
+        """What a mark says after its name, as in `<!-- file: pipeline.toml -->`; None without such a mark."""
+        found = re.search(rf"<!-- {name}(?:: ([^\n]*))? -->", self.marks)
+        return found and (found[1] or "")
+
+
+BLOCKS = [Fence(page, *match.groups()) for page, text in PAGES.items() for match in FENCED.finditer(text)]
+
+
+def blocks(**wanted: str) -> list[Fence]:
+    found = [block for block in BLOCKS if all(getattr(block, name) == value for name, value in wanted.items())]
+    assert found, wanted
+    return found
+
+
+def named(block: Fence) -> str:
+    return f"{block.page}:{BLOCKS.index(block)}"
+
+
+def write_files(page: str, folder: Path, *changes: tuple[str, str]) -> None:
+    """Write the blocks of a page that are files, with what is to be another in them."""
+    for block in blocks(page=page):
+        if (name := block.mark("file")) is not None:
+            (folder / name).write_text(changed(block.text, *changes), encoding="utf-8")
+
+
+def changed(text: str, *changes: tuple[str, str]) -> str:
+    for before, after in changes:
+        text = text.replace(before, after)
+    return text
+
+
+def run(script: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    words = re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).strip().lower())
+    return words.replace(" ", "-")
+
+
+def headings(text: str) -> set[str]:
+    prose = FENCED.sub("", text)
+    return {slug(line.lstrip("#")) for line in prose.splitlines() if line.startswith("#")}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    lost = []
+    for link in LINK.findall(FENCED.sub("", PAGES[page])):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in headings(target.read_text(encoding="utf-8"))):
+            lost.append(link)
+    assert lost == []
+
+
+def test_the_index_names_every_page():
+    linked = set(LINK.findall(PAGES["docs/README.md"]))
+    assert {path.name for path in DOCS.glob("*.md")} - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize("block", blocks(language="toml"), ids=named)
+def test_toml_is_a_pipeline_or_a_part_of_one(block):
+    whole = tomllib.loads(BASE)
+    for section, value in tomllib.loads(block.text).items():
+        whole[section] = whole.get(section, {}) | value if isinstance(value, dict) else value
+    Pipeline.model_validate(without_secrets(whole))
+
+
+def without_secrets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value.keys() in ({"env"}, {"file"}):
+        return "a secret"
+    return {key: without_secrets(inner) for key, inner in value.items()}
+
+
+def test_commands_and_options_are_those_of_the_command_line():
+    known = {
+        name: {option for each in command.params for option in each.opts}
+        for name, command in reference.commands().items()
+    }
+    wrong = []
+    for page, words in commands():
+        name = " ".join(words[: 2 if words[0] == "versions" else 1])
+        options = {word.partition("=")[0] for word in words if re.match(r"--?\w", word)}
+        if name not in known or not options <= known[name] | {"--help"}:
+            wrong.append(f"{page}: anabranch {' '.join(words)}")
+    assert wrong == []
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield the page, and the words after it, of every `anabranch COMMAND` in code."""
+    for page, text in PAGES.items():
+        prose = FENCED.sub("", text)
+        code = [line for line in prose.splitlines() if line.startswith("    ")]
+        code += re.findall(r"`([^`\n]+)`", prose)
+        code += [line for block in BLOCKS if block.page == page for line in block.text.splitlines()]
+        for line in code:
+            for found in re.findall(r"(?<![\w/:.-])anabranch ([a-z].*)", line):
+                yield page, list(itertools.takewhile(lambda word: word not in ("|", "&&", "#"), found.split()))
+
+
+def test_every_metric_is_explained_once():
+    rows = [line for line in PAGES["docs/operations.md"].splitlines() if line.startswith("| `anabranch_")]
+    assert sorted(METRIC.search(row)[0] for row in rows) == sorted(reference.metrics())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_metric_is_named_that_does_not_exist(page):
+    suffixes = ("_bucket", "_count", "_sum")
+    found = {name for name in METRIC.findall(PAGES[page]) if not name.endswith("_")}
+    assert [name for name in found if name not in reference.metrics() and not name.endswith(suffixes)] == []
+
+
+def test_sentences_are_those_of_the_code():
+    """Those that begin the rows of the tables of what is ill, of exit codes and of what is checked at start."""
+    joined = re.sub(r'"\s*\n\s*f?"', "", SOURCES).replace('\\"', '"')
+    sections = [
+        *sections_of("docs/operations.md", "What is ill", "Exit codes"),
+        *sections_of("docs/model.md", "What is checked at start"),
+    ]
+    sentences = [match[1] for text in sections for match in re.finditer(r"^\| `([^`]{9,})` \|", text, re.MULTILINE)]
+    assert len(sentences) > 20
+    unknown = []
+    for sentence in sentences:
+        # What differs stands as ..., or as the value of an example.
+        pieces = re.split(
+            r'\.\.\.|my_model|build|task "\w+"|\[[^\]]*\]|\{[^}]*\}|torch\.float32|\b3\b|amount', sentence
+        )
+        unknown += [f"{sentence}: {piece}" for piece in pieces if len(piece) > 4 and piece.strip(" ,:") not in joined]
+    assert unknown == []
+
+
+def sections_of(page: str, *names: str) -> list[str]:
+    parts = re.split(r"^## ", PAGES[page], flags=re.MULTILINE)
+    found = [part for part in parts if part.partition("\n")[0] in names]
+    assert len(found) == len(names)
+    return found
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.mark("run") == ""], ids=named)
+def test_python_runs(block, tmp_path):
+    write_files(block.page, tmp_path)
+    run(block.text, tmp_path)
+
+
+def test_the_worked_example_learns(tmp_path):
+    write_files("docs/model.md", tmp_path)
+    run((tmp_path / "make_events.py").read_text(), tmp_path)
+    config = load_config(tmp_path / "pipeline.toml", {})
+    pipeline, schema, device = config.pipeline, Schema(config.pipeline.events), torch.device("cpu")
+    task = make_task(pipeline.model.task)
+    torch.manual_seed(pipeline.seed)
+    model = build_model("my_model:build", pipeline.model.args, tmp_path)
+    check_model(model, task, schema, device)
+    trainer = Trainer(model, task, NoReplay(), schema, pipeline.learner, device, Precision("fp32", None))
+    decoded = FORMATS["json"](schema).decode((tmp_path / "events.jsonl").read_bytes().splitlines())
+    assert list(decoded.rejects) == []
+    right = [
+        trainer.step(
+            trainer.examples({name: column[begin : begin + 64] for name, column in decoded.columns.items()}), None
+        )
+        for begin in range(0, len(decoded.message), 64)
+    ]
+    assert np.mean([step.score / 64 for step in right[-50:]]) > 0.85
+
+
+class TestMessages:
+    """The producers of docs/messages.md, on a broker."""
+
+    def script(self, block, kafka, topic):
+        return changed(block.text, ("localhost:9092", kafka.bootstrap), ("payments", topic))
+
+    @pytest.mark.parametrize(
+        "block",
+        [block for block in BLOCKS if re.fullmatch(r"kafka( rows| arrow)?", block.mark("run") or "")],
+        ids=named,
+    )
+    def test_what_they_write_can_be_read(self, block, kafka, make_topic, consume_all, tmp_path):
+        topic = make_topic()
+        run(self.script(block, kafka, topic), tmp_path)
+        write_files(block.page, tmp_path)
+        schema = Schema(load_config(tmp_path / "pipeline.toml", {}).pipeline.events)
+        decoder = FORMATS[block.mark("run").partition(" ")[2] or "json"](schema)
+        decoded = decoder.decode([record.value for record in consume_all(kafka.bootstrap, topic, at_least=1)])
+        assert (list(decoded.rejects), len(decoded.message) > 0) == ([], True)
+
+    def test_dead_letters_can_be_looked_at_and_sent_again(self, kafka, make_topic, produce, consume_all, tmp_path):
+        topic = make_topic()
+        headers = [("anabranch-error", b"too large"), ("anabranch-source", b"payments[0]@7")]
+        produce(kafka.bootstrap, f"{topic}.dead", [b'{"fraud": 7}'] * 2, headers=headers)  # twice, as after a crash
+        look, again = (block for block in BLOCKS if block.mark("run") == "kafka letters")
+        assert run(self.script(look, kafka, topic), tmp_path) == "payments[0]@7 too large all\n" * 2
+        run(self.script(again, kafka, topic), tmp_path)
+        assert [record.value for record in consume_all(kafka.bootstrap, topic, at_least=1)] == [b'{"fraud": 1}']
+
+    @pytest.mark.parametrize("block", blocks(page="docs/messages.md", language="json"), ids=named)
+    def test_json_is_an_event(self, block, tmp_path):
+        write_files(block.page, tmp_path)
+        schema = Schema(load_config(tmp_path / "pipeline.toml", {}).pipeline.events)
+        assert list(FORMATS["json"](schema).decode([block.text.encode()]).rejects) == []
+
+    def test_the_row_of_the_table_has_the_size_that_it_says(self, tmp_path):
+        write_files("docs/messages.md", tmp_path)
+        row = row_dtype(Schema(load_config(tmp_path / "pipeline.toml", {}).pipeline.events))
+        places = [(row.fields[name][1], row.fields[name][0].itemsize) for name in row.names]
+        written = re.findall(r"^\| (\d+) to (\d+) \| `\w+` \|", PAGES["docs/messages.md"], re.MULTILINE)
+        assert [(int(first), int(last) - int(first) + 1) for first, last in written] == places
+
+    def test_the_columns_of_the_csv_are_fields(self, tmp_path):
+        write_files("docs/messages.md", tmp_path)
+        schema = Schema(load_config(tmp_path / "pipeline.toml", {}).pipeline.events)
+        with open_source(tmp_path / "events.csv", None, None, schema, checked=True) as source:
+            assert ([record.fault for record in source], source.left_out) == (["", "", ""], [])
