@@ -17,12 +17,15 @@ _ALIGNMENT = 8
 
 
 class RowLayout:
-    """Where each field of the payload lies in a row of `row_bytes`."""
+    """Where each field of the payload lies in a row of `row_bytes`.
+
+    Fields lie in the order of their names: cuts hold rows, and a schema whose features change places is the same one.
+    """
 
     def __init__(self, payload: Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]) -> None:
         self._fields: dict[str, tuple[int, int, np.dtype[np.generic], torch.dtype, tuple[int, ...]]] = {}
         place = 0
-        for name, (dtype, shape) in payload.items():
+        for name, (dtype, shape) in sorted(payload.items()):
             size = dtype.itemsize * int(np.prod(shape))
             self._fields[name] = (place, place + size, dtype, getattr(torch, dtype.name), shape)
             place += -(-size // _ALIGNMENT) * _ALIGNMENT
