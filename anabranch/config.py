@@ -30,9 +30,9 @@ class Pipeline(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     """Model name in URLs."""
     state_dir: Path = Path("var")
-    """Versions and status live below it; relative to the config's folder."""
+    """Versions, cuts, the disk tier and reports lie below it; relative to the config's folder."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of everything random."""
+    """Seed of initial weights, and of which events are held out, kept and drawn."""
     stream: StreamSettings
     """Where events come from."""
     events: Annotated[SchemaSettings, Field(alias="schema")]

@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from anabranch.cli import app
 from anabranch.config import Pipeline, alternatives
+from ingest.config import FieldSettings
 from ingest.metrics import IngestMetrics
 from ingest.properties import PROPERTIES, REFUSED
 from ingest.units import format_duration
@@ -165,10 +166,10 @@ def commands() -> Mapping[str, Any]:
     return found
 
 
-def _sections(place: str, model: type[BaseModel]) -> Iterator[str]:
+def _sections(place: str, model: type[BaseModel], meaning: str | None = None) -> Iterator[str]:
     if place:
-        yield f"\n### [{place}]\n\n{model.__doc__}\n"
-    inside: list[tuple[str, type[BaseModel]]] = []
+        yield f"\n### [{place}]\n\n{_line(meaning or model.__doc__)}\n"
+    inside: list[tuple[str, type[BaseModel], str | None]] = []
     rows = []
     for name, field in model.model_fields.items():
         key = field.alias or name
@@ -177,11 +178,13 @@ def _sections(place: str, model: type[BaseModel]) -> Iterator[str]:
             rows.append(
                 (f"`{key}`", _kind(field.annotation, field.metadata), _default(field), _line(field.description))
             )
-        inside += [(f"{place}.{key}{'.NAME' if many else ''}".lstrip("."), section) for section in inner]
+        # What several fields share says nothing of each.
+        meaning = field.description if inner == [FieldSettings] else None
+        inside += [(f"{place}.{key}{'.NAME' if many else ''}".lstrip("."), section, meaning) for section in inner]
     if rows:
         yield from _table(("key", "value", "default", "meaning"), rows)
-    for where, section in inside:
-        yield from _sections(where, section)
+    for where, section, meaning in inside:
+        yield from _sections(where, section, meaning)
 
 
 def _properties() -> Iterator[str]:

@@ -207,11 +207,12 @@ class SchemaSettings(Section):
     label: LabelSettings
     """What is to be predicted."""
     key: FieldSettings | None = None
-    """Field by which an event is forgotten (a string or a whole number)."""
+    """Field that tells whom an event is about (a string or a whole number): `produce` sends events of one key to one
+    partition, and without a group all of a key are held out, or none."""
     time: FieldSettings | None = None
-    """Field with the event's own time (seconds since 1970); absent: the record's timestamp."""
+    """Field with the event's own time (seconds since 1970), kept with it; freshness goes by the record's timestamp."""
     weight: FieldSettings | None = None
-    """Field with the event's weight in the loss (not negative)."""
+    """Field with the event's weight in the loss (not negative), which is also its chance to be kept for replay."""
     group: FieldSettings | None = None
     """Field by which events belong together (a string or a whole number): all of a group are held out, or none."""
 

@@ -34,7 +34,7 @@ class ModelSettings(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the factory."""
     task: Literal["classification", "regression"] = "classification"
-    """What the model's output means."""
+    """What the model's output means: logits `[B, classes]`, or one number an event."""
 
 
 class OptimizerSettings(BaseModel):
@@ -68,9 +68,9 @@ class LearnerSettings(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
     stop_timeout: PositiveDuration = timedelta(seconds=30)
-    """Time in which SIGTERM stops the learner."""
+    """Time in which SIGTERM stops the learner, its last cut and version included."""
     status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"
-    """Address of the learner's `/metrics` and `/healthz`."""
+    """Address of the learner's `/metrics` and `/healthz`; off loopback `serving.tokens.read` is required."""
 
 
 class VersionsSettings(Section):
@@ -97,6 +97,6 @@ class GateSettings(Section):
     """The held-out events by which versions are judged."""
 
     guard_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Fraction of the events that is held out: never trained on, never replayed."""
+    """Fraction of the labelled events that is held out: never trained on, never replayed."""
     guard_rows: Annotated[int, Field(ge=1)] = 2000
-    """Held-out events to keep."""
+    """Held-out events to keep: a quarter are the youngest, and of the rest each class has its fair share."""

@@ -191,7 +191,10 @@ class Trainer:
             self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
             self._scaler.load_state_dict(state["scaler"] if self._precision.scaled else {})
         except (RuntimeError, KeyError, ValueError) as exc:
-            raise CutError(f"the newest cut does not fit the model or optimizer of the config: {exc}") from exc
+            raise CutError(
+                "the newest cut does not fit the model or optimizer of the config; put those back, or begin anew by "
+                f"moving the cuts away: {' '.join(str(exc).split())}"
+            ) from exc
 
     def _tensor(self, column: Array) -> Tensor:
         return torch.from_numpy(column).to(self.device, non_blocking=True)

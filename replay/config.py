@@ -22,7 +22,7 @@ class ReplaySettings(Section):
     sampling: Literal["uniform"] = "uniform"
     """Who is drawn: `uniform` over everything held."""
     capacity: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1_000_000
-    """Events to keep."""
+    """Events to keep, and up to 1/32 more between two clearings."""
     device_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(256_000_000)
     """Bound of the memory tier, on the learner's device; without a disk tier it also bounds what can be kept."""
     disk: DiskSettings | None = None

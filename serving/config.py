@@ -28,11 +28,11 @@ class Tokens(Section):
     read: SecretStr = SecretStr("")
     """For predictions, status and metrics."""
     admin: SecretStr = SecretStr("")
-    """For changes."""
+    """For changes, and all that `read` is for."""
 
 
 class TlsSettings(Section):
-    """Paths of PEM files; both or neither."""
+    """Paths of PEM files, seen from the config's folder; both or neither."""
 
     cert: Path | None = None
     """Certificate chain."""
