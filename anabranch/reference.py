@@ -87,6 +87,7 @@ _TAIL = """\
 | `versions/state.json` | what serving serves; replaced atomically |
 | `cuts/<number>/rank-0/` | training state: weights, optimizer, replay, guard set, generators, ledger and positions |
 | `cuts/<number>/manifest.json` | what the cut is, and the digest of every file; without it the cut does not exist |
+| `replay/rank-0/<number>.rows` | the disk tier: the events that cuts name |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
@@ -113,7 +114,8 @@ The design fixes the names that users build on. These were added to it:
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
   `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
-  `anabranch_replay_capacity_rows`, `anabranch_guard_rows`, `anabranch_cut_number`, `anabranch_cut_time_seconds`,
+  `anabranch_replay_capacity_rows`, `anabranch_replay_read_rows_total`, `anabranch_replay_lost_rows_total`,
+  `anabranch_guard_rows`, `anabranch_cut_number`, `anabranch_cut_time_seconds`,
   `anabranch_serving_ill`
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
 - files `learner.json`, `serving.json`, `learner.lock`, `epoch`

@@ -47,7 +47,7 @@ KEYS_OF_THE_DESIGN = words("""
     model.factory model.args model.task
     learner.batch_size learner.replay_ratio learner.strategy learner.optimizer.name learner.optimizer.lr
     learner.precision learner.device learner.stop_timeout learner.status
-    replay.admission replay.sampling replay.capacity replay.device_bytes
+    replay.admission replay.sampling replay.capacity replay.device_bytes replay.disk.bytes
     versions.publish_every versions.keep versions.keep_hourly
     cuts.every cuts.keep gate.guard_fraction gate.guard_rows
     serving.host serving.port serving.max_batch serving.max_delay
@@ -65,6 +65,7 @@ METRICS_OF_THE_DESIGN = words("""
     anabranch_learner_steps_total anabranch_learner_rows_trained_total anabranch_learner_step_duration_seconds
     anabranch_learner_accuracy_ratio anabranch_publish_skipped_total anabranch_gate_verdicts_total
     anabranch_replay_rows anabranch_replay_bytes anabranch_replay_draw_duration_seconds
+    anabranch_replay_stall_seconds_total
     anabranch_serving_requests_total anabranch_serving_request_duration_seconds anabranch_serving_version
     anabranch_serving_freshness_duration_seconds anabranch_serving_swaps_total
     anabranch_cut_duration_seconds anabranch_cut_stall_seconds_total
@@ -73,6 +74,7 @@ METRICS_ADDED = words("""
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
     anabranch_learner_ill anabranch_learner_trained_through_offset anabranch_learner_version
     anabranch_ingest_skipped_rows anabranch_replay_bound_bytes anabranch_replay_capacity_rows anabranch_guard_rows
+    anabranch_replay_read_rows_total anabranch_replay_lost_rows_total
     anabranch_cut_number anabranch_cut_time_seconds anabranch_serving_ill
 """)
 
