@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pyarrow import ipc, types
 
 from ingest.block import Array, BlockLayout
-from ingest.decoded import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
+from ingest.decoded import WHOLE_MESSAGE, Decoded, Reject, joined, reject_unusable_numbers
 from ingest.encoder import hash_texts
 from ingest.ipc import UnfitError, claims
 from ingest.schema import Feature, Label, Schema
@@ -82,10 +82,8 @@ class ArrowFormat:
                 continue
             unknown += plan.has_unknown
             groups.setdefault(start, []).extend((index, batch) for batch in batches)
-        decoded = _joined([self._decode_group(group) for group in groups.values()] or [self._nothing()])
-        together = sorted([*decoded.rejects, *rejects])
-        decoded = Decoded(decoded.message, decoded.row, decoded.columns, together, unknown)
-        return reject_unusable_numbers(decoded, self._schema)
+        parts = [self._decode_group(group) for group in groups.values()]
+        return reject_unusable_numbers(joined([self._without_rows(rejects, unknown), *parts]), self._schema)
 
     def _start_of_fair_size(self, value: bytes) -> bytes:
         """Return the part of a message that holds its Arrow schema, or raise for one that would take much memory."""
@@ -136,10 +134,10 @@ class ArrowFormat:
         rejects = [Reject(index, place, faults.reasons[fault]) for index, place, fault in places]
         return Decoded(message[~bad], row[~bad], {name: column[~bad] for name, column in columns.items()}, rejects)
 
-    def _nothing(self) -> Decoded:
+    def _without_rows(self, rejects: Sequence[Reject], unknown: int) -> Decoded:
         none, empty = np.zeros(0, np.int32), self._layout.empty(0)
         names = (*self._schema.payload(), "key_hash", "group_hash")
-        return Decoded(none, none, {name: empty[name] for name in names}, ())
+        return Decoded(none, none, {name: empty[name] for name in names}, rejects, unknown)
 
     def _columns(self, arrays: dict[str, Any], faults: "_Faults") -> dict[str, Array]:
         schema, n = self._schema, len(faults.first)
@@ -177,16 +175,6 @@ def _read(value: bytes, plan: _Plan) -> list[Any]:
     for batch in batches:
         batch.validate(full=True)
     return [batch.select(plan.cast.names).cast(plan.cast) for batch in batches] if plan.cast else batches
-
-
-def _joined(parts: Sequence[Decoded]) -> Decoded:
-    if len(parts) == 1:
-        return parts[0]
-    message = np.concatenate([part.message for part in parts])
-    row = np.concatenate([part.row for part in parts])
-    order = np.lexsort((row, message))
-    columns = {name: np.concatenate([part.columns[name] for part in parts])[order] for name in parts[0].columns}
-    return Decoded(message[order], row[order], columns, [reject for part in parts for reject in part.rejects])
 
 
 def _fields(schema: Schema) -> Iterator[_Field]:

@@ -1,18 +1,20 @@
-"""From messages of one partition to rows of a block, each with its outcome as far as ingest decides it.
+"""From messages to rows of a block, each with its outcome as far as ingest decides it.
 
-Legend: M messages, K rows of the block.
+Legend: K rows of the block.
 """
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array, BlockLayout, Outcome, SkipReason, TopicPartition
+from ingest.block import Array, BlockLayout, Outcome, SkipReason
 from ingest.client import DeadLetter, Messages
 from ingest.config import HoldOut, StreamSettings
-from ingest.decoded import WHOLE_MESSAGE, Decoded, Reject
+from ingest.decoded import WHOLE_MESSAGE, Decoded, Reject, joined
 from ingest.format import FORMATS
 from ingest.identity import identity_hash, partition_base, seeded_hash
 from ingest.messages import Position
@@ -20,17 +22,31 @@ from ingest.schema import Schema
 
 _LONGEST_REASON = 500
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What came of one partition: the index of the partition, and where what has no outcome yet begins in it."""
+
+    messages: Messages
+    partition: int
+    begin: Position
+
 
 @dataclass(frozen=True)
 class Assembled:
-    """K rows of one partition in the order of (offset, row), and the dead letters among them."""
+    """K rows, partition after partition as they came in and each in the order of (offset, row), and the dead letters.
 
-    partition: int
+    `rows` counts those of each partition.
+    """
+
     columns: dict[str, Array]
+    rows: Sequence[int]
     letters: Sequence[DeadLetter]
-    end: int
-    removed: int
     unknown_fields: int
+    fault: str | None
+    """What the decoder raised, which is a bug in it; the messages it cannot decode are among the letters."""
 
     def __len__(self) -> int:
         return len(self.columns["offset"])
@@ -46,36 +62,72 @@ class Assembler:
         self._skip_unlabelled = stream.unlabelled == "skip"
         self._hold_out = hold_out
 
-    def assemble(self, messages: Messages, index: int, begin: Position) -> Assembled:
-        """Make the rows of `messages`; those before `begin` have their outcome already and are left out."""
-        decoded = self._decode(messages.values)
-        columns = self._rows(decoded, messages, index)
-        self._settle(columns, messages.partition)
-        letters = [_letter(messages, rejects) for rejects in _by_message(decoded.rejects)]
-        if begin.row:
-            fresh = (columns["offset"] != begin.offset) | np.greater_equal(columns["row"], begin.row)
-            columns = {name: column[fresh] for name, column in columns.items()}
-        return Assembled(index, columns, letters, messages.end, messages.removed, decoded.unknown_fields)
+    def assemble(self, incoming: Sequence[Incoming]) -> Assembled:
+        """Make the rows of messages; those before their partition's `begin` have an outcome already and are left out.
 
-    def _decode(self, values: Sequence[bytes | None]) -> Decoded:
-        """Decode the messages that have a value of a fair size; the others are rejects."""
+        The messages of all partitions are decoded together: many with little each cost no more than one with much.
+        """
+        lengths = [len(each.messages) for each in incoming]
+        part = np.repeat(np.arange(len(incoming)), lengths)
+        decoded, fault = self._decode([value for each in incoming for value in each.messages.values])
+        columns, message = self._rows(decoded, incoming)
+        self._settle(columns, incoming, part[message])
+        firsts = (np.cumsum(lengths) - lengths).tolist()
+        letters = []
+        for rejects in _by_message(decoded.rejects):
+            place = int(part[rejects[0].message])
+            letters.append(_letter(incoming[place].messages, rejects[0].message - firsts[place], rejects))
+        begin = np.array([(each.begin.offset, each.begin.row) for each in incoming], np.int64).reshape(-1, 2)
+        if begin[:, 1].any():
+            offset, row = begin[part[message]].T
+            fresh = (columns["offset"] != offset) | np.greater_equal(columns["row"], row)
+            columns, message = {name: column[fresh] for name, column in columns.items()}, message[fresh]
+        rows = np.bincount(part[message], minlength=len(incoming)).tolist()
+        return Assembled(columns, rows, letters, decoded.unknown_fields, fault)
+
+    def _decode(self, values: Sequence[bytes | None]) -> tuple[Decoded, str | None]:
+        """Decode the messages that have a value of a fair size; the others are rejects. Also tell what was raised."""
         refused = [
             Reject(place, WHOLE_MESSAGE, "null value" if value is None else f"oversized: {len(value)} bytes")
             for place, value in enumerate(values)
             if value is None or len(value) > self._most_bytes
         ]
         if not refused:
-            return self._format.decode([value for value in values if value is not None])
+            return self._decode_fair([value for value in values if value is not None])
         out = {reject.message for reject in refused}
         places = np.array([place for place in range(len(values)) if place not in out], np.int32)
-        decoded = self._format.decode([value for place in places.tolist() if (value := values[place]) is not None])
-        rejects = [Reject(int(places[reject.message]), reject.row, reject.reason) for reject in decoded.rejects]
-        return Decoded(
-            places[decoded.message], decoded.row, decoded.columns, sorted([*rejects, *refused]), decoded.unknown_fields
-        )
+        fair = [value for place in places.tolist() if (value := values[place]) is not None]
+        decoded, fault = self._decode_fair(fair)
+        return joined([decoded.at(places), self._only(refused)]), fault
 
-    def _rows(self, decoded: Decoded, messages: Messages, index: int) -> dict[str, Array]:
-        """Merge usable events and rejects in the order of (message, row); the features of rejects are zeros."""
+    def _decode_fair(self, values: Sequence[bytes]) -> tuple[Decoded, str | None]:
+        """Decode messages, and when that raises what it should not, each by itself."""
+        try:
+            return self._format.decode(values), None
+        except MemoryError:
+            raise  # no fault of a message
+        except Exception as exc:
+            log.exception("a bug in decoding: the messages are decoded one by one, those that raise are dead-lettered")
+            places = np.arange(len(values), dtype=np.int32)[:, None]
+            return joined([self._decode_one(value).at(places[i]) for i, value in enumerate(values)]), _named(exc)
+
+    def _decode_one(self, value: bytes) -> Decoded:
+        try:
+            return self._format.decode([value])
+        except MemoryError:
+            raise
+        except Exception as exc:  # noqa: BLE001 logged for the batch, and told by the dead letter
+            return self._only([Reject(0, WHOLE_MESSAGE, f"internal: {_named(exc)}")])
+
+    def _only(self, rejects: Sequence[Reject]) -> Decoded:
+        return replace(self._format.decode([]), rejects=rejects)
+
+    def _rows(self, decoded: Decoded, incoming: Sequence[Incoming]) -> tuple[dict[str, Array], NDArray[np.int32]]:
+        """Merge usable events and rejects in the order of (message, row); the features of rejects are zeros.
+
+        Returns:
+            The columns, and the index of each row's message among all.
+        """
         rejects = decoded.rejects
         message = np.concatenate([decoded.message, np.array([r.message for r in rejects], np.int32)])
         row = np.concatenate([decoded.row, np.array([max(r.row, 0) for r in rejects], np.int32)])
@@ -86,14 +138,18 @@ class Assembler:
         for name, column in decoded.columns.items():
             columns[name][usable] = column if not rejects else column[order[usable]]
         message, columns["row"] = message[order], row[order].astype(np.int32)
-        columns["partition"] = np.full(total, index, np.int32)
-        columns["offset"] = np.array(messages.offsets, np.int64)[message]
-        columns["time_ms"] = np.array(messages.times_ms, np.int64)[message]
+        lengths = [len(each.messages) for each in incoming]
+        columns["partition"] = np.repeat(np.array([each.partition for each in incoming], np.int32), lengths)[message]
+        columns["offset"] = _of_all([each.messages.offsets for each in incoming])[message]
+        columns["time_ms"] = _of_all([each.messages.times_ms for each in incoming])[message]
         columns["outcome"] = np.where(usable, Outcome.PENDING, Outcome.DEAD_LETTERED).astype(np.uint8)
-        return columns
+        return columns, message
 
-    def _settle(self, columns: dict[str, Array], partition: TopicPartition) -> None:
-        """Skip events without a label, if so set, and hold some of the labelled ones out."""
+    def _settle(self, columns: dict[str, Array], incoming: Sequence[Incoming], part: NDArray[np.intp]) -> None:
+        """Skip events without a label, if so set, and hold some of the labelled ones out.
+
+        `part` is int `[K]`, the place of each row's partition in `incoming`.
+        """
         pending = columns["outcome"] == Outcome.PENDING
         labelled = columns["labelled"].astype(np.bool_)
         if self._skip_unlabelled:
@@ -101,13 +157,13 @@ class Assembler:
             columns["outcome"][skipped] = np.uint8(Outcome.SKIPPED)
             columns["reason"][skipped] = np.uint8(SkipReason.UNLABELLED)
         if self._hold_out.fraction > 0:
-            held_out = pending & labelled & (self._guard_hash(columns, partition) < self._threshold())
+            bases = np.array([partition_base(each.messages.partition) for each in incoming], np.uint64)
+            held_out = pending & labelled & (self._guard_hash(columns, bases[part]) < self._threshold())
             columns["outcome"][held_out] = np.uint8(Outcome.HELD_OUT)
 
-    def _guard_hash(self, columns: dict[str, Array], partition: TopicPartition) -> NDArray[np.uint64]:
+    def _guard_hash(self, columns: dict[str, Array], base: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Hash by group, else by key, else by identity, so that what belongs together is held out together."""
         seed = self._hold_out.seed
-        base = np.full(len(columns["offset"]), partition_base(partition), np.uint64)
         own = identity_hash(base, columns["offset"].astype(np.int64), columns["row"].astype(np.int32), seed)
         key, group = columns["key_hash"].astype(np.uint64), columns["group_hash"].astype(np.uint64)
         by_key = np.where(key != 0, seeded_hash(key, seed), own)
@@ -115,6 +171,14 @@ class Assembler:
 
     def _threshold(self) -> np.uint64:
         return np.uint64(int(self._hold_out.fraction * 2**64))
+
+
+def _of_all(numbers: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(numbers), np.int64)
+
+
+def _named(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}"
 
 
 def _by_message(rejects: Sequence[Reject]) -> list[list[Reject]]:
@@ -127,9 +191,8 @@ def _by_message(rejects: Sequence[Reject]) -> list[list[Reject]]:
     return groups
 
 
-def _letter(messages: Messages, rejects: Sequence[Reject]) -> DeadLetter:
-    """Return the message as it came, with the headers that tell why and from where it came."""
-    place = rejects[0].message
+def _letter(messages: Messages, place: int, rejects: Sequence[Reject]) -> DeadLetter:
+    """Return the message at `place` as it came, with the headers that tell why and from where it came."""
     partition = messages.partition
     source = f"{partition.topic}[{partition.partition}]@{messages.offsets[place]}"
     added = [

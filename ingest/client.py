@@ -36,6 +36,20 @@ class Messages:
     def __len__(self) -> int:
         return len(self.offsets)
 
+    def part(self, begin: int, end: int) -> "Messages":
+        """Return messages `[begin, end)`; offsets without a message belong to the part before them."""
+        last = end == len(self)
+        return Messages(
+            self.partition,
+            self.offsets[begin:end],
+            self.times_ms[begin:end],
+            self.keys[begin:end],
+            self.values[begin:end],
+            self.headers[begin:end],
+            self.end if last else self.offsets[end],
+            self.removed if begin == 0 else 0,
+        )
+
 
 @dataclass(frozen=True)
 class DeadLetter:

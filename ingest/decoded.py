@@ -42,6 +42,11 @@ class Decoded:
     rejects: Sequence[Reject]
     unknown_fields: int = 0
 
+    def at(self, places: NDArray[np.int32]) -> "Decoded":
+        """Return the same with the messages counted anew: message i is the one at `places[i]`, in ascending order."""
+        rejects = [Reject(int(places[each.message]), each.row, each.reason) for each in self.rejects]
+        return Decoded(places[self.message], self.row, self.columns, rejects, self.unknown_fields)
+
     def without(self, bad: NDArray[np.bool_], reason: str) -> "Decoded":
         """Return the same with the events of the mask `[N]` rejected for `reason`."""
         rejects = [Reject(int(m), int(r), reason) for m, r in zip(self.message[bad], self.row[bad], strict=True)]
@@ -53,6 +58,18 @@ class Decoded:
             sorted([*self.rejects, *rejects]),
             self.unknown_fields,
         )
+
+
+def joined(parts: Sequence[Decoded]) -> Decoded:
+    """Return one or more parts, whose messages may be interleaved, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    message = np.concatenate([part.message for part in parts])
+    row = np.concatenate([part.row for part in parts])
+    order = np.lexsort((row, message))
+    columns = {name: np.concatenate([part.columns[name] for part in parts])[order] for name in parts[0].columns}
+    rejects = sorted(reject for part in parts for reject in part.rejects)
+    return Decoded(message[order], row[order], columns, rejects, sum(part.unknown_fields for part in parts))
 
 
 class Format(Protocol):

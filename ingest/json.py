@@ -5,6 +5,7 @@ Each message is parsed by itself: joined ones could be parsed faster, but two ma
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -74,10 +75,8 @@ class JsonFormat:
                 fits.append(index)  # rejected with its own reason below
             else:
                 fits.append(index)
-        rest = self.decode([values[index] for index in fits])
-        rejects = [Reject(fits[reject.message], reject.row, reject.reason) for reject in rest.rejects]
-        places = np.array(fits, np.int32)[rest.message]
-        return Decoded(places, rest.row, rest.columns, sorted([*rejects, *too_large]), rest.unknown_fields)
+        rest = self.decode([values[index] for index in fits]).at(np.array(fits, np.int32))
+        return replace(rest, rejects=sorted([*rest.rejects, *too_large]))
 
     def _columns(self, events: list[Any]) -> dict[str, Array]:
         schema, n = self._schema, len(events)

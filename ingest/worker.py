@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-import numpy as np
-
-from ingest.assembler import Assembled, Assembler
-from ingest.block import Array, Coverage, TopicPartition
-from ingest.client import Client, DeadLetter, Lag
+from ingest.assembler import Assembled, Assembler, Incoming
+from ingest.block import Coverage, TopicPartition
+from ingest.client import Client, DeadLetter, Lag, Messages
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 from ingest.messages import (
@@ -44,6 +42,10 @@ _PARTITIONS_SECONDS = 5.0
 _MOST_UNHEARD = 8
 """Reports that are sent to a learner that says nothing: a connection that is full would block both sides for good."""
 _LONGEST_BACKOFF_SECONDS = 10.0
+_PORTION_BYTES = 4_000_000
+"""Values that are decoded together: they may take many times as much once decoded."""
+_FAULT_SECONDS = 60.0
+"""How long a bug in decoding is told as an illness."""
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,10 @@ class Worker:
         self._paused = False
         self._table: list[TopicPartition] = []
         self._next: list[Position] = []
+        self._index: dict[TopicPartition, int] = {}
         self._ill: str | None = None
+        self._fault: str | None = None
+        self._fault_until = 0.0
         self._next_lag = 0.0
         self._unheard = 0
 
@@ -93,19 +98,25 @@ class Worker:
             except BrokerError as exc:
                 backoff = self._back_off(backoff, str(exc))
                 continue
-            index = {partition: place for place, partition in enumerate(self._table)}
-            batches = [
-                self._assembler.assemble(messages, index[messages.partition], self._next[index[messages.partition]])
-                for messages in fetched
-            ]
-            self._send_letters([letter for batch in batches for letter in batch.letters])
-            self._hand_over(batches)
+            for portion in _portions(fetched):
+                self._take(portion)
             self._report_lag_if_due()
             if sum(map(len, fetched)) * _LITTLE < self._ring.rows:
                 time.sleep(_PAUSE_SECONDS)
             if time.monotonic() >= next_partitions and not self._ill:
                 self._take_up(list(zip(self._table, self._next, strict=True)), "earliest")
                 next_partitions = time.monotonic() + _PARTITIONS_SECONDS
+
+    def _take(self, portion: Sequence[Messages]) -> None:
+        """Make blocks of messages, once the dead letters among them are safe."""
+        places = [self._index[messages.partition] for messages in portion]
+        incoming = [Incoming(each, place, self._next[place]) for each, place in zip(portion, places, strict=True)]
+        assembled = self._assembler.assemble(incoming)
+        if assembled.fault is not None:
+            self._fault = f"a bug in decoding: {assembled.fault}; see the log of ingest and the dead letters"
+            self._fault_until = time.monotonic() + _FAULT_SECONDS
+        self._send_letters(assembled.letters)
+        self._hand_over(incoming, assembled)
 
     def _take_up(self, known: Sequence[tuple[TopicPartition, Position]], start: str) -> None:
         """Assign the known partitions and those that the broker has beside them."""
@@ -117,6 +128,7 @@ class Worker:
         offsets = self._client.first_offsets(added, start, moment) if added else {}
         positions = dict(known) | {partition: Position(offsets[partition]) for partition in added}
         self._table, self._next = list(positions), list(positions.values())
+        self._index = {partition: place for place, partition in enumerate(self._table)}
         # A topic that was taken out of the settings keeps its index, but is not read.
         read = {p: position.offset for p, position in positions.items() if p.topic in self._stream.topics}
         self._client.assign(read)
@@ -157,45 +169,40 @@ class Worker:
             elif self._ill == ill:
                 self._report(Lag())
 
-    def _hand_over(self, batches: Sequence[Assembled]) -> None:
-        """Write batches into slots, as many as it takes; waits for free ones."""
-        batches = [batch for batch in batches if len(batch) or batch.removed or self._moves(batch)]
-        if not batches:
+    def _hand_over(self, incoming: Sequence[Incoming], assembled: Assembled) -> None:
+        """Write rows into slots, as many as it takes; waits for free ones."""
+        total, unknown = len(assembled), assembled.unknown_fields
+        if not total and not any(each.messages.removed or self._moves(each) for each in incoming):
             return
-        columns = {
-            name: np.concatenate([batch.columns[name] for batch in batches]) if len(batches) > 1 else column
-            for name, column in batches[0].columns.items()
-        }
-        total, unknown = sum(map(len, batches)), sum(batch.unknown_fields for batch in batches)
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
                 self._listen(wait=True)
                 self._report_lag_if_due()
             slot = self._free.pop()
-            self._ring.write(slot, columns, begin, end)
-            coverage = tuple(self._cover(batches, columns, begin, end, last=end == total))
+            self._ring.write(slot, assembled.columns, begin, end)
+            coverage = tuple(self._cover(incoming, assembled, begin, end, last=end == total))
             send(self._connection, Filled(slot, end - begin, coverage, unknown))
             unknown = 0
 
-    def _moves(self, batch: Assembled) -> bool:
-        return batch.end > self._next[batch.partition].offset
+    def _moves(self, each: Incoming) -> bool:
+        return each.messages.end > self._next[each.partition].offset
 
     def _cover(
-        self, batches: Sequence[Assembled], columns: dict[str, Array], begin: int, end: int, *, last: bool
+        self, incoming: Sequence[Incoming], assembled: Assembled, begin: int, end: int, *, last: bool
     ) -> Iterator[Coverage]:
         """Tell what rows `[begin, end)` cover of each partition, and move on."""
-        low = 0
-        for batch in batches:
-            high = low + len(batch)
+        columns, low = assembled.columns, 0
+        for each, rows in zip(incoming, assembled.rows, strict=True):
+            high = low + rows
             first = begin <= low < end or (low == end and last)
-            if first or (low < end and high > begin):
-                here = self._next[batch.partition]
+            if (first or (low < end and high > begin)) and (rows or each.messages.removed or self._moves(each)):
+                here = self._next[each.partition]
                 done = high <= end
-                stop = batch.end if done else int(columns["offset"][end])
-                removed = batch.removed if first else 0
-                yield Coverage(batch.partition, here.offset + removed, stop, removed)
+                stop = each.messages.end if done else int(columns["offset"][end])
+                removed = each.messages.removed if first else 0
+                yield Coverage(each.partition, here.offset + removed, stop, removed)
                 row = 0 if done or stop != columns["offset"][end - 1] else int(columns["row"][end])
-                self._next[batch.partition] = Position(stop, row)
+                self._next[each.partition] = Position(stop, row)
             low = high
 
     def _back_off(self, seconds: float, ill: str) -> float:
@@ -224,7 +231,25 @@ class Worker:
             return
         self._unheard += 1
         ends = [(index, lag.ends[partition]) for index, partition in enumerate(self._table) if partition in lag.ends]
-        send(self._connection, Broker(ends, lag.ill))
+        fault = self._fault if time.monotonic() < self._fault_until else None
+        send(self._connection, Broker(ends, lag.ill or fault))
+
+
+def _portions(fetched: Sequence[Messages]) -> Iterator[list[Messages]]:
+    """Split messages, in their order, into portions that end with the first message that makes them large."""
+    portion: list[Messages] = []
+    size = 0
+    for messages in fetched:
+        begin = 0
+        for end, value in enumerate(messages.values, start=1):
+            size += len(value or b"")
+            if size >= _PORTION_BYTES:
+                yield [*portion, messages.part(begin, end)]
+                portion, size, begin = [], 0, end
+        if begin < len(messages) or not len(messages):
+            portion.append(messages.part(begin, len(messages)))
+    if portion:
+        yield portion
 
 
 def _pieces(total: int, size: int) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from anabranch.doctor.finding import Finding, Patient, found, ok
-from ingest.assembler import Assembler
+from ingest.assembler import Assembler, Incoming
 from ingest.block import Outcome
 from ingest.client import Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
@@ -145,7 +145,7 @@ def _check_message(patient: Patient, newest: Messages) -> Iterator[Finding]:
         assembler = Assembler(schema, pipeline.stream, HoldOut(fraction=0, seed=0))
     except SettingsError:  # a finding of the schema's check
         return
-    assembled = assembler.assemble(newest, 0, Position(newest.offsets[0]))
+    assembled = assembler.assemble([Incoming(newest, 0, Position(newest.offsets[0]))])
     if assembled.letters:
         reasons = _reasons(newest, pipeline.events, pipeline.stream)
         reasons = reasons or [dict(assembled.letters[0].headers)["anabranch-error"].decode()]

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from ingest.assembler import Assembled, Assembler
+from ingest.assembler import Assembled, Assembler, Incoming
 from ingest.block import Outcome, SkipReason, TopicPartition
 from ingest.client import Messages
 from ingest.config import HoldOut, StreamSettings
+from ingest.decoded import Decoded
+from ingest.json import JsonFormat
 from ingest.messages import Position
 from ingest.rows import pack_rows
 from ingest.schema import Schema
@@ -35,7 +37,8 @@ def assemble(
         [[("trace", b"abc")] for _ in offsets],
         100 + len(values),
     )
-    return Assembler(schema, settings, HoldOut(fraction=fraction, seed=1)).assemble(messages, 5, begin or Position(0))
+    assembler = Assembler(schema, settings, HoldOut(fraction=fraction, seed=1))
+    return assembler.assemble([Incoming(messages, 5, begin or Position(0))])
 
 
 def test_every_message_is_a_row_with_its_identity(schema: Schema) -> None:
@@ -116,3 +119,68 @@ def test_rows_before_the_position_are_left_out(schema: Schema) -> None:
         schema, [pack_rows(schema, [event] * 3), pack_rows(schema, [event])], kind="rows", begin=Position(100, 2)
     ).columns
     assert list(zip(rows["offset"].tolist(), rows["row"].tolist(), strict=True)) == [(100, 2), (101, 0)]
+
+
+class TestABugInTheDecoder:
+    @pytest.fixture(autouse=True)
+    def bug(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A decoder that raises at one value, whatever comes with it."""
+        sound = JsonFormat.decode
+
+        def decode(self: JsonFormat, values: list[bytes]) -> Decoded:
+            if b"poison" in values:
+                raise TypeError("unforeseen")
+            return sound(self, values)
+
+        monkeypatch.setattr(JsonFormat, "decode", decode)
+
+    def test_the_message_that_raises_is_dead_lettered_and_its_neighbours_are_events(
+        self, schema: Schema, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assembled = assemble(schema, [GOOD, b"poison", None, b"bad", GOOD, b"poison"])
+        dead = Outcome.DEAD_LETTERED
+        assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, dead, dead, dead, Outcome.PENDING, dead]
+        assert assembled.columns["feature.x"].tolist()[4] == [1, 2, 3]
+        errors = [dict(letter.headers)["anabranch-error"] for letter in assembled.letters]
+        assert [error.partition(b":")[0] for error in errors[1:3]] == [b"null value", b"JSON is malformed"]
+        assert [errors[0], errors[3]] == [b"internal: TypeError: unforeseen"] * 2
+        assert assembled.fault == "TypeError: unforeseen"
+        assert [record.exc_info is not None for record in caplog.records] == [True]
+
+    def test_a_lack_of_memory_is_no_fault_of_a_message(self, schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+        def decode(self: JsonFormat, values: list[bytes]) -> Decoded:
+            raise MemoryError
+
+        monkeypatch.setattr(JsonFormat, "decode", decode)
+        with pytest.raises(MemoryError):
+            assemble(schema, [GOOD])
+
+
+def test_partitions_that_are_assembled_together_come_out_as_each_alone(schema: Schema) -> None:
+    """Rows, letters and held-out events, also where a message has begun to be learned or none is left."""
+    event, bad = {"x": [1, 2, 3], "y": 1}, {"x": [1, 2, np.nan], "y": 1}
+    values = [[[event, event, bad], [bad]], [], [[event], [event] * 3], [[bad, event]]]
+    incoming = [
+        Incoming(
+            Messages(
+                TopicPartition("events", number),
+                range(7, 7 + len(each)),
+                [number] * len(each),
+                [b"%d" % number] * len(each),
+                [pack_rows(schema, rows) for rows in each],
+                [[]] * len(each),
+                20,
+            ),
+            number,
+            Position(7, 1 if number == 0 else 0),
+        )
+        for number, each in enumerate(values)
+    ]
+    stream = StreamSettings.model_validate({"topics": ["events"], "format": "rows"})
+    assembler = Assembler(schema, stream, HoldOut(fraction=0.5, seed=1))
+    together, alone = assembler.assemble(incoming), [assembler.assemble([each]) for each in incoming]
+    assert together.rows == [len(each) for each in alone] == [3, 0, 4, 2]
+    assert list(together.letters) == [letter for each in alone for letter in each.letters]
+    for name, column in together.columns.items():
+        assert column.tolist() == [value for each in alone for value in each.columns[name].tolist()], name
+    assert {Outcome.HELD_OUT, Outcome.PENDING, Outcome.DEAD_LETTERED} == set(together.columns["outcome"].tolist())

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ingest import worker as worker_module
 from ingest.assembler import Assembler
-from ingest.block import Block, BlockLayout, TopicPartition
+from ingest.block import Block, BlockLayout, Outcome, TopicPartition
+from ingest.client import Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.decoded import Decoded
 from ingest.fake import FakeClient, FakePartition
 from ingest.messages import (
     Broker,
@@ -29,9 +32,9 @@ from ingest.messages import (
     send,
 )
 from ingest.ring import Ring
-from ingest.rows import pack_rows
+from ingest.rows import RowsFormat, pack_rows
 from ingest.schema import Schema
-from ingest.worker import StoppedError, Worker
+from ingest.worker import StoppedError, Worker, _portions
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 SCHEMA = Schema(
@@ -162,6 +165,52 @@ def test_a_broker_that_is_away_is_said_and_waited_for() -> None:
         client.away = False
         assert len(end.block()[0]) == 1
         end.hear(lambda each: isinstance(each, Broker) and each.ill is None)
+
+
+def test_a_bug_in_decoding_is_said_and_does_not_stop_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = RowsFormat.decode
+
+    def decode(self: RowsFormat, values: list[bytes]) -> Decoded:
+        if b"poison" in values:
+            raise TypeError("unforeseen")
+        return sound(self, values)
+
+    monkeypatch.setattr(RowsFormat, "decode", decode)
+    partition = FakePartition()
+    partition.append(b"poison")
+    partition.append(message(0, 1))
+    client = FakeClient({P0: partition})
+    with learner(client) as end:
+        assert end.block()[0].columns["outcome"].tolist() == [Outcome.DEAD_LETTERED, Outcome.PENDING]
+        said = end.hear(lambda each: isinstance(each, Broker) and each.ill is not None)
+        assert isinstance(said, Broker)
+        assert said.ill is not None
+        assert "TypeError: unforeseen" in said.ill
+    assert [letter.value for letter in client.letters] == [b"poison"]
+
+
+@given(st.lists(st.tuples(st.lists(st.none() | st.integers(0, 9), max_size=8), st.integers(0, 3)), max_size=5))
+def test_portions_are_small_and_are_together_what_was_fetched(plan: list[tuple[list[int | None], int]]) -> None:
+    fetched = []
+    for place, (sizes, removed) in enumerate(plan):
+        n, values = len(sizes), [None if size is None else b"x" * size for size in sizes]
+        offsets = [2 * i + removed for i in range(n)]
+        topic = TopicPartition("events", place)
+        fetched.append(Messages(topic, offsets, [0] * n, [b"k"] * n, values, [[]] * n, 100, removed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "_PORTION_BYTES", 10)
+        portions = list(_portions(fetched))
+    for portion in portions:
+        sizes = [len(value or b"") for part in portion for value in part.values]
+        assert sum(sizes[:-1]) < 10
+        assert len({part.partition for part in portion}) == len(portion)
+    for messages in fetched:
+        parts = [part for portion in portions for part in portion if part.partition == messages.partition]
+        assert [offset for part in parts for offset in part.offsets] == messages.offsets
+        assert [value for part in parts for value in part.values] == messages.values
+        assert [part.removed for part in parts] == [messages.removed] + [0] * (len(parts) - 1)
+        assert [part.end for part in parts[:-1]] == [part.offsets[0] for part in parts[1:]]
+        assert parts[-1].end == messages.end
 
 
 def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> None:
