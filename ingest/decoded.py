@@ -90,7 +90,7 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
             finite = np.isfinite(column)
             if not finite.all():
                 bad = np.asarray(~finite.reshape(len(finite), -1).all(axis=1))
-                field = name.removeprefix("feature.")
+                field = {"time": schema.time, "weight": schema.weight}.get(name, name.removeprefix("feature."))
                 return reject_unusable_numbers(decoded.without(bad, f"{field} is NaN, infinite or too large"), schema)
     negative = np.less(decoded.columns["weight"], 0)
     if negative.any():

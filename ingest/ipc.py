@@ -76,6 +76,8 @@ def _parts(stream: bytes) -> Iterator[tuple[int, _Part, int]]:
         if mark != _CONTINUATION:
             raise UnfitError("it is no Arrow IPC stream, such as pyarrow.ipc.new_stream writes")
         if size == 0:
+            if begin + 8 < len(stream):
+                raise UnfitError("bytes follow the end of its Arrow IPC stream; send one stream a message")
             return
         body = begin + 8 + size
         part = _part(stream[begin + 8 : body])

@@ -136,6 +136,13 @@ def test_arbitrary_bytes_are_events_or_rejects_and_never_an_error(values: list[b
         assert np.isfinite(decoded.columns["feature.x"]).all()
 
 
+def test_a_number_that_is_none_is_told_by_the_name_of_its_field(name: str, make_schema: MakeSchema) -> None:
+    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, weight={"name": "importance"})
+    too_large = math.inf if name == "rows" else 1e39
+    (reject,) = decode(name, schema, {"x": 1, "y": 1, "importance": too_large}).rejects
+    assert reject.reason == "importance is NaN, infinite or too large"
+
+
 class TestJson:
     @pytest.mark.parametrize(
         ("value", "reason"),
@@ -365,6 +372,13 @@ class TestArrow:
         assert decoded.row.tolist() == [0]
         assert [reject.reason for reject in decoded.rejects] == ["c is null"] * 2
 
+    def test_a_null_word_is_a_missing_label_or_the_default_where_there_is_no_null_index(self, words: Schema) -> None:
+        coded = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), pa.array(["a", None]))
+        yes = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), pa.array([None, "yes"]))
+        decoded = self.decode(words, {"c": ["a", "b"], "k": [1, 2], "y": yes})
+        assert decoded.columns["labelled"].tolist() == [False, True]
+        assert [reject.reason for reject in self.decode(words, {"c": coded, "k": [1, 2]}).rejects] == ["c is null"]
+
     @pytest.mark.parametrize("absent", [None, pa.nulls(2), pa.array([None, None], pa.int64())], ids=repr)
     def test_a_label_without_values_is_not_labelled(self, schema: Schema, absent: Any) -> None:
         batch = {"x": [[1, 2, 3]] * 2} | ({} if absent is None else {"y": absent})
@@ -463,6 +477,12 @@ class TestArrow:
         decoded = self.decode(schema, {**known, "z": [{"deep": [1]}]}, known, {"z": ["?"], **known})
         assert decoded.unknown_fields == 2
         assert decoded.message.tolist() == [0, 1, 2]
+
+    def test_events_after_the_end_of_the_stream_are_not_passed_over(self, schema: Schema) -> None:
+        stream = arrow_stream(pa.record_batch({"x": [[1, 2, 3]], "y": [1]}))
+        decoded = FORMATS["arrow"](schema).decode([stream + stream, stream])
+        assert decoded.message.tolist() == [1]
+        assert "bytes follow the end" in decoded.rejects[0].reason
 
     @pytest.mark.parametrize("codec", ["lz4", "zstd"])
     def test_compressed_batches_are_read(self, schema: Schema, codec: str) -> None:
