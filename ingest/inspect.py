@@ -1,6 +1,8 @@
 """A look at topics that changes nothing: no topic is made, no group joined, no offset committed."""
 
 import contextlib
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +21,9 @@ from ingest.kafka import connect
 _DENIED = kafka_errors.TopicAuthorizationFailedError.errno
 _STEPS_BACK = (1, 100, 10_000)
 """How far before the end to look for the newest record: markers and compaction leave offsets without one."""
-_PATIENCE_MS = 3_000
+_PATIENCE_SECONDS = 2.0
+"""How long to wait for more: to ask for a position instead costs milliseconds, and that for each partition."""
+_POLL_MS = 100
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,7 @@ class Inspector:
             )
             self._stack.callback(self._consumer.close, autocommit=False)
         try:
-            own = [KafkaPartition(name, number) for number in range(partitions)]
-            records = [record for tp in own if (record := self._last(tp)) is not None]
+            records = self._last_of_each([KafkaPartition(name, number) for number in range(partitions)])
         except kafka_errors.KafkaError as exc:
             raise BrokerError(f'cannot read the topic "{name}": {exc or type(exc).__name__}') from exc
         if not records:
@@ -93,24 +96,30 @@ class Inspector:
             end=record.offset + 1,
         )
 
-    def _last(self, tp: Any) -> Any:
-        begin = self._consumer.beginning_offsets([tp])[tp]
-        end = self._consumer.end_offsets([tp])[tp]
-        self._consumer.assign([tp])
+    def _last_of_each(self, partitions: Sequence[Any]) -> list[Any]:
+        """Return the last record of each partition that has any within the last so many offsets."""
+        begins, ends = self._consumer.beginning_offsets(partitions), self._consumer.end_offsets(partitions)
+        left = [tp for tp in partitions if ends[tp] > begins[tp]]
+        found: dict[Any, Any] = {}
         for back in _STEPS_BACK:
-            if end <= begin:
-                return None
-            self._consumer.seek(tp, max(begin, end - back))
-            last = None
-            while self._consumer.position(tp) < end:
-                batches = self._consumer.poll(_PATIENCE_MS)
-                for records in batches.values():
-                    last = records[-1]
-                if not batches:
-                    break
-            if last is not None or end - back <= begin:
-                return last
-        return None
+            found |= self._last_from({tp: max(begins[tp], ends[tp] - back) for tp in left}, ends)
+            left = [tp for tp in left if tp not in found and ends[tp] - back > begins[tp]]
+        return list(found.values())
+
+    def _last_from(self, starts: Mapping[Any, int], ends: Mapping[Any, int]) -> dict[Any, Any]:
+        """Read all these partitions at once up to their ends, as long as something comes."""
+        self._consumer.assign(list(starts))
+        for tp, offset in starts.items():
+            self._consumer.seek(tp, offset)
+        last: dict[Any, Any] = {}
+        waiting, deadline = set(starts), time.monotonic() + _PATIENCE_SECONDS
+        while waiting and time.monotonic() < deadline:
+            for tp, records in self._consumer.poll(_POLL_MS).items():
+                last[tp], deadline = records[-1], time.monotonic() + _PATIENCE_SECONDS
+                if last[tp].offset + 1 >= ends[tp]:
+                    waiting.discard(tp)
+                    self._consumer.pause(tp)  # what is written at this moment must not keep this from ending
+        return last
 
     def _retention(self, name: str) -> timedelta | None:
         wanted = ConfigResource(ConfigResourceType.TOPIC, name, {"retention.ms": None})
