@@ -77,7 +77,7 @@ class ArrowFormat:
         if size > _SMALL_BYTES + _MOST_EXPANSION * len(value):
             raise UnfitError(
                 f"its {len(value)} bytes would take {size} once decoded, more than {_MOST_EXPANSION} times as many; "
-                f"send it uncompressed"
+                f"send it uncompressed, or in smaller messages"
             )
         return claimed.schema
 

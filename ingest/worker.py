@@ -42,7 +42,7 @@ _PARTITIONS_SECONDS = 5.0
 _MOST_UNHEARD = 8
 """Reports that are sent to a learner that says nothing: a connection that is full would block both sides for good."""
 _LONGEST_BACKOFF_SECONDS = 10.0
-_PORTION_BYTES = 4_000_000
+_PORTION_BYTES = 2_000_000
 """Values that are decoded together: they may take many times as much once decoded."""
 _FAULT_SECONDS = 60.0
 """How long a bug in decoding is told as an illness."""

@@ -46,6 +46,8 @@ def check_broker(patient: Patient) -> Iterator[Finding]:
         yield found("broker.credentials", f"{exc}.")
     except BrokerError as exc:
         yield found("broker.protocol", f"{exc}.")
+    except SettingsError as exc:
+        yield found("broker.unseen", f"The topics were not looked at: {exc}.")
 
 
 def _reach(server: str, stream: StreamSettings) -> Finding | None:

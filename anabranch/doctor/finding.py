@@ -67,6 +67,9 @@ FINDINGS: dict[str, Kind] = {
     "broker.protocol": Kind(
         "problem", "Mend security.protocol and the rest of [stream.properties], or the port.", unreachable=True
     ),
+    "broker.unseen": Kind(
+        "warning", "Nothing, if the pipeline itself reads; doctor and produce take what kafka-python can do."
+    ),
     "topic.missing": Kind(
         "problem", 'Make it: "anabranch produce --create-topic FILE", or mend stream.{key}.', unreachable=True
     ),

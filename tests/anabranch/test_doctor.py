@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from types import SimpleNamespace
 import msgspec
 import psutil
 import pyarrow
-import pyarrow.ipc
 import pytest
 import torch
 from cryptography import x509
@@ -488,14 +486,21 @@ class TestTopics:
         assert only(findings, "message.unknown").matter.endswith("does not know: lable.")
 
     @pytest.mark.finds("message.unknown")
-    def test_a_message_in_arrow_with_more(self, diagnose, send, setting):
+    def test_an_arrow_message_with_more(self, diagnose, send, setting):
         setting("stream.format", "arrow")
-        batch = pyarrow.RecordBatch.from_pylist([EVENT | {"more": 1}])
-        sink = io.BytesIO()
+        batch = pyarrow.record_batch({"x": [EVENT["x"]], "y": [EVENT["y"]], "more": [1]})
+        sink = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        send(sink.getvalue())
-        assert only(diagnose("broker"), "message.unknown").matter.endswith("does not know.")
+        send(sink.getvalue().to_pybytes())
+        assert kinds(diagnose("broker")) == ["message.unknown"]
+
+    @pytest.mark.finds("broker.unseen")
+    def test_properties_that_only_the_pipelines_client_has(self, diagnose, topic, setting, edit):
+        setting("stream.client", "confluent")
+        edit(None, '[stream.properties]\n"socket.nagle.disable" = true')
+        matter = only(diagnose("broker"), "broker.unseen").matter
+        assert "kafka-python cannot do socket.nagle.disable" in matter
 
     @pytest.mark.finds("clock.ahead")
     def test_a_message_from_the_future(self, diagnose, send):

@@ -289,6 +289,59 @@ class TestRows:
             pack_rows(schema, [{"x": [1, 2, 3], "y": 1}, {"y": 1}])
 
 
+EVENT_SCHEMA = Schema(
+    SchemaSettings.model_validate(
+        {
+            "features": {
+                "x": {"dtype": "float32", "shape": [2]},
+                "n": {"dtype": "int8"},
+                "b": {"dtype": "bool", "default": True},
+                "c": {"dtype": "string", "encode": {"vocab": ["a", "b"]}, "default": "b"},
+            },
+            "label": {"name": "y", "classes": ["no", "yes"]},
+            "key": {"name": "k"},
+            "time": {"name": "t"},
+            "weight": {"name": "w"},
+        }
+    )
+)
+ARROW_TYPES = {
+    "x": pa.list_(pa.float64()),
+    "n": pa.int64(),
+    "b": pa.bool_(),
+    "c": pa.string(),
+    "y": pa.string(),
+    "k": pa.string(),
+    "t": pa.float64(),
+    "w": pa.float64(),
+}
+NUMBERS = st.floats(0, 1e9, width=32)
+
+
+def mostly(good: Any, *others: Any) -> Any:
+    return st.one_of(*[good] * 12, *others)
+
+
+EVENTS = st.fixed_dictionaries(
+    {
+        "x": mostly(
+            st.lists(NUMBERS, min_size=2, max_size=2),
+            st.none(),
+            st.just([1.0, None]),
+            st.just([1.0]),
+            st.just([1.0, 1e39]),
+        ),
+        "n": mostly(st.integers(-128, 127), st.none(), st.just(128), st.just(-129)),
+        "b": mostly(st.booleans(), st.none()),
+        "c": mostly(st.sampled_from(["a", "b", "?", "\u00e4"]), st.none()),
+        "y": mostly(st.sampled_from(["no", "yes"]), st.none(), st.just("maybe")),
+        "k": mostly(st.text(max_size=3), st.none()),
+        "t": mostly(NUMBERS, st.none(), st.just(-5.0)),
+        "w": mostly(NUMBERS, st.none(), st.just(-0.5), st.just(1e39)),
+    }
+)
+
+
 class TestArrow:
     @pytest.fixture
     def words(self, make_schema: MakeSchema) -> Schema:
@@ -551,6 +604,24 @@ class TestArrow:
         decoded = FORMATS["arrow"](DAMAGED).decode([torn])
         assert {*decoded.message.tolist(), *(reject.message for reject in decoded.rejects)} == {0}
         assert len(decoded.message) * 32 <= 65_536 + 32 * len(torn)
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.lists(EVENTS, min_size=1, max_size=6), st.integers(0, 2), st.booleans())
+    def test_it_makes_of_events_what_json_makes_of_them(
+        self, events: list[dict[str, Any]], before: int, coded: bool
+    ) -> None:
+        """All in one message, as a slice of a longer batch, with words as they are or as dictionaries."""
+        rows = [events[0]] * before + events
+        arrays = {name: pa.array([event[name] for event in rows], kind) for name, kind in ARROW_TYPES.items()}
+        if coded:
+            arrays |= {name: arrays[name].dictionary_encode() for name in ("c", "y", "k")}
+        decoded = FORMATS["arrow"](EVENT_SCHEMA).decode([arrow_stream(pa.record_batch(arrays).slice(before))])
+        by_json = FORMATS["json"](EVENT_SCHEMA).decode([pack_json(EVENT_SCHEMA, event) for event in events])
+        assert decoded.row.tolist() == by_json.message.tolist()
+        assert [reject.row for reject in decoded.rejects] == [reject.message for reject in by_json.rejects]
+        for name, column in by_json.columns.items():
+            assert decoded.columns[name].dtype == column.dtype
+            assert decoded.columns[name].tolist() == column.tolist(), name
 
     def test_without_pyarrow_the_extra_is_named(self, schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, "ingest.arrow", raising=False)
