@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from ingest.block import TopicPartition
-from ingest.errors import GapError
+from ingest.errors import CredentialsError, GapError
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,12 @@ class DeadLetter:
     headers: Sequence[tuple[str, bytes]]
 
 
+def sendable(letter: DeadLetter) -> DeadLetter:
+    """Return the letter as kafka-python can send it: no header without a value, and a key or a value."""
+    headers = [(name, value if value is not None else b"") for name, value in letter.headers]
+    return DeadLetter(b"" if letter.key is None and letter.value is None else letter.key, letter.value, headers)
+
+
 def smaller(letter: DeadLetter) -> Iterator[DeadLetter]:
     """Yield what to send in place of a letter that the broker finds too large: less, and at last nothing of it."""
     own = [header for header in letter.headers if header[0].startswith("anabranch-")]
@@ -84,6 +90,25 @@ def strange(servers: str, said: str) -> str:
         f"something listens at {servers}, but it does not answer as a Kafka broker with these stream.properties "
         f"(security.protocol, sasl.mechanism, credentials?): {said}"
     )
+
+
+def silent(servers: str, said: str) -> str:
+    """Say that a broker that answered before does not any more."""
+    return f"the Kafka broker at {servers} does not answer ({said})"
+
+
+def refused(servers: str, *, mechanism: bool) -> CredentialsError:
+    """Return the error for a broker that refuses the mechanism, or else the user or the password."""
+    if mechanism:
+        return CredentialsError(f"the Kafka broker at {servers} does not take the sasl.mechanism in stream.properties")
+    return CredentialsError(
+        f"the Kafka broker at {servers} refuses the credentials in stream.properties (sasl.username)"
+    )
+
+
+def gone_topic(topic: str, servers: str) -> str:
+    """Say that a topic that was there does not exist any more."""
+    return f'topic "{topic}" is gone from {servers}'
 
 
 def missing_topic(topic: str | None, servers: str) -> str:

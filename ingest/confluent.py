@@ -7,33 +7,32 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from confluent_kafka import (
-    Consumer,
-    IsolationLevel,
-    KafkaError,
-    KafkaException,
-    Producer,
-    TopicCollection,
-)
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from ingest.block import TopicPartition
-from ingest.client import RECREATED, DeadLetter, Lag, Messages, missing_topic, pass_hole, smaller, strange, unreachable
+from ingest.client import (
+    RECREATED,
+    DeadLetter,
+    Lag,
+    Messages,
+    gone_topic,
+    missing_topic,
+    pass_hole,
+    refused,
+    silent,
+    strange,
+    unreachable,
+)
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, CredentialsError, GapError, SettingsError
-from ingest.properties import PROPERTIES
+from ingest.errors import BrokerError, GapError
+from ingest.librdkafka import LetterProducer, brief, make
 
 _OPEN_SECONDS = 8.0
 _REQUEST_SECONDS = 2.0
-_LARGEST_LETTER = 100_000_000
-_LETTER_MS = 10_000
 
 log = logging.getLogger(__name__)
-
-_theirs = logging.getLogger(f"{__name__}.librdkafka")
-_theirs.propagate = False
-_theirs.addHandler(logging.NullHandler())
 
 _GONE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 _FORBIDDEN = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
@@ -51,7 +50,7 @@ class ConfluentClient:
         self._heard: list[KafkaError] = []
         self._consumer: Any = None
         self._admin: Any = None
-        self._producer: Any = None
+        self._letters: LetterProducer | None = None
         self._topics: dict[str, Any] = {}
         self._partitions: dict[tuple[str, int], TopicPartition] = {}
         self._positions: dict[TopicPartition, int] = {}
@@ -60,7 +59,7 @@ class ConfluentClient:
     def open(self) -> None:
         """Connect and see that every topic is there."""
         settings = self._settings
-        self._consumer = _made(
+        self._consumer = make(
             Consumer,
             settings,
             {
@@ -76,12 +75,12 @@ class ConfluentClient:
                 "error_cb": self._heard.append,
             },
         )
-        self._admin = _made(AdminClient, settings, {})
+        self._admin = make(AdminClient, settings, {})
         self._reach()
         try:
             self._topics = self._described(_OPEN_SECONDS)
         except KafkaException as exc:
-            raise BrokerError(f"cannot look up the topics: {_brief(exc)}") from exc
+            raise BrokerError(f"cannot look up the topics: {brief(exc)}") from exc
         for topic in (*settings.topics, settings.dead_letter_topic):
             if topic not in self._topics:
                 raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
@@ -106,7 +105,7 @@ class ConfluentClient:
             found = self._offsets(partitions, OffsetSpec.for_timestamp(int(moment.timestamp() * 1000)))
             ends = self._offsets(partitions, OffsetSpec.latest())
         except KafkaException as exc:
-            raise BrokerError(f"cannot look up offsets: {_brief(exc)}") from exc
+            raise BrokerError(f"cannot look up offsets: {brief(exc)}") from exc
         return {partition: ends[partition] if offset < 0 else offset for partition, offset in found.items()}
 
     def assign(self, positions: Mapping[TopicPartition, int]) -> None:
@@ -122,7 +121,7 @@ class ConfluentClient:
         try:
             polled = self._consumer.consume(limit, timeout.total_seconds())
         except KafkaException as exc:
-            raise BrokerError(f"cannot read the topics: {_brief(exc)}") from exc
+            raise BrokerError(f"cannot read the topics: {brief(exc)}") from exc
         self._heard.clear()
         try:
             return self._taken(polled)
@@ -138,7 +137,7 @@ class ConfluentClient:
             self._notice(self._described(_REQUEST_SECONDS))
             ends = self._offsets(list(self._positions), OffsetSpec.latest())
         except KafkaException as exc:
-            return Lag({}, f"the Kafka broker at {servers} does not answer ({_brief(exc)})")
+            return Lag({}, silent(servers, brief(exc)))
         except BrokerError as exc:
             return Lag({}, str(exc))
         # A broker may report less than it has already delivered, so what was delivered counts as well.
@@ -150,36 +149,13 @@ class ConfluentClient:
         try:
             self._consumer.commit(offsets=offsets, asynchronous=True)
         except KafkaException as exc:
-            log.debug("positions were not committed for lag tools: %s", _brief(exc))
+            log.debug("positions were not committed for lag tools: %s", brief(exc))
 
     def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
-        """Send and wait; a letter that the broker finds too large goes again with less in it, at last with nothing."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        if self._producer is None:
-            self._producer = _made(
-                Producer,
-                self._settings,
-                {
-                    "acks": "all",
-                    "linger.ms": 1,
-                    # Small, so that a letter that is too large fails without others that share its batch.
-                    "batch.size": 16_384,
-                    "message.max.bytes": _LARGEST_LETTER,
-                    "message.timeout.ms": _LETTER_MS,
-                },
-            )
-        errors = self._delivered(letters, deadline)
-        for done, (letter, error) in enumerate(zip(letters, errors, strict=True)):
-            less = smaller(letter)
-            while error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
-                bare = next(less, None)
-                if bare is None:
-                    break
-                (error,) = self._delivered([bare], deadline)
-            if error is not None:
-                log.warning("dead letters wait: %s", error.str())
-                return done
-        return len(letters)
+        """Send and wait, by a producer that is made when the first is needed."""
+        if self._letters is None:
+            self._letters = LetterProducer(self._settings)
+        return self._letters.send(letters, timeout)
 
     def close(self) -> None:
         """Disconnect."""
@@ -206,12 +182,8 @@ class ConfluentClient:
         servers = self._settings.bootstrap_servers
         for error in self._heard:
             if error.code() == KafkaError._AUTHENTICATION:
-                if "mechanism" in error.str():
-                    said = "does not take the sasl.mechanism in stream.properties"
-                else:
-                    said = "refuses the credentials in stream.properties (sasl.username)"
-                return CredentialsError(f"the Kafka broker at {servers} {said}")
-        said = self._heard[-1].str() if self._heard else _brief(exc)
+                return refused(servers, mechanism="mechanism" in error.str())
+        said = self._heard[-1].str() if self._heard else brief(exc)
         return BrokerError(unreachable(servers) or strange(servers, said))
 
     def _described(self, seconds: float) -> dict[str, Any]:
@@ -231,7 +203,7 @@ class ConfluentClient:
         """Take up what the broker says of the topics now; raises BrokerError when one is gone."""
         for topic in self._settings.topics:
             if topic not in found:
-                raise BrokerError(f'topic "{topic}" is gone from {self._settings.bootstrap_servers}')
+                raise BrokerError(gone_topic(topic, self._settings.bootstrap_servers))
             self._recreated |= str(found[topic].topic_id) != str(self._topics[topic].topic_id)
         self._topics = {**self._topics, **found}
 
@@ -250,6 +222,7 @@ class ConfluentClient:
         batches: dict[TopicPartition, list[Any]] = {}
         ends: dict[TopicPartition, int] = {}
         removed: dict[TopicPartition, int] = {}
+        stopped = False
         for message in polled:
             partition = self._partitions.get((message.topic(), message.partition()))
             error = message.error()
@@ -258,19 +231,22 @@ class ConfluentClient:
             elif error is not None and error.code() == KafkaError._PARTITION_EOF and partition is not None:
                 ends[partition] = message.offset()
             elif error is not None and error.code() in _REMOVED and partition is not None:
-                removed[partition] = self._pass_gap(partition, batches.get(partition, ()))
+                stopped = True
+                # A hole after messages is told once more when these are done with.
+                if partition not in batches and partition not in ends:
+                    removed[partition] = self._pass_gap(partition)
             elif error is not None:
                 self._judge(error)
         reached = dict.fromkeys((*batches, *ends, *removed))
         found = [self._messages(p, batches.get(p, ()), ends.get(p, -1), removed.get(p, 0)) for p in reached]
-        if removed:
+        if stopped:
             # A partition with this error has stopped, and takes no seek.
             self.assign(self._positions)
         return found
 
-    def _pass_gap(self, partition: TopicPartition, before: Sequence[Any]) -> int:
+    def _pass_gap(self, partition: TopicPartition) -> int:
         """Return how many offsets from the next one to read on are gone, or raise."""
-        position = before[-1].offset() + 1 if before else self._positions[partition]
+        position = self._positions[partition]
         earliest = self.first_offsets([partition], "earliest", None)[partition]
         name = f"{partition.topic}[{partition.partition}]@{position}"
         pass_hole(name, earliest - position, self._settings.on_gap)
@@ -297,69 +273,3 @@ class ConfluentClient:
             end=self._positions[partition],
             removed=removed,
         )
-
-    def _delivered(self, letters: Sequence[DeadLetter], deadline: float) -> list[KafkaError | None]:
-        """Send letters, and return the error of each, or None when the broker has acknowledged it."""
-        errors: list[KafkaError | None] = [KafkaError(KafkaError._TIMED_OUT)] * len(letters)
-
-        def told(place: int) -> Any:
-            def tell(error: KafkaError | None, _: Any) -> None:
-                errors[place] = error
-
-            return tell
-
-        for place, letter in enumerate(letters):
-            try:
-                self._produce(letter, told(place), deadline)
-            except KafkaException as exc:
-                errors[place] = exc.args[0]
-            except BufferError:
-                break
-        if self._producer.flush(max(0.0, deadline - time.monotonic())):
-            # Those that wait are sent again by whoever asked; two of one letter are allowed, an endless queue is not.
-            self._producer.purge()
-        return errors
-
-    def _produce(self, letter: DeadLetter, tell: Any, deadline: float) -> None:
-        headers = [(name, value if value is not None else b"") for name, value in letter.headers]
-        # As kafka-python, which sends no message without both key and value.
-        key = b"" if letter.key is None and letter.value is None else letter.key
-        topic = self._settings.dead_letter_topic
-        while True:
-            try:
-                self._producer.produce(topic, letter.value, key, headers=headers, on_delivery=tell)
-            except BufferError:
-                if time.monotonic() > deadline:
-                    raise
-                self._producer.poll(0.1)
-            else:
-                return
-
-
-def _made(kind: Any, settings: StreamSettings, ours: Mapping[str, Any]) -> Any:
-    """Make a client of the given class from `[stream.properties]`, and above them ours."""
-    tuned = {
-        "client.id": "anabranch",
-        "reconnect.backoff.max.ms": "5000",
-        "topic.metadata.refresh.interval.ms": "5000",
-        "fetch.max.bytes": "16000000",
-    } | {name: secret.get_secret_value() for name, secret in settings.properties.items()}
-    for name in ("sasl.mechanism", "sasl.mechanisms"):
-        if name in tuned:
-            tuned[name] = tuned[name].upper()
-    fit = {name: value for name, value in tuned.items() if kind is Consumer or not PROPERTIES[name].consumer_only}
-    try:
-        return kind({"bootstrap.servers": settings.bootstrap_servers, **fit, **ours}, logger=_theirs)
-    except KafkaException as exc:
-        raise SettingsError(f"stream.properties do not make a Kafka client: {_without_secrets(exc, settings)}") from exc
-
-
-def _without_secrets(exc: KafkaException, settings: StreamSettings) -> str:
-    said = _brief(exc)
-    for secret in settings.properties.values():
-        said = said.replace(secret.get_secret_value() or "\n", "...")
-    return said
-
-
-def _brief(exc: KafkaException) -> str:
-    return str(exc.args[0].str())

@@ -13,14 +13,27 @@ from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 
 from ingest.block import TopicPartition
-from ingest.client import RECREATED, DeadLetter, Lag, Messages, missing_topic, pass_hole, smaller, strange, unreachable
+from ingest.client import (
+    RECREATED,
+    DeadLetter,
+    Lag,
+    Messages,
+    gone_topic,
+    missing_topic,
+    pass_hole,
+    refused,
+    sendable,
+    silent,
+    smaller,
+    strange,
+    unreachable,
+)
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, CredentialsError, GapError, SettingsError
-from ingest.properties import check, kafka_python_options
+from ingest.properties import DEFAULTS, check, kafka_python_options
 
 _BOOTSTRAP_MS = 8_000
 _REQUEST_MS = 2_000
-_METADATA_MS = 5_000
 _LARGEST_LETTER = 100_000_000
 _REFUSALS = (kafka_errors.SaslAuthenticationFailedError, kafka_errors.UnsupportedSaslMechanismError)
 
@@ -113,10 +126,9 @@ class KafkaPythonClient:
         try:
             ends = self._consumer.end_offsets([_theirs(p) for p in partitions], timeout_ms=_REQUEST_MS)
         except kafka_errors.KafkaError as exc:
+            servers = self._settings.bootstrap_servers
             gone = [topic for topic in self._settings.topics if not self._consumer.partitions_for_topic(topic)]
-            if gone:
-                return Lag({}, f'topic "{gone[0]}" is gone from {self._settings.bootstrap_servers}')
-            return Lag({}, f"the Kafka broker at {self._settings.bootstrap_servers} does not answer ({_brief(exc)})")
+            return Lag({}, gone_topic(gone[0], servers) if gone else silent(servers, _brief(exc)))
         self._behind = [tp for tp, end in ends.items() if end > self._positions[tp]]
         # A broker may report less than it has already delivered, so what was delivered counts as well.
         return Lag({p: max(int(ends[_theirs(p)]), self._consumer.highwater(_theirs(p)) or 0) for p in partitions})
@@ -202,10 +214,8 @@ class KafkaPythonClient:
                 max_request_size=_LARGEST_LETTER,
             )
             self._connections.callback(self._producer.close, timeout=1)
-        headers = [(name, value if value is not None else b"") for name, value in letter.headers]
-        # kafka-python sends no message without both key and value.
-        key = b"" if letter.key is None and letter.value is None else letter.key
-        return self._producer.send(self._settings.dead_letter_topic, key=key, value=letter.value, headers=headers)
+        sent, topic = sendable(letter), self._settings.dead_letter_topic
+        return self._producer.send(topic, key=sent.key, value=sent.value, headers=sent.headers)
 
     def _acknowledged(self, letter: DeadLetter, future: Any, deadline: float) -> bool:
         """Wait for a letter; one that the broker finds too large goes again with less in it, at last with nothing."""
@@ -230,12 +240,10 @@ def client_options(kind: Any, settings: StreamSettings, **ours: Any) -> dict[str
     """Return kafka-python's options for a client of the given class: `[stream.properties]`, and above them ours."""
     options: dict[str, Any] = {
         "bootstrap_servers": [server.strip() for server in settings.bootstrap_servers.split(",")],
-        "client_id": "anabranch",
         "bootstrap_timeout_ms": _BOOTSTRAP_MS,
-        "metadata_max_age_ms": _METADATA_MS,
-        "fetch_max_bytes": 16_000_000,
-        "reconnect_backoff_max_ms": 5_000,
     }
+    for name, value in DEFAULTS.items():
+        options |= kafka_python_options(name, value)
     for name, secret in settings.properties.items():
         try:
             check("kafka-python", name, secret.get_secret_value())
@@ -270,12 +278,9 @@ def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
 def _explained(
     servers: str, properties: Container[str], error: Exception, heard: Sequence[BaseException]
 ) -> BrokerError:
-    for kind, sentence in (
-        (kafka_errors.SaslAuthenticationFailedError, "refuses the credentials in stream.properties (sasl.username)"),
-        (kafka_errors.UnsupportedSaslMechanismError, "does not take the sasl.mechanism in stream.properties"),
-    ):
-        if any(isinstance(cause, kind) for cause in heard):
-            return CredentialsError(f"the Kafka broker at {servers} {sentence}")
+    for cause in heard:
+        if isinstance(cause, _REFUSALS):
+            return refused(servers, mechanism=isinstance(cause, kafka_errors.UnsupportedSaslMechanismError))
     # kafka-python throws a refusal away when it reads it together with the end of the connection.
     if "sasl.username" in properties and any("socket disconnected" in str(cause) for cause in heard):
         return CredentialsError(

@@ -72,6 +72,14 @@ PROPERTIES: Mapping[str, Property] = {
     "topic.metadata.refresh.interval.ms": Property("metadata_max_age_ms", _NUMBER),
 }
 
+DEFAULTS: Mapping[str, str] = {
+    "client.id": "anabranch",
+    "fetch.max.bytes": "16000000",
+    "reconnect.backoff.max.ms": "5000",
+    "topic.metadata.refresh.interval.ms": "5000",
+}
+"""What holds under either client where `[stream.properties]` does not say otherwise."""
+
 _UNGROUPED = "it has no effect, since partitions are assigned and no group is joined"
 _PROMISED = "it is fixed, since dead letters have to be acknowledged"
 

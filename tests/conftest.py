@@ -60,10 +60,29 @@ class SaslBroker:
     """Has the same password and no right to anything."""
 
 
+class MortalBroker:
+    """A Kafka broker of a test's own, which it may kill and start again on the same files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._port = _free_ports(2)
+        self._stack = contextlib.ExitStack()
+        self.bootstrap = f"127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        self._process = self._stack.enter_context(_started(self._folder, self._port, [], self.bootstrap))
+
+    def kill(self) -> None:
+        """Kill -9 it, with all its children."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._stack.close()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"kafka", "sasl_kafka"} & set(getattr(item, "fixturenames", ())):
+        if {"kafka", "sasl_kafka", "mortal_kafka"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.services)
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
@@ -114,6 +133,20 @@ def sasl_kafka() -> Iterator[SaslBroker]:
     ]
     with _commanded(port, properties, plain):
         yield SaslBroker(sasl, plain)
+
+
+@pytest.fixture
+def mortal_kafka() -> Iterator[MortalBroker]:
+    """A broker that can be killed: the one that START names, without which a test is skipped, CI or not."""
+    if not os.environ.get(START):
+        pytest.skip(f"{START} is not set, and the other brokers cannot be killed")
+    with tempfile.TemporaryDirectory(prefix="anabranch-kafka-", ignore_cleanup_errors=True) as folder:
+        broker = MortalBroker(Path(folder))
+        broker.start()
+        try:
+            yield broker
+        finally:
+            broker.kill()
 
 
 @pytest.fixture(scope="module")
@@ -217,30 +250,38 @@ def _bound(stack: contextlib.ExitStack, port: int) -> int:
 @contextlib.contextmanager
 def _commanded(port: int, properties: Sequence[str], bootstrap: str) -> Iterator[None]:
     """Run START's command as a child in a session of its own; nothing of it and of its files is left afterwards."""
-    with tempfile.TemporaryDirectory(prefix="anabranch-kafka-", ignore_cleanup_errors=True) as folder:
-        command = [*shlex.split(os.environ[START]), str(port), f"{folder}/data", *properties]
-        log = Path(folder, "log")
-        with log.open("wb") as said:
-            # The tether ends the broker also when the tests are killed.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "anabranch.tether", *command],
-                stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    with (
+        tempfile.TemporaryDirectory(prefix="anabranch-kafka-", ignore_cleanup_errors=True) as folder,
+        _started(Path(folder), port, properties, bootstrap),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _started(folder: Path, port: int, properties: Sequence[str], bootstrap: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [*shlex.split(os.environ[START]), str(port), f"{folder}/data", *properties]
+    log = folder / "log"
+    with log.open("wb") as said:
+        # The tether ends the broker also when the tests are killed.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "anabranch.tether", *command],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_it_answers(bootstrap, process, log)
+        yield process
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
         try:
-            _wait_until_it_answers(bootstrap, process, log)
-            yield
+            process.wait(20)
         finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.wait(20)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait_until_it_answers(bootstrap: str, process: subprocess.Popen[bytes] | None, log: Path | None) -> None:
