@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -138,10 +138,8 @@ class _Encoder:
     def __init__(self, config: Config, *, checked: bool) -> None:
         stream = config.pipeline.stream
         self.schema = Schema(config.pipeline.events)
-        self._rows = stream.format == "rows"
-        if stream.format not in ("json", "rows"):
-            raise SettingsError(f'stream.format = "{stream.format}": produce writes "json" and "rows" alone so far')
         self._format = FORMATS[stream.format](self.schema)
+        self._pack = _packer(stream.format)
         self._most_bytes = int(stream.max_message_bytes)
         self._checked = checked
         self.unknown_fields = 0
@@ -157,25 +155,22 @@ class _Encoder:
             return _Message(record.place, fault=record.fault)
         content = record.content
         try:
-            if isinstance(content, bytes) and (not self._checked or not (self._rows or self.schema.key)):
+            if isinstance(content, bytes) and (not self._checked or not (self._pack or self.schema.key)):
                 return _Message(record.place, content)
             event = _object(content) if isinstance(content, bytes) else self._labelled(content)
             key = event.get(self.schema.key) if self.schema.key else None
-            value = self._packed(event) if self._rows else content if isinstance(content, bytes) else _json(event)
+            if self._pack:
+                value = self._pack(self.schema, [event])
+            else:
+                value = content if isinstance(content, bytes) else _json(event)
         except (SettingsError, TypeError, ValueError) as exc:
-            return _Message(record.place, fault=str(exc))
+            return _Message(record.place, fault=str(exc).removeprefix("event 0: "))
         return _Message(record.place, value, None if key is None else str(key).encode())
 
     def _labelled(self, event: dict[str, Any]) -> dict[str, Any]:
         """Leave out a label of NaN, which is how tables of numbers say that there is none."""
         label = event.get(self.schema.label.name)
         return {k: v for k, v in event.items() if k != self.schema.label.name} if label != label else event
-
-    def _packed(self, event: dict[str, Any]) -> bytes:
-        try:
-            return pack_rows(self.schema, [event])
-        except SettingsError as exc:
-            raise SettingsError(str(exc).removeprefix("event 0: ")) from exc
 
     def _check(self, messages: list[_Message]) -> list[_Message]:
         good = [place for place, message in enumerate(messages) if not message.fault]
@@ -189,6 +184,15 @@ class _Encoder:
                 fault = f"oversized: {len(message.value)} bytes, and stream.max_message_bytes = {self._most_bytes}"
                 messages[place] = _Message(message.place, fault=fault)
         return messages
+
+
+def _packer(name: str) -> Callable[[Schema, Sequence[Mapping[str, Any]]], bytes] | None:
+    """Return what makes a message of events in a format that is not JSON."""
+    if name == "arrow":
+        from ingest.arrow_pack import pack_batch
+
+        return pack_batch
+    return pack_rows if name == "rows" else None
 
 
 def _json(event: dict[str, Any]) -> bytes:

@@ -25,7 +25,7 @@ HOME = {
     "faiss": {"replay/index.py"},
     "fastapi": {"serving/app.py"},
     "kafka": {"ingest"},
-    "pyarrow": {"ingest/arrow.py", "ingest/arrow_columns.py", "anabranch/source.py"},
+    "pyarrow": {"ingest/arrow_pack.py", "ingest/arrow.py", "ingest/arrow_columns.py", "anabranch/source.py"},
     "redis": {"replay/redis.py"},
     "rich": {"anabranch"},
     "safetensors": {"learner/version.py", "learner/cut.py"},

@@ -12,6 +12,7 @@ from anabranch import cli
 from anabranch.config import load_config
 from anabranch.produce import STDIN, produce
 from ingest.errors import SettingsError
+from ingest.format import FORMATS
 from ingest.rows import row_dtype
 from ingest.schema import Schema
 from learner.trained import parse_trained_through
@@ -167,9 +168,19 @@ def test_rows_are_packed_by_the_schema(environment, example, values):
     assert sorted(rows["x"][:, 3].tolist()) == pytest.approx(sorted(event["x"][3] for event in events))
 
 
-def test_a_line_that_does_not_fit_its_row_is_named(environment, example):
+def test_arrow_batches_are_packed_by_the_schema(environment, example, values):
+    config = load_config(example / "pipeline.toml", {**os.environ, "ANABRANCH__STREAM__FORMAT": "arrow"})
+    produced = produce(config, example / "events.jsonl", topic=None, rate=None, partitions=None, checked=True)
+    decoded = FORMATS["arrow"](Schema(config.pipeline.events)).decode(values(environment, 20))
+    events = [json.loads(line) for line in (example / "events.jsonl").read_text().splitlines()]
+    assert (produced.events, decoded.rejects) == (20, [])
+    assert sorted(decoded.columns["label"].tolist()) == sorted(event["y"] for event in events)
+
+
+@pytest.mark.parametrize("format_", ["rows", "arrow"])
+def test_a_line_that_does_not_fit_its_row_is_named(environment, example, format_):
     (example / "bad.jsonl").write_text('{"x": [1, 2], "y": 3}\n')
-    config = load_config(example / "pipeline.toml", {**os.environ, "ANABRANCH__STREAM__FORMAT": "rows"})
+    config = load_config(example / "pipeline.toml", {**os.environ, "ANABRANCH__STREAM__FORMAT": format_})
     with pytest.raises(SettingsError, match=r"bad\.jsonl, line 1: .*x"):
         produce(config, example / "bad.jsonl", topic=None, rate=None, partitions=None, checked=True)
 

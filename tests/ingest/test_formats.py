@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ingest.arrow_pack import pack_batch
 from ingest.config import SchemaSettings
 from ingest.decoded import WHOLE_MESSAGE, Decoded
 from ingest.errors import SettingsError
@@ -31,7 +32,7 @@ def pack_row(schema: Schema, event: dict[str, Any]) -> bytes:
 
 
 def pack_arrow(schema: Schema, event: dict[str, Any]) -> bytes:
-    return arrow_stream(pa.RecordBatch.from_pylist([event]))
+    return pack_batch(schema, [event])
 
 
 def arrow_stream(*batches: Any, **options: Any) -> bytes:
