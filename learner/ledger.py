@@ -10,9 +10,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from ingest.block import Outcome, SkipReason, TopicPartition
+from ingest.block import Array, Outcome, SkipReason, TopicPartition
 from ingest.messages import Position
 from learner.batches import Span
+from learner.record_times import RecordTimes
 from learner.report import PartitionReport
 from learner.trained import Trained
 
@@ -83,8 +84,14 @@ class PartitionLedger:
 class Ledger:
     """The accounts of all partitions, in the order of the index that blocks carry. Used by one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, published: Mapping[str, Trained] | None = None) -> None:
+        """`published` is how far the newest version has learned: events up to there are not learned for the first time.
+
+        That they are learned again at all is because a restart goes on from a cut, which is older.
+        """
         self.partitions: list[PartitionLedger] = []
+        self._published = published or {}
+        self._learned = RecordTimes()
 
     def take_up(self, name: TopicPartition, start: int) -> None:
         """Open the account of the partition with the next index."""
@@ -133,6 +140,20 @@ class Ledger:
             account.skipped += np.bincount(reasons[mine], minlength=len(SkipReason))
             if mine.any():
                 account.time_ms = int(span.columns["time_ms"][mine][-1])
+            if outcome is Outcome.TRAINED:
+                self._learn(account, {name: column[mine & span.trained] for name, column in span.columns.items()})
+
+    def _learn(self, account: PartitionLedger, columns: Mapping[str, Array]) -> None:
+        published = self._published.get(str(account.name))
+        first = np.greater(columns["time_ms"], 0)  # a record without a time has none
+        if published is not None and published.incarnation == account.name.incarnation:
+            first &= np.greater(columns["offset"], published.offset)
+        self._learned.add(columns["time_ms"][first].astype(np.int64))
+
+    def take_learned(self) -> RecordTimes:
+        """Return the record times of the events that were learned for the first time since this was last called."""
+        learned, self._learned = self._learned, RecordTimes()
+        return learned
 
     @property
     def trained_through(self) -> dict[str, Trained]:

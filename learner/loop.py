@@ -62,7 +62,7 @@ class Loop:
         self._batches = Batches(parts.source, settings.batch_size, settings.max_delay)
         self._replay_debt = 0.0
         self._next_commit = 0.0
-        self.ledger = Ledger()
+        self.ledger = Ledger(parts.publisher.published_through())
         self.prequential = Prequential()
         self.steps = 0
         self.rows_new = 0
@@ -225,6 +225,7 @@ class Loop:
             trained_through=self.ledger.trained_through,
             guard=self._parts.guard.held,
             accuracy_now=self.prequential.mean,
+            learned=self.ledger.take_learned(),
         )
 
     def _commit_if_due(self) -> None:

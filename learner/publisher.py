@@ -17,9 +17,13 @@ from learner.deadline import Deadline
 from learner.errors import VersionError
 from learner.guard import GuardRows, evaluate
 from learner.metrics import LearnerMetrics
+from learner.record_times import RecordTimes
 from learner.task import Task
-from learner.trained import Trained
+from learner.trained import Learned, Trained
 from learner.version import Manifest, ModelReference, Verdict, Versions
+
+_LEARNED_TIMES = 32
+"""So many record times stand for all the events that a version is the first to have learned."""
 
 _SCORING_SHARE = 50
 """Scoring may take one part in so many of the time; versions in between have no scores, but for the last of a burst."""
@@ -39,6 +43,8 @@ class Snapshot:
     trained_through: Mapping[str, Trained]
     guard: GuardRows
     accuracy_now: float | None
+    learned: RecordTimes
+    """Of the events that were learned for the first time since the last snapshot."""
 
 
 class Publisher:
@@ -73,6 +79,7 @@ class Publisher:
         self._progress: Progress | None = None
         self._scored_at, self._scoring_seconds = 0.0, 0.0
         self._unscored: Snapshot | None = None
+        self._learned = RecordTimes()
         self._background = Background("publisher")
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
@@ -102,6 +109,15 @@ class Publisher:
             return
         self._start(progress, take(), final=False)
 
+    def published_through(self) -> Mapping[str, Trained]:
+        """Return how far the newest version has learned, by `topic:partition`; a torn manifest says nothing."""
+        if self.number is None:
+            return {}
+        try:
+            return self._versions.manifest(self.number).trained_through
+        except VersionError:
+            return {}
+
     def go_on_from(self, progress: Progress) -> None:
         """Publish nothing of what was published before a restart, as long as any version is there."""
         if self.number is not None:
@@ -128,6 +144,7 @@ class Publisher:
         scores = self._score(snapshot, final=final)
         number = self._highest = self._highest + 1  # a number that failed is not used again
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
+        self._learned.join(snapshot.learned)
         manifest = Manifest(
             number=number,
             epoch=self._epoch,
@@ -144,6 +161,7 @@ class Publisher:
             },
             model=self._reference,
             files={},
+            learned=Learned(self._learned.rows, self._learned.quantiles(_LEARNED_TIMES).tolist()),
         )
         try:
             self._versions.write({name: tensor.cpu() for name, tensor in snapshot.weights.items()}, manifest, _VERDICT)
@@ -152,6 +170,7 @@ class Publisher:
             log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
             self._versions.clean()
             return
+        self._learned = RecordTimes()
         self.number = number
         self.published += 1
         self._metrics.published.inc()

@@ -15,6 +15,15 @@ class Trained(msgspec.Struct, frozen=True):
     """Timestamp of the last record with an outcome, milliseconds since 1970; 0 for none."""
 
 
+class Learned(msgspec.Struct, frozen=True):
+    """The events that a version is the first to have been trained on, restarts of the learner included."""
+
+    rows: int
+    """How many of them have a record time."""
+    times_ms: list[int]
+    """Record times of evenly spaced ones among them, in milliseconds since 1970, rising."""
+
+
 def format_trained_through(trained_through: Mapping[str, Trained]) -> str:
     """Write the form that HTTP replies carry: `events:0=4711,events:1=4698`."""
     return ",".join(f"{name}={trained.offset}" for name, trained in sorted(trained_through.items()))

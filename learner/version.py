@@ -23,7 +23,7 @@ import msgspec
 
 from learner.errors import VersionError
 from learner.files import replace_file, sync_directory, write_durably
-from learner.trained import Trained
+from learner.trained import Learned, Trained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelReference
     files: dict[str, str]
     """SHA-256 of every file, by name."""
+    learned: Learned | None = None
+    """What it is the first to have learned; None where its learner did not say."""
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -8,13 +8,16 @@ from time import monotonic
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from serving.freshness import Ages
+
 WINDOW = timedelta(seconds=60)
 """How far back the percentiles of the report look."""
 
 _WINDOW_SAMPLES = 4096
 _RATE_MARKS = 10
 _REQUEST_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-_FRESHNESS_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 300)
+_FRESHNESS_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 1800, 7200, 86400)
+_WINDOW_SWAPS = 256
 
 
 class Metrics:
@@ -32,9 +35,9 @@ class Metrics:
             registry=registry,
         )
         self.version = Gauge("anabranch_serving_version", "Number of the served version", registry=registry)
-        self._freshness = Histogram(
+        self._freshness = _RowsHistogram(
             "anabranch_serving_freshness_duration_seconds",
-            "At each swap and partition: now minus the record time of the newest event that the version has learned",
+            "Of every event that is trained on: from its record time to the swap to the first version that knows it",
             buckets=_FRESHNESS_BUCKETS,
             registry=registry,
         )
@@ -46,7 +49,7 @@ class Metrics:
         )
         self.ill = Gauge("anabranch_serving_ill", "Parts that do not work as they should", registry=registry)
         self._answered = _Recent()
-        self._learned = _Recent()
+        self._learned = _RecentRows()
         self._total = 0
         self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_MARKS)
 
@@ -58,10 +61,11 @@ class Metrics:
         if status == HTTPStatus.OK:
             self._answered.add(seconds)
 
-    def learned(self, seconds: float) -> None:
-        """Note how old the newest event of a partition is that the version swapped in has learned."""
-        self._freshness.observe(seconds)
-        self._learned.add(seconds)
+    def learned(self, rows: int, ages: Ages) -> None:
+        """Count events that the version swapped in is the first served one to have learned."""
+        if rows:
+            self._freshness.observe_rows(rows, ages)
+            self._learned.add(rows, ages)
 
     def requests(self) -> dict[str, int]:
         """Return the requests so far by HTTP status."""
@@ -84,7 +88,7 @@ class Metrics:
         return self._answered.percentiles()
 
     def freshness_percentiles(self) -> tuple[float, float] | tuple[None, None]:
-        """Return the median and the 99th percentile, in seconds, of what was `learned` recently; Nones without any."""
+        """Return the median and the 99th percentile, in seconds, of events `learned` recently; Nones without any."""
         return self._learned.percentiles()
 
     def exposition(self) -> bytes:
@@ -117,3 +121,34 @@ class _Recent:
             return None, None
         p50, p99 = np.percentile(recent, (50, 99))
         return float(p50), float(p99)
+
+
+class _RowsHistogram(Histogram):
+    """A histogram that takes many events at once, where `observe` would take as long as there are events."""
+
+    def observe_rows(self, rows: int, ages: Ages) -> None:
+        within = np.searchsorted(ages, self._upper_bounds, side="right") * rows / len(ages)
+        for bucket, more in zip(self._buckets, np.diff(np.rint(within), prepend=0).tolist(), strict=True):
+            bucket.inc(more)
+        self._sum.inc(rows * float(ages.mean()))
+
+
+class _RecentRows:
+    """The ages of the events of the last minute's swaps, at most so many."""
+
+    def __init__(self) -> None:
+        self._swaps: deque[tuple[float, int, Ages]] = deque(maxlen=_WINDOW_SWAPS)
+
+    def add(self, rows: int, ages: Ages) -> None:
+        self._swaps.append((monotonic(), rows, ages))
+
+    def percentiles(self) -> tuple[float, float] | tuple[None, None]:
+        since = monotonic() - WINDOW.total_seconds()
+        recent = [(rows, ages) for when, rows, ages in self._swaps.copy() if when >= since]
+        if not recent:
+            return None, None
+        ages = np.concatenate([ages for _, ages in recent])
+        order = np.argsort(ages)
+        ranks = np.cumsum(np.concatenate([np.full(len(ages), rows / len(ages)) for rows, ages in recent])[order])
+        p50, p99 = ages[order][np.searchsorted(ranks, np.array([0.5, 0.99]) * ranks[-1])].tolist()
+        return p50, p99

@@ -32,7 +32,7 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[int, str] = {}
     """The newest versions that were refused, with the reason."""
     freshness_p50_seconds: float | None = None
-    """At the last minute's swaps, the age of the newest event that the version has learned; None without any."""
+    """Of the events served first in the last minute, from record time to swap; None without any."""
     freshness_p99_seconds: float | None = None
     requests: dict[str, int] = {}
     """Inference requests by HTTP status."""

@@ -18,6 +18,7 @@ import msgspec
 from learner.errors import VersionError
 from learner.trained import Trained
 from learner.version import MANIFEST, VERDICT, Manifest
+from serving.freshness import Unserved
 from serving.metrics import Metrics
 from serving.served import Deployment, ServedVersion, load_version
 
@@ -57,6 +58,7 @@ class Swap:
         self._deployment = deployment
         self._versions = deployment.versions
         self._max_batch = max_batch
+        self._unserved = Unserved(deployment.versions)
         self._metrics = metrics
         self._notify = taken
         self._fail = fail
@@ -88,7 +90,9 @@ class Swap:
         Called by the swap's thread; by a test that has not started it.
         """
         served = self.current.number if self.current else -1
-        for number in reversed(self._versions.numbers()):
+        numbers = self._versions.numbers()
+        self._unserved.hear(numbers)
+        for number in reversed(numbers):
             if number <= served:
                 return False
             stamp = self._verdict_stamp(number)
@@ -171,20 +175,11 @@ class Swap:
         self._notify()
         self._complaints.pop("version", None)
         self._passed_over = {number: stamp for number, stamp in self._passed_over.items() if number > version.number}
-        self._observe(previous, version)
-        log.info("serving version %d, trained through %s", version.number, version.trained_through or "nothing")
-        self._write_state(previous, version)
-
-    def _observe(self, previous: ServedVersion | None, version: ServedVersion) -> None:
         self._metrics.swaps.labels("swapped").inc()
         self._metrics.version.set(version.number)
-        if previous is None:
-            return  # what a version had learned before this process began says nothing of its freshness
-        now = time.time()
-        before = previous.manifest.trained_through
-        for name, trained in version.manifest.trained_through.items():
-            if trained.time_ms and (name not in before or trained.offset > before[name].offset):
-                self._metrics.learned(max(0.0, now - trained.time_ms / 1000))
+        self._metrics.learned(*self._unserved.served(version.number, self.since))
+        log.info("serving version %d, trained through %s", version.number, version.trained_through or "nothing")
+        self._write_state(previous, version)
 
     def _write_state(self, previous: ServedVersion | None, version: ServedVersion) -> None:
         try:

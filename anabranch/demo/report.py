@@ -23,6 +23,9 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     http_failures: int
     freshness_p50_seconds: float | None
     freshness_p99_seconds: float | None
+    serving_freshness_p50_seconds: float | None
+    """As serving tells it, of the last minute; those above are measured from outside."""
+    serving_freshness_p99_seconds: float | None
     replay_rows: dict[str, int]
     seconds: float
 
@@ -46,6 +49,8 @@ def make_report(figures: Figures) -> DemoReport:
         http_failures=figures.failures,
         freshness_p50_seconds=figures.freshness_p50_seconds,
         freshness_p99_seconds=figures.freshness_p99_seconds,
+        serving_freshness_p50_seconds=serving.freshness_p50_seconds if serving else None,
+        serving_freshness_p99_seconds=serving.freshness_p99_seconds if serving else None,
         replay_rows=dict(learner.replay_rows) if learner else {},
         seconds=round(figures.seconds, 3),
     )

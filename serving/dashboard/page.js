@@ -212,6 +212,7 @@ function renderTiles() {
   const { learner, serving } = status, rates = learner?.rates ?? {};
   figure("freshness_p50", duration(serving.freshness_p50_seconds));
   figure("freshness_p99", duration(serving.freshness_p99_seconds));
+  figure("freshness_note", serving.freshness_p50_seconds > 60 ? "old events are being learned" : "of all events of the last minute");
   figure("rows_new", rate(rates.rows_new));
   figure("rows_replay", rate(rates.rows_replay));
   figure("steps_rate", rate(rates.steps));

@@ -30,6 +30,8 @@ KEYS = [
     "http_failures",
     "freshness_p50_seconds",
     "freshness_p99_seconds",
+    "serving_freshness_p50_seconds",
+    "serving_freshness_p99_seconds",
     "replay_rows",
     "seconds",
 ]

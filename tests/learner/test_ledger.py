@@ -15,6 +15,7 @@ from ingest.messages import Position
 from ingest.schema import Schema
 from learner.batches import Batch, Batches
 from learner.ledger import Ledger
+from learner.trained import Trained
 
 NAMES = [TopicPartition("events", 0), TopicPartition("events", 1)]
 
@@ -178,6 +179,30 @@ def test_settling_a_span_twice_is_a_bug_that_is_noticed(schema: Schema) -> None:
     accounts.advance(batch.spans[0], Outcome.TRAINED)
     with pytest.raises(AssertionError):
         accounts.advance(batch.spans[0], Outcome.TRAINED)
+
+
+def test_only_what_is_trained_on_for_the_first_time_and_has_a_time_is_new(schema: Schema) -> None:
+    rows = [(0, offset, 0, Outcome.PENDING) for offset in range(6)] + [(1, 3, 0, Outcome.PENDING)]
+    rows += [(0, 6, 0, Outcome.HELD_OUT)]
+    made = block(schema, rows, [Coverage(0, 0, 7), Coverage(1, 0, 4)])
+    made.columns["labelled"][4] = False
+    made.columns["time_ms"][:] = [100, 101, 102, 103, 104, -1, 106, 107]
+    accounts = Ledger({"events:0": Trained(1), "events:1": Trained(9, incarnation=1)})
+    for name in NAMES:
+        accounts.take_up(name, 0)
+    for batch in drain(Queue([made]), 2):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)
+    assert accounts.take_learned().quantiles(9).tolist() == [102, 103, 106]
+    assert accounts.take_learned().rows == 0
+
+
+def test_a_skipped_batch_teaches_nothing(schema: Schema) -> None:
+    accounts = ledger()
+    for batch in drain(Queue([block(schema, [(0, 5, 0, Outcome.PENDING)], [Coverage(0, 5, 6)])]), 8):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.SKIPPED, SkipReason.NON_FINITE)
+    assert accounts.take_learned().rows == 0
 
 
 def test_pending_is_what_the_broker_has_beyond_the_position(schema: Schema) -> None:

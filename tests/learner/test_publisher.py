@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -20,8 +21,9 @@ from learner.deadline import Deadline
 from learner.guard import GuardSet
 from learner.metrics import LearnerMetrics
 from learner.publisher import Publisher, Snapshot
+from learner.record_times import RecordTimes
 from learner.task import Classification
-from learner.trained import Trained
+from learner.trained import Learned, Trained
 from learner.version import RegistryState, Versions
 
 SOON = timedelta(seconds=20)
@@ -47,6 +49,7 @@ class Bench:
             LearnerMetrics(CollectorRegistry()),
         )
         self.step = 0
+        self.learned = RecordTimes()
 
     def publish(self) -> None:
         """Take a step and publish it, whatever time it is."""
@@ -55,7 +58,7 @@ class Bench:
 
     def snapshot(self) -> Snapshot:
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        return Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, 0.5)
+        return Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, 0.5, self.learned)
 
 
 @pytest.fixture
@@ -113,6 +116,15 @@ def test_numbers_go_on_from_the_highest_ever_seen(make_bench: Callable[..., Benc
     assert second.versions.manifest(42).parent == 1
 
 
+def test_a_restart_knows_how_far_the_newest_version_has_learned(make_bench: Callable[..., Bench]) -> None:
+    first = make_bench()
+    assert first.publisher.published_through() == {}
+    first.publish()
+    assert make_bench().publisher.published_through() == {"events:0": Trained(1)}
+    (first.versions.directory(1) / "manifest.json").write_text("torn")
+    assert make_bench().publisher.published_through() == {}
+
+
 def test_old_versions_are_deleted_but_not_what_serving_needs(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(keep=2, keep_hourly=0)
     for _ in range(3):
@@ -138,9 +150,12 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
+    bench.learned.add(np.array([10, 20], np.int64))
     with monkeypatch.context() as patch:
         patch.setattr("learner.files.os.fsync", _no_space)
         bench.publish()
+    bench.learned = RecordTimes()
+    bench.learned.add(np.array([30], np.int64))
     assert bench.versions.numbers() == []
     assert bench.publisher.ill is not None
     assert "No space left" in bench.publisher.ill
@@ -148,6 +163,10 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     bench.publish()
     assert bench.publisher.ill is None
     assert bench.versions.numbers() == [2], "the number of a version that failed is given again"
+    assert bench.versions.manifest(2).learned == Learned(3, [10, 20, 30])
+    bench.learned = RecordTimes()
+    bench.publish()
+    assert bench.versions.manifest(3).learned == Learned(0, [])
 
 
 def test_positions_that_moved_without_a_step_are_published(make_bench: Callable[..., Bench]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ingest.config import SchemaSettings
 from ingest.schema import Schema
 from learner.config import ModelSettings
-from learner.trained import Trained
+from learner.trained import Learned, Trained
 from learner.version import Manifest, ModelReference, Verdict, Versions
 from serving.config import ServingSettings
 from serving.report import ServingReport, read_report
@@ -156,6 +156,7 @@ class Publisher:
                 self.deployment.model.factory, self.deployment.model.args, self.deployment.model.task
             ),
             "files": {},
+            "learned": Learned(1, [int(time.time() * 1000)]),
         }
         weights = weights if weights is not None else {"number": torch.tensor(float(number))}
         return self.versions.write(weights, Manifest(**{**members, **changes}), Verdict(verdict))  # type: ignore[arg-type]

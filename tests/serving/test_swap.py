@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from learner.files import replace_file
-from learner.trained import Trained
+from learner.trained import Learned
 from learner.version import MANIFEST, VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
 from serving.metrics import Metrics
 from serving.served import pick_device
@@ -32,7 +33,8 @@ class Watched:
     def __init__(self, publisher: Any) -> None:
         self.registry = CollectorRegistry()
         self.taken = 0
-        self.swap = Swap(publisher.deployment, 8, Metrics(self.registry), self.count, self.fail)
+        self.metrics = Metrics(self.registry)
+        self.swap = Swap(publisher.deployment, 8, self.metrics, self.count, self.fail)
 
     def count(self) -> None:
         self.taken += 1
@@ -208,19 +210,66 @@ def test_a_topic_that_was_made_anew_may_begin_again(numbers: Any, watched: Watch
     assert watched.look() == 2
 
 
-def test_freshness_is_observed_for_each_partition_that_moved(numbers: Any, watched: Watched) -> None:
-    count = "anabranch_serving_freshness_duration_seconds_count"
-    numbers.publish(1, offsets={"events:0": 5, "events:1": 7})
+COUNT = "anabranch_serving_freshness_duration_seconds_count"
+
+
+def learned(rows: int, *ages: float) -> Learned:
+    now = time.time()
+    return Learned(rows, [int(1000 * (now - age)) for age in ages])
+
+
+def test_freshness_is_that_of_all_events_whose_first_served_version_it_is(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1, learned=learned(1000, 90))
     watched.look()
-    assert watched.registry.get_sample_value(count) == 0
-    numbers.publish(2, offsets={"events:0": 6, "events:1": 7, "events:2": 0})
+    assert watched.registry.get_sample_value(COUNT) == 0, "what was learned before this process began says nothing"
+    numbers.publish(2, learned=learned(300, 45))
+    numbers.publish(3, learned=learned(600, 20, 7), verdict="fail")
     watched.look()
-    assert watched.registry.get_sample_value(count) == 2
-    numbers.publish(
-        3, trained_through={"events:0": Trained(7, time_ms=0), "events:1": Trained(7), "events:2": Trained(0)}
+    numbers.publish(4, learned=learned(100, 3.1))
+    numbers.publish(5, learned=learned(7, 20), verdict="fail")
+    assert watched.look() == 4
+    bucket = "anabranch_serving_freshness_duration_seconds_bucket"
+    bounds = ("3.0", "5.0", "10.0", "30.0", "60.0", "+Inf")
+    served = [watched.registry.get_sample_value(bucket, {"le": bound}) for bound in bounds]
+    assert served == pytest.approx([0, 100, 400, 700, 1000, 1000], abs=1000 / 32)
+    assert watched.registry.get_sample_value(COUNT.replace("count", "sum")) == pytest.approx(
+        300 * 45 + 300 * 20 + 300 * 7 + 100 * 3.1, rel=0.05
     )
+
+
+def test_the_events_of_a_version_that_is_deleted_before_its_turn_are_not_lost(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
     watched.look()
-    assert watched.registry.get_sample_value(count) == 2
+    numbers.publish(2, learned=learned(10, 0.1), verdict="fail")
+    watched.look()
+    numbers.versions.delete(2)
+    numbers.publish(3, learned=learned(5, 0.1))
+    watched.look()
+    assert watched.registry.get_sample_value(COUNT) == 15
+
+
+def test_a_version_that_does_not_tell_what_it_has_learned_or_tells_it_torn_is_served(
+    numbers: Any, watched: Watched
+) -> None:
+    numbers.publish(1)
+    watched.look()
+    numbers.publish(2, learned=None)
+    numbers.publish(3, learned=Learned(5, []))
+    tear_manifest(numbers.publish(4))
+    assert watched.look() == 3
+    assert watched.registry.get_sample_value(COUNT) == 0
+    assert watched.metrics.freshness_percentiles() == (None, None)
+
+
+def test_events_that_wait_for_many_versions_are_all_counted(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    watched.look()
+    for number in range(2, 102):
+        numbers.publish(number, learned=learned(40, 10), verdict="fail")
+    watched.look()
+    numbers.publish(102, learned=learned(40, 10))
+    watched.look()
+    assert watched.registry.get_sample_value(COUNT) == 101 * 40
 
 
 def test_the_old_version_is_freed_when_nobody_holds_it(numbers: Any, watched: Watched) -> None:
