@@ -45,6 +45,11 @@ class LearnerMetrics:
         self.cut_number = Gauge("anabranch_cut_number", "The newest cut; 0 without one.", registry=registry)
         self.cut_time = Gauge("anabranch_cut_time_seconds", "When it was made, since 1970.", registry=registry)
         self.guard = Gauge("anabranch_guard_rows", "Held-out events in the guard set.", registry=registry)
+        self.heartbeat = Gauge(
+            "anabranch_learner_heartbeat_time_seconds",
+            "When the loop last passed a boundary between steps or idle polls, since 1970; 0 while it starts.",
+            registry=registry,
+        )
         self.ill = Gauge("anabranch_learner_ill", "Parts that do not work as they should.", registry=registry)
         self.trained_through = Gauge(
             "anabranch_learner_trained_through_offset",

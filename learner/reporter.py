@@ -11,6 +11,7 @@ from ingest.source import Source
 from learner.cut import MANIFEST, CutManifest
 from learner.cutter import Cutter
 from learner.guard import GuardSet
+from learner.heartbeat import Heartbeat
 from learner.loop import Loop, Metrics
 from learner.publisher import Publisher
 from learner.report import LearnerReport, write_report
@@ -55,13 +56,22 @@ class Reporter:
         self._started = time.time()
         self._ill: str | None = None
         self._due = 0.0
+        self._heartbeat = Heartbeat(metrics.learner.heartbeat)
         self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
 
     def ill(self) -> list[str]:
-        """One sentence for each part that does not work as it should."""
+        """One sentence for each part that does not work as it should. Any thread may ask, also while the loop hangs."""
         replay = self._store.tiers.ill if self._store is not None else None
-        parts = (self._source.ill, self._publisher.ill, self._cutter.ill, replay, self._ill, self._spoiled())
+        parts = (
+            self._heartbeat.ill,
+            self._source.ill,
+            self._publisher.ill,
+            self._cutter.ill,
+            replay,
+            self._ill,
+            self._spoiled(),
+        )
         return [sentence for sentence in parts if sentence]
 
     def _spoiled(self) -> str | None:
@@ -71,7 +81,8 @@ class Reporter:
         return f"the last {steps} steps were skipped because loss or gradient was not finite: are the weights?"
 
     def report_if_due(self) -> None:
-        """Report when half a second has passed since the last time."""
+        """Note that the loop is alive, and report when half a second has passed since the last time."""
+        self._heartbeat.beat()
         if time.monotonic() >= self._due:
             self.report()
             self._due = time.monotonic() + _EVERY_SECONDS

@@ -35,7 +35,7 @@ def serve_status(address: str, token: str, registry: CollectorRegistry, ill: Cal
     """Listen on `address` (`HOST:PORT`, port 0 takes a free one) in threads of its own, and yield the port.
 
     `/healthz` answers 200 when `ill` returns nothing, else 503 with its sentences. `/metrics` wants `token` as a bearer
-    token, unless it is empty.
+    token, unless it is empty. Both answer also while the loop hangs.
 
     Raises:
         SettingsError: the address cannot be listened on.

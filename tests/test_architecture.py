@@ -75,7 +75,7 @@ METRICS_ADDED = words("""
     anabranch_learner_ill anabranch_learner_trained_through_offset anabranch_learner_version
     anabranch_ingest_skipped_rows anabranch_replay_bound_bytes anabranch_replay_capacity_rows anabranch_guard_rows
     anabranch_replay_read_rows_total anabranch_replay_lost_rows_total
-    anabranch_cut_number anabranch_cut_time_seconds anabranch_serving_ill
+    anabranch_cut_number anabranch_cut_time_seconds anabranch_serving_ill anabranch_learner_heartbeat_time_seconds
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}

@@ -1,0 +1,34 @@
+"""Tells a loop that works or waits from one that hangs."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from prometheus_client import Gauge
+
+PATIENCE = timedelta(minutes=1)
+"""The loop passes a boundary after every step, and ten times a second while nothing comes."""
+
+
+class Heartbeat:
+    """The loop's thread beats, any thread may ask. Before the first beat it starts, which may take its time."""
+
+    def __init__(self, gauge: Gauge, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gauge = gauge
+        self._clock = clock
+        self._last: float | None = None
+
+    def beat(self) -> None:
+        """Note that the loop is at a boundary."""
+        self._last = self._clock()
+        self._gauge.set_to_current_time()
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence when the last beat was too long ago."""
+        if self._last is None or self._clock() - self._last < PATIENCE.total_seconds():
+            return None
+        return (
+            f"the training loop has stood still for more than {PATIENCE.total_seconds():.0f} s: "
+            "the disk, the device or the model hangs; restart the learner when it does not go on"
+        )
