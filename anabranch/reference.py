@@ -117,7 +117,7 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_replay_capacity_rows`, `anabranch_replay_read_rows_total`, `anabranch_replay_lost_rows_total`,
   `anabranch_guard_rows`, `anabranch_cut_number`, `anabranch_cut_time_seconds`, `anabranch_serving_ill`,
   `anabranch_learner_heartbeat_time_seconds`
-- `learned` in a version's manifest: how many events it is the first to have been trained on, and when they were recorded
+- `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
 - files `learner.json`, `serving.json`, `learner.lock`, `epoch`
 """

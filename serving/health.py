@@ -22,6 +22,8 @@ class Health(msgspec.Struct, frozen=True):
     sentence: str
     ill: list[str] = []
     """One sentence for each thing that is wrong."""
+    silent: bool = False
+    """Whether the learner's figures are no longer those of now."""
 
 
 def is_silent(report: LearnerReport, now: float) -> bool:
@@ -34,11 +36,12 @@ def judge(learner: LearnerReport | None, serving: ServingReport, now: float) -> 
     if learner is None:
         return Health("starting", "No learner has reported yet: start one with anabranch up.")
     ill = [f"Learner: {sentence}" for sentence in learner.ill]
-    if is_silent(learner, now):
+    silent = is_silent(learner, now)
+    if silent:
         ill.insert(0, "The learner does not report: it hangs, or has stopped.")
     if serving.version is None and not ill:
         return Health("starting", "The first version is on its way.")
     ill += [f"Serving: {sentence}" for sentence in serving.ill]
     if not ill:
         return Health("well", "All is well.")
-    return Health("ill", ill[0] if len(ill) == 1 else f"{len(ill)} things are wrong.", ill)
+    return Health("ill", ill[0] if len(ill) == 1 else f"{len(ill)} things are wrong.", ill, silent)

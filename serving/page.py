@@ -30,6 +30,7 @@ def load_page() -> Page:
         "style-src": _source(style),
         "script-src": _source(script),
         "connect-src": "'self'",
+        "require-trusted-types-for": "'script'",
         "img-src": "data:",  # the icon
         "base-uri": "'none'",
         "form-action": "'none'",

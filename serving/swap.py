@@ -169,8 +169,8 @@ class Swap:
         2. wake those that wait for it;
         3. write `state.json`, by which the learner knows what not to delete.
         """
-        previous, self.current = self.current, version
         self.since = time.time()
+        previous, self.current = self.current, version
         self.taken.append(version.number)
         self._notify()
         self._complaints.pop("version", None)

@@ -56,12 +56,12 @@ function resolution() {
 }
 
 async function askHistory() {
-  const [wanted, many] = resolution();
-  if (points?.step !== wanted || points.began !== status.history.since) points = null;
-  const since = points?.time.at(-1) ?? 0;
-  const fresh = await ask(`api/history?step=${wanted}&since=${since}`);
-  if (!points) {
-    points = { ...fresh, began: status.history.since };
+  const [wanted, many] = resolution(), began = status.history.since;
+  const from = (time) => ask(`api/history?step=${wanted}&since=${time}`);
+  const since = (points?.step === wanted && points.began === began && points.time.at(-1)) || 0;
+  const fresh = await from(since), turned = since && !fresh.time.length; /* the server's clock was set back */
+  if (!since || turned) {
+    points = { ...(turned ? await from(0) : fresh), began };
     return;
   }
   const keep = points.time.findIndex((time) => time >= since);
@@ -139,7 +139,7 @@ function render() {
   $("pipeline").textContent = status.name;
   const told = [
     known(serving.version) ? `Version ${serving.version}, swapped in ${age(status.time - serving.version_since)} ago` : "Nothing is served yet",
-    learner ? `learning for ${age(learner.time - learner.started)}` : "not learning",
+    !learner ? "not learning" : health.silent ? `learner last heard of ${age(status.time - learner.time)} ago` : `learning for ${age(learner.time - learner.started)}`,
     `serving for ${age(serving.time - serving.started)}`,
   ];
   $("meta").replaceChildren(...told.map((text) => element("span", {}, text)));
@@ -209,7 +209,7 @@ function renderValues(drawn, times, values) {
 }
 
 function renderTiles() {
-  const { learner, serving } = status, rates = learner?.rates ?? {};
+  const { learner, serving, health } = status, rates = health.silent ? {} : learner?.rates ?? {};
   figure("freshness_p50", duration(serving.freshness_p50_seconds));
   figure("freshness_p99", duration(serving.freshness_p99_seconds));
   figure("freshness_note", serving.freshness_p50_seconds > 60 ? "old events are being learned" : "of all events of the last minute");
@@ -228,9 +228,10 @@ function renderTiles() {
   errors.className = failed ? "bad" : "zero";
   const partitions = Object.values(learner?.partitions ?? {});
   const lag = sum(partitions.map((partition) => partition.pending));
-  figure("lag", learner ? count(lag) : NONE);
-  const seconds = rates.rows_new > 0 ? lag / rates.rows_new : null;
-  figure("behind", !learner ? "" : lag === 0 ? "nothing waits" : known(seconds) ? `about ${duration(seconds)} at this rate` : "and nothing is learned");
+  figure("lag", learner && !health.silent ? count(lag) : NONE);
+  const rows = (lag * (learner?.outcomes.trained ?? 0)) / Math.max(1, sum(partitions.map((partition) => partition.finished)));
+  const behind = rates.rows_new > 0 ? `about ${duration(rows / rates.rows_new)} at this rate` : "and nothing is learned";
+  figure("behind", !learner || health.silent ? "" : lag === 0 ? "nothing waits" : behind);
   figure("partitions", `${partitions.length} ${partitions.length === 1 ? "partition" : "partitions"}`);
   for (const host of document.querySelectorAll("[data-spark]")) {
     const { times, values, gap } = shown(host.dataset.spark.split(" "));
@@ -278,29 +279,32 @@ function renderOutcomes() {
     const label = element("th", { scope: "row" }, element("span", { class: `key o-${name}`, "aria-hidden": "true" }), name.replace("_", " ") + (why && `: ${why}`));
     return element("tr", { "data-outcome": name }, label,
       element("td", { class: `num ${many ? alarms[name] ?? "" : ""}` }, count(many)),
-      element("td", { class: "num aside" }, read ? percent(many / read) : NONE));
+      element("td", { class: "num aside" }, !many ? NONE : many / read < 0.0005 ? "< 0.1 %" : percent(many / read)));
   }));
 }
 
 function renderReplay() {
-  const { replay_rows: rows = {}, replay_bytes: sizes = {}, replay_bounds: bounds = {}, replay_capacity: capacity } = status.learner ?? {};
-  const held = sum(Object.values(rows));
-  figure("replay", known(capacity) ? `${count(held)} of ${count(capacity)} events` : "");
-  const tiers = Object.keys(rows).map((tier) => {
-    const fraction = bounds[tier] ? Math.min(1, sizes[tier] / bounds[tier]) : 0;
+  const { replay_rows: rows = {}, replay_bytes: sizes = {}, replay_bounds: bounds = {}, replay_capacity: capacity, replay_lost: lost } = status.learner ?? {};
+  const names = Object.keys(rows), last = names.at(-1); /* the last tier holds all, those before it are caches */
+  figure("replay", known(capacity) ? `${count(rows[last] ?? 0)} of ${count(capacity)} events` : "");
+  const tiers = names.map((tier) => {
+    const size = sizes[tier] ?? 0, bound = bounds[tier] ?? 0, fraction = bound ? Math.min(1, size / bound) : 0;
     const fill = element("span");
-    fill.style.width = `${Math.max(100 * fraction, sizes[tier] ? 0.6 : 0)}%`;
-    const size = bounds[tier] ? `${bytes(sizes[tier])} of ${bytes(bounds[tier])}` : bytes(sizes[tier]);
+    fill.style.width = `${Math.max(100 * fraction, size ? 0.6 : 0)}%`;
     return element("div", { class: "tier", "data-tier": tier },
-      element("p", {}, element("span", {}, tier), element("span", { class: "num" }, `${count(rows[tier])} events`)),
+      element("p", {}, element("span", {}, tier === last ? tier : `${tier}, a cache of ${last}`), element("span", { class: "num" }, `${count(rows[tier])} events`)),
       element("div", { class: "meter", "aria-hidden": "true" }, fill),
-      element("p", { class: "aside" }, element("span", {}, size), element("span", {}, bounds[tier] ? percent(fraction) : "")));
+      element("p", { class: "aside" }, element("span", {}, bound ? `${bytes(size)} of ${bytes(bound)}` : bytes(size)), element("span", {}, bound ? percent(fraction) : "")));
   });
-  $("tiers").replaceChildren(...(tiers.length ? tiers : [element("p", { class: "aside" }, status.learner ? "This learner replays nothing." : NONE)]));
+  if (!tiers.length) tiers.push(element("p", { class: "aside" }, status.learner ? "This learner replays nothing." : NONE));
+  if (lost) tiers.push(element("p", { class: "warn", id: "lost" }, `${count(lost)} ${lost === 1 ? "event was" : "events were"} lost by a tier`));
+  $("tiers").replaceChildren(...tiers);
 }
 
 function renderPartitions() {
   const partitions = Object.entries(status.learner?.partitions ?? {});
+  const [name, most] = partitions.reduce((worst, one) => (one[1].pending > worst[1].pending ? one : worst), ["", { pending: 0 }]);
+  figure("behindmost", name && partitions.length > 1 ? `${name} lags most, by ${count(most.pending)}` : "");
   const rows = partitions.map(([name, partition]) => element("tr", { "data-partition": name },
     element("th", { scope: "row" }, name),
     element("td", { class: "num" }, count(partition.pending)),
@@ -313,7 +317,7 @@ function renderParts() {
   const { learner, serving, twin } = status, ago = (time) => `${age(status.time - time)} ago`;
   const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0;
   const parts = [
-    ["Last cut", learner?.cut ? `${learner.cut}, ${known(learner.cut_time) ? ago(learner.cut_time) : "age not known"}` : "none yet"],
+    ["Last cut", learner?.cut ? `number ${learner.cut}, ${known(learner.cut_time) ? ago(learner.cut_time) : "age not known"}` : "none yet"],
     ["Guard set", learner ? `${count(learner.guard_rows)} events` : NONE],
     ["Learner reported", learner ? ago(learner.time) : "never"],
     ...(twin ? [["Twin reported", ago(twin.time)]] : []),

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from learner.report import LearnerReport, write_report
+from learner.report import LearnerReport, PartitionReport, write_report
 from serving.overview import SERIES
 
 Served = Callable[..., Any]
@@ -182,6 +182,113 @@ def test_in_a_browser_regression_shows_the_error(browser: Any, numbers: Any, ser
         assert page.text_content("#hero-title") == "Absolute error"
         assert page.text_content("[data-figure=accuracy_now]") == "3.25"
         assert page.locator("[data-line=worst]").count() == 0
+        page.close()
+
+
+HOSTILE = '<img src=x onerror="window.hurt=1"></script><script>window.hurt=1</script>\'"`${hurt=1}&lt;'
+
+
+def test_in_a_browser_hostile_names_and_sentences_are_words(browser: Any, numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+    torn = numbers.publish(2) / "manifest.json"
+    torn.write_text(HOSTILE)
+    partition = PartitionReport(start=0, end=9, finished=3, passed=0, gaps=0, removed=0, pending=6, trained_through=2)
+    report = learner_report(
+        ill=[HOSTILE, "b"],
+        partitions={HOSTILE: partition, "events:1": partition},
+        skipped={HOSTILE: 4},
+        outcomes={"skipped": 4},
+        replay_rows={HOSTILE: 5},
+        replay_bytes={HOSTILE: 5},
+        replay_capacity=10,
+        accuracy={"now": 0.5, HOSTILE: 0.5},
+    )
+    write_report(numbers.deployment.state_dir, report)
+    with served(numbers) as server:
+        page = browser.new_page()
+        complaints: list[str] = []
+        page.on("console", lambda message: complaints.append(message.text))
+        status = httpx.get(server.url + "/api/status").json() | {"name": HOSTILE}
+        status["versions"][0]["reason"] = HOSTILE
+        page.route("**/api/status", lambda route: route.fulfill(json=status))
+        page.goto(server.url)
+        await_sentence(page, "2 things are wrong.")
+        assert page.locator("#ill li").first.text_content() == f"Learner: {HOSTILE}"
+        assert page.text_content("#pipeline") == HOSTILE
+        assert page.locator("#partitions tbody th").first.text_content() == HOSTILE
+        assert HOSTILE in page.text_content("#versions .reason")
+        assert HOSTILE in page.text_content("#tiers")
+        assert page.evaluate("[window.hurt, document.images.length, document.scripts.length]") == [None, 0, 1]
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert complaints == []
+        page.close()
+
+
+def test_in_a_browser_the_figures_of_a_silent_learner_are_not_those_of_now(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    rates = {"rows_new": 300.0, "rows_replay": 900.0, "steps": 10.0}
+    write_report(numbers.deployment.state_dir, learner_report(time=time.time() - 40, rates=rates))
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "The learner does not report")
+        assert page.text_content("[data-figure=rows_new]") == page.text_content("[data-figure=lag]") == "\N{EN DASH}"
+        assert re.search(r"learner last heard of 4\d s ago", page.text_content("#meta"))
+        page.close()
+
+
+def test_in_a_browser_a_cache_is_not_counted_twice_and_two_hundred_partitions_have_their_place(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    partitions = {
+        f"events:{number}": PartitionReport(
+            start=0, end=110, finished=100, passed=0, gaps=0, removed=0, pending=10 + number, trained_through=99
+        )
+        for number in range(200)
+    }
+    report = learner_report(
+        partitions=partitions,
+        outcomes={"trained": 200_000},
+        rates={"rows_new": 1000.0},
+        replay_rows={"device": 50, "disk": 700},
+        replay_bytes={"device": 5_000, "disk": 70_000},
+        replay_bounds={"device": 10_000, "disk": 140_000},
+        replay_capacity=1000,
+        replay_lost=3,
+    )
+    write_report(numbers.deployment.state_dir, report)
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        assert page.text_content("[data-figure=replay]") == "700 of 1,000 events"
+        assert page.text_content("[data-tier=device] p").startswith("device, a cache of disk")
+        assert page.text_content("#lost") == "3 events were lost by a tier"
+        assert page.text_content("[data-figure=behindmost]") == "events:199 lags most, by 209"
+        assert page.text_content("[data-figure=lag]") == "21,900"
+        # Ten events a message: 219,000 events at 1,000 a second.
+        assert page.text_content("[data-figure=behind]") == "about 3 min 39 s at this rate"
+        assert page.evaluate("document.getElementById('partitions').parentElement.clientHeight") < 200
+        page.close()
+
+
+def test_in_a_browser_a_clock_that_is_set_back_begins_the_lines_anew(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    write_report(numbers.deployment.state_dir, learner_report())
+    with served(numbers) as server:
+        page = browser.new_page()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        page.evaluate("points.time = [4e9]")
+        page.wait_for_function("() => points.time.length && points.time.at(-1) < 3e9")
+        assert any(url.endswith("since=4000000000") for url in asked)
         page.close()
 
 

@@ -28,3 +28,4 @@ def test_it_is_told_in_one_sentence(learner, serving, state, sentence):
     assert health.state == state
     assert health.sentence.startswith(sentence)
     assert bool(health.ill) == (state == "ill")
+    assert health.silent == ("does not report" in sentence)
