@@ -103,10 +103,14 @@ def _learner(report: LearnerReport) -> RenderableType:
         table.add_row("skipped", _pairs({k: f"{v:,}" for k, v in report.skipped.items() if v}))
     for name, partition in report.partitions.items():
         table.add_row(name, f"lag {partition.pending:,}, trained through {partition.trained_through:,}")
+    last = next(reversed(report.replay_rows), None)  # which holds all; tiers before it are caches
     tiers = {
-        tier: f"{rows:,} ({report.replay_bytes.get(tier, 0) / 1e6:.1f} MB)" for tier, rows in report.replay_rows.items()
+        tier if tier == last else f"{tier} cache": f"{rows:,} ({report.replay_bytes.get(tier, 0) / 1e6:.1f} MB)"
+        for tier, rows in report.replay_rows.items()
     }
     table.add_row("replay", _pairs(tiers) or "empty")
+    if report.replay_lost:
+        table.add_row("", Text(f"{report.replay_lost:,} events were lost by a tier", style="yellow"))
     table.add_row("held out", f"{report.guard_rows:,}")
     made = "" if report.cut_time is None else f", made {_age(time.time() - report.cut_time)} ago"
     table.add_row("cut", "none yet" if report.cut is None else f"{report.cut}{made}")
@@ -122,7 +126,7 @@ def _serving(report: ServingReport) -> RenderableType:
     table.add_row("learned", report.trained_through or "nothing")
     if report.freshness_p50_seconds is not None and report.freshness_p99_seconds is not None:
         p50, p99 = report.freshness_p50_seconds, report.freshness_p99_seconds
-        table.add_row("freshness", f"p50 {p50:.2f} s, p99 {p99:.2f} s from append to served")
+        table.add_row("freshness", f"p50 {_duration(p50)}, p99 {_duration(p99)} from append to served")
     table.add_row("swaps", _pairs({k: f"{v:,}" for k, v in report.swaps.items()}) or "none")
     if report.refused:
         number, reason = list(report.refused.items())[-1]
@@ -147,6 +151,10 @@ def _pairs(values: dict[str, str]) -> str:
 
 def _rate(rates: dict[str, float], name: str) -> str:
     return f"{rates.get(name, 0.0):,.1f}/s"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 60 else _age(seconds)
 
 
 def _age(seconds: float) -> str:

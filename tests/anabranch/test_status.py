@@ -119,6 +119,16 @@ def test_the_screen_has_every_figure(config):
         assert figure in text
 
 
+def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
+    rows = {"device": 50, "disk": 700}
+    report = learner_report(replay_rows=rows, replay_bytes={"device": 50_000, "disk": 700_000}, replay_lost=3)
+    learner.report.write_report(config.state_dir, report)
+    serving.report.write_report(config.state_dir, serving_report(freshness_p99_seconds=7 * 86400.0))
+    text = screen(config)
+    assert "replay device cache 50 (0.1 MB), disk 700 (0.7 MB) 3 events were lost by a tier" in text
+    assert "freshness p50 0.31 s, p99 7 days, 0:00:00 from append" in text
+
+
 def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid):
     learner.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=time.time() - 3600))
     assert f"learner not running pid {dead_pid}, last heard of 1:00:00 ago" in screen(config)
