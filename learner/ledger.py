@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ingest.block import Array, Outcome, SkipReason, TopicPartition
+from ingest.block import Outcome, SkipReason, TopicPartition
 from ingest.messages import Position
 from learner.batches import Span
 from learner.record_times import RecordTimes
@@ -140,15 +141,19 @@ class Ledger:
             account.skipped += np.bincount(reasons[mine], minlength=len(SkipReason))
             if mine.any():
                 account.time_ms = int(span.columns["time_ms"][mine][-1])
-            if outcome is Outcome.TRAINED:
-                self._learn(account, {name: column[mine & span.trained] for name, column in span.columns.items()})
+        if outcome is Outcome.TRAINED:
+            self._learned.add(span.columns["time_ms"][span.trained & self._first(span)].astype(np.int64))
 
-    def _learn(self, account: PartitionLedger, columns: Mapping[str, Array]) -> None:
-        published = self._published.get(str(account.name))
-        first = np.greater(columns["time_ms"], 0)  # a record without a time has none
-        if published is not None and published.incarnation == account.name.incarnation:
-            first &= np.greater(columns["offset"], published.offset)
-        self._learned.add(columns["time_ms"][first].astype(np.int64))
+    def _first(self, span: Span) -> NDArray[np.bool_]:
+        """Return which rows are in no version yet, and have a record time."""
+        columns = span.columns
+        first: NDArray[np.bool_] = np.greater(columns["time_ms"], 0)
+        for index in span.positions if self._published else ():
+            name = self.partitions[index].name
+            published = self._published.get(str(name))
+            if published is not None and published.incarnation == name.incarnation:
+                first &= np.not_equal(columns["partition"], index) | np.greater(columns["offset"], published.offset)
+        return first
 
     def take_learned(self) -> RecordTimes:
         """Return the record times of the events that were learned for the first time since this was last called."""

@@ -30,7 +30,7 @@ class RecordTimes:
 
     def add(self, times: Times, rows: int | None = None) -> None:
         """Add events: one for each time, or `rows` of which the times are evenly spaced quantiles."""
-        if len(times):
+        if len(times) and rows != 0:
             self._put(times, 1.0 if rows is None else rows / len(times))
 
     def join(self, other: "RecordTimes") -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -18,9 +19,9 @@ class Trained(msgspec.Struct, frozen=True):
 class Learned(msgspec.Struct, frozen=True):
     """The events that a version is the first to have been trained on, restarts of the learner included."""
 
-    rows: int
+    rows: Annotated[int, msgspec.Meta(ge=0)]
     """How many of them have a record time."""
-    times_ms: list[int]
+    times_ms: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]]
     """Record times of evenly spaced ones among them, in milliseconds since 1970, rising."""
 
 

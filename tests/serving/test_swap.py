@@ -255,8 +255,11 @@ def test_a_version_that_does_not_tell_what_it_has_learned_or_tells_it_torn_is_se
     watched.look()
     numbers.publish(2, learned=None)
     numbers.publish(3, learned=Learned(5, []))
-    tear_manifest(numbers.publish(4))
-    assert watched.look() == 3
+    numbers.publish(4, learned=Learned(0, [5] * 5000))
+    tear_manifest(numbers.publish(5))
+    numbers.publish(6, learned=Learned(-5, [5]))
+    numbers.publish(7, learned=Learned(5, [1 << 70]))
+    assert watched.look() == 4
     assert watched.registry.get_sample_value(COUNT) == 0
     assert watched.metrics.freshness_percentiles() == (None, None)
 
