@@ -164,7 +164,10 @@ def _outcomes(figures: Figures) -> str:
 
 def _replay(figures: Figures) -> str:
     rows = figures.learner.replay_rows if figures.learner else {}
-    return ", ".join(f"{count:,} old events in {tier}" for tier, count in rows.items()) or "empty"
+    if not rows:
+        return "empty"
+    *caches, (last, held) = rows.items()
+    return ", ".join([f"{held:,} old events in {last}", *(f"{many:,} of them in {tier} too" for tier, many in caches)])
 
 
 def _serving(figures: Figures) -> str:
