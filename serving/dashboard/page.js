@@ -24,7 +24,8 @@ function age(seconds) {
   return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
 }
 function bytes(value) {
-  const power = value < 1000 ? 0 : Math.min(4, Math.floor(Math.log10(value) / 3));
+  const rounded = Number(value.toPrecision(3));
+  const power = rounded < 1000 ? 0 : Math.min(4, Math.floor(Math.log10(rounded) / 3));
   return `${digits(value / 1000 ** power)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
 }
 const sum = (values) => values.reduce((total, value) => total + value, 0);
