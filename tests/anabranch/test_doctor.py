@@ -540,11 +540,13 @@ class TestStateDirectory:
     @pytest.mark.finds("state.full")
     def test_too_little_room_for_a_cut(self, diagnose, setting, mounted):
         setting("state_dir", str(mounted("size=1m")))
-        assert only(diagnose("state"), "state.full").matter.endswith("a full cut and a version need 3.2 MB.")
+        assert only(diagnose("state"), "state.full").matter.endswith(
+            "a full cut and a version need 0.6 MB, and the disk tier 32.0 MB."
+        )
 
     @pytest.mark.finds("state.filling")
     def test_too_little_room_for_all_that_is_kept(self, diagnose, setting, mounted):
-        setting("state_dir", str(mounted("size=8m")))
+        setting("state_dir", str(mounted("size=32m")))
         assert "state.filling" in kinds(diagnose("state"))
 
     @pytest.mark.finds("state.memory")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.utils import floatToGoString
 
 from learner.lock import hold_state_directory
 from learner.report import LearnerReport, read_report
@@ -175,7 +176,7 @@ def test_a_stream_is_learned_accounted_for_and_published(
     assert sum(float(line.split()[-1]) for line in trained) == report.outcomes["trained"]
     for figure in (
         f'anabranch_replay_rows{{tier="device"}} {float(report.replay_rows["device"])}',
-        f'anabranch_replay_bound_bytes{{tier="device"}} {report.replay_bounds["device"] / 1e8}e+08',
+        f'anabranch_replay_bound_bytes{{tier="device"}} {floatToGoString(report.replay_bounds["device"])}',
         f"anabranch_guard_rows {float(report.guard_rows)}",
         'anabranch_ingest_skipped_rows{reason="unlabelled"} 2.0',
         f'anabranch_learner_trained_through_offset{{partition="0",topic="{topic}"}} 601.0',
