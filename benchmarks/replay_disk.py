@@ -1,6 +1,6 @@
 """Steps a second with a store larger than its memory, against a store that memory holds.
 
-    python benchmarks/replay_disk.py [--quick] [--rows N] [--memory N] [--device cpu]
+    python benchmarks/replay_disk.py [--quick] [--rows N] [--memory N] [--hidden N] [--device cpu]
 
 Four learners train on the same new events, 64 a step and as many replayed ones of 3 KB each, in turns of some dozen
 steps, so that all meet the same machine:
@@ -53,10 +53,10 @@ SCHEMA = Schema(
 class Arm:
     """A learner and its store."""
 
-    def __init__(self, name: str, store: Store, device: torch.device, *, cold: bool = False) -> None:
+    def __init__(self, name: str, store: Store, device: torch.device, hidden: int = 512, *, cold: bool = False) -> None:
         self.name, self.store, self._cold = name, store, cold
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
+        model = nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 256), nn.ReLU(), nn.Linear(256, 10))
         settings = LearnerSettings()
         precision = choose_precision(settings.precision, device)
         self._trainer = Trainer(
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rows", type=int, help="events of the large store")
     parser.add_argument("--memory", type=int, help="events that memory holds")
+    parser.add_argument("--hidden", type=int, default=512, help="width of the model: how long a step takes")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     rows = options.rows or (40_000 if options.quick else 400_000)
@@ -127,7 +128,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         sizes = {"small": (memory, memory), "large": (rows, rows), "disk": (rows, memory), "cold": (rows, memory)}
         arms = [
-            Arm(name, store(*size, Path(folder), device), device, cold=name == "cold") for name, size in sizes.items()
+            Arm(name, store(*size, Path(folder), device), device, options.hidden, cold=name == "cold")
+            for name, size in sizes.items()
         ]
         for arm in arms:
             arm.fill(_OFFERED * rows)

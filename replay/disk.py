@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import crc32c
@@ -26,6 +25,8 @@ from ingest.errors import SettingsError
 _PAGE = 4096
 _CHECKSUM = np.dtype("<u8")
 _FORMAT = 1
+_MOST_AT_ONCE = 256
+"""Records of one call; the system takes 1,024 parts."""
 _COLD_SECONDS = 20e-6
 """A read that takes longer was not in the page cache."""
 
@@ -111,39 +112,33 @@ class DiskTier:
 
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         """Write n records, neighbours in one call; they are durable after the next `sync`."""
+        rows = np.ascontiguousarray(rows_nR).reshape(-1).data
+        sums = (self._sums(rows, len(slots)) ^ identity).view(np.uint8).data
         order = np.argsort(slots)
-        records = np.empty((len(slots), self.slot_bytes), np.uint8)
-        records[:, : self.row_bytes] = rows_nR[order]
-        records[:, self.row_bytes :] = self._checksums(records, identity[order])[:, None].view(np.uint8)
-        for begin, end, offset in self._runs(slots[order]):
-            rest = records[begin:end].reshape(-1).data
-            while rest:
-                written = os.pwrite(self._file, rest, offset)
-                rest, offset = rest[written:], offset + written
+        ends = np.flatnonzero(np.diff(slots[order]) != 1) + 1
+        for run in np.split(order, ends) if len(slots) else ():
+            for begin in range(0, len(run), _MOST_AT_ONCE):
+                places = run[begin : begin + _MOST_AT_ONCE].tolist()
+                self._put([part for place in places for part in self._record(rows, sums, place)], slots[places[0]])
 
     def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
         """Read n records; what the disk cannot give is not whole.
 
         Where reads have lately waited for the disk, all are asked for before the first is waited for.
         """
-        order = np.argsort(slots)
-        records = np.zeros((len(slots), self.slot_bytes), np.uint8)
-        content, size = records.reshape(-1).data, self.slot_bytes
-        runs = list(self._runs(slots[order]))
-        if self._cold and hasattr(os, "posix_fadvise"):
-            for begin, end, offset in runs:
-                os.posix_fadvise(self._file, offset, (end - begin) * size, os.POSIX_FADV_WILLNEED)
-        started = time.perf_counter()
-        for begin, end, offset in runs:
-            with contextlib.suppress(OSError):  # zeros have no valid checksum
-                os.preadv(self._file, [content[begin * size : end * size]], offset)
-        self._cold = time.perf_counter() - started > _COLD_SECONDS * len(runs)
-        found = np.ascontiguousarray(records[:, self.row_bytes :]).view(_CHECKSUM)[:, 0]
-        whole = np.empty(len(slots), np.bool_)
-        whole[order] = found == self._checksums(records, identity[order])
         rows_nR = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8, pin_memory=self._pinned)
-        rows_nR.numpy()[order] = records[:, : self.row_bytes]
-        return rows_nR, whole
+        found = np.zeros(len(slots), _CHECKSUM)
+        rows, sums = rows_nR.numpy().reshape(-1).data, found.view(np.uint8).data
+        offsets = (_PAGE + slots * self.slot_bytes).tolist()
+        if self._cold and hasattr(os, "posix_fadvise"):
+            for offset in sorted(offsets):
+                os.posix_fadvise(self._file, offset, self.slot_bytes, os.POSIX_FADV_WILLNEED)
+        started = time.perf_counter()
+        for place, offset in enumerate(offsets):
+            with contextlib.suppress(OSError):  # no row has the checksum 0
+                os.preadv(self._file, self._record(rows, sums, place), offset)
+        self._cold = time.perf_counter() - started > _COLD_SECONDS * len(offsets)
+        return rows_nR, found == self._sums(rows, len(slots)) ^ identity
 
     def sync(self) -> None:
         """Wait until what was written is on the disk; raises OSError when it is not."""
@@ -153,20 +148,23 @@ class DiskTier:
         """Let go of the file."""
         os.close(self._file)
 
-    def _checksums(self, records: NDArray[np.uint8], identity: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the CRC-32C of each record's row, xor the event's identity."""
-        content, size = records.reshape(-1).data, self.slot_bytes
-        begins = range(0, len(content), size)
-        sums = (crc32c.crc32c(content[begin : begin + self.row_bytes]) for begin in begins)
-        return np.fromiter(sums, np.uint64, len(records)) ^ identity
+    def _record(self, rows: memoryview, sums: memoryview, place: int) -> list[memoryview]:
+        """Return the two parts of a record, which lie in two arrays here."""
+        row, checksum = self.row_bytes, _CHECKSUM.itemsize
+        return [rows[place * row : (place + 1) * row], sums[place * checksum : (place + 1) * checksum]]
 
-    def _runs(self, slots: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-        """Yield begin and end of neighbours among rising slots, and their offset in the file."""
-        ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
-        begin = 0
-        for end in ends if len(slots) else ():
-            yield begin, end, _PAGE + int(slots[begin]) * self.slot_bytes
-            begin = end
+    def _sums(self, rows: memoryview, n: int) -> NDArray[np.uint64]:
+        """Return the CRC-32C of each of n rows; xor the event's identity it is the record's checksum."""
+        size = self.row_bytes
+        return np.fromiter((crc32c.crc32c(rows[at * size : (at + 1) * size]) for at in range(n)), np.uint64, n)
+
+    def _put(self, parts: list[memoryview], slot: int) -> None:
+        offset = _PAGE + int(slot) * self.slot_bytes
+        written = os.pwritev(self._file, parts, offset)
+        rest = b"".join(parts)[written:] if written < sum(map(len, parts)) else b""
+        while rest:
+            more = os.pwrite(self._file, rest, offset + written)
+            rest, written = rest[more:], written + more
 
 
 def _lost(path: Path, what: str) -> str:

@@ -181,7 +181,7 @@ def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.disk.os.pwrite", read_only)
+        patch.setattr("replay.disk.os.pwritev", read_only)
         fill(store, schema, 300, 1000)
         store.tiers.sync()
         assert store.tiers.ill is not None
@@ -201,8 +201,8 @@ def test_a_cut_is_not_whole_before_its_rows_are_on_the_disk(
 ) -> None:
     store = build(DISK)
     gate, order = threading.Event(), []
-    write, fsync = os.pwrite, os.fsync
-    monkeypatch.setattr("replay.disk.os.pwrite", lambda *args: (gate.wait(), order.append("write"), write(*args))[2])
+    write, fsync = os.pwritev, os.fsync
+    monkeypatch.setattr("replay.disk.os.pwritev", lambda *args: (gate.wait(), order.append("write"), write(*args))[2])
     monkeypatch.setattr("replay.disk.os.fsync", lambda *args: (order.append("sync"), fsync(*args))[1])
     store.add(fake_columns(schema, range(10)), PARTITIONS)
     held = store.hold(1)
