@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import crc32c
@@ -113,32 +114,43 @@ class DiskTier:
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         """Write n records, neighbours in one call; they are durable after the next `sync`."""
         rows = np.ascontiguousarray(rows_nR).reshape(-1).data
-        sums = (self._sums(rows, len(slots)) ^ identity).view(np.uint8).data
+        sums = (self._sums(rows, range(len(slots))) ^ identity).view(np.uint8).data
         order = np.argsort(slots)
         ends = np.flatnonzero(np.diff(slots[order]) != 1) + 1
         for run in np.split(order, ends) if len(slots) else ():
             for begin in range(0, len(run), _MOST_AT_ONCE):
                 places = run[begin : begin + _MOST_AT_ONCE].tolist()
-                self._put([part for place in places for part in self._record(rows, sums, place)], slots[places[0]])
+                self._put(
+                    [part for place in places for part in self._record(rows, place, sums, place)], slots[places[0]]
+                )
 
     def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Read n records; what the disk cannot give is not whole.
-
-        Where reads have lately waited for the disk, all are asked for before the first is waited for.
-        """
+        """Read n records into new memory, pinned if this tier was made so."""
         rows_nR = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8, pin_memory=self._pinned)
+        return rows_nR, self.read_into(rows_nR, np.arange(len(slots)), slots, identity)
+
+    def read_into(
+        self, rows_NR: Tensor, places: NDArray[np.int64], slots: NDArray[np.int64], identity: NDArray[np.uint64]
+    ) -> NDArray[np.bool_]:
+        """Read n records into `places` of rows on the host, and return which are whole; others are left as they are.
+
+        What the disk cannot give is not whole. Where reads have lately waited for the disk, all are asked for before
+        the first is waited for.
+        """
         found = np.zeros(len(slots), _CHECKSUM)
-        rows, sums = rows_nR.numpy().reshape(-1).data, found.view(np.uint8).data
+        rows, sums = rows_NR.numpy().reshape(-1).data, found.view(np.uint8).data
         offsets = (_PAGE + slots * self.slot_bytes).tolist()
         if self._cold and hasattr(os, "posix_fadvise"):
             for offset in sorted(offsets):
                 os.posix_fadvise(self._file, offset, self.slot_bytes, os.POSIX_FADV_WILLNEED)
         started = time.perf_counter()
-        for place, offset in enumerate(offsets):
+        into = places.tolist()
+        for at, (place, offset) in enumerate(zip(into, offsets, strict=True)):
             with contextlib.suppress(OSError):  # no row has the checksum 0
-                os.preadv(self._file, self._record(rows, sums, place), offset)
+                os.preadv(self._file, self._record(rows, place, sums, at), offset)
         self._cold = time.perf_counter() - started > _COLD_SECONDS * len(offsets)
-        return rows_nR, found == self._sums(rows, len(slots)) ^ identity
+        whole: NDArray[np.bool_] = found == self._sums(rows, into) ^ identity
+        return whole
 
     def sync(self) -> None:
         """Wait until what was written is on the disk; raises OSError when it is not."""
@@ -148,15 +160,16 @@ class DiskTier:
         """Let go of the file."""
         os.close(self._file)
 
-    def _record(self, rows: memoryview, sums: memoryview, place: int) -> list[memoryview]:
+    def _record(self, rows: memoryview, place: int, sums: memoryview, at: int) -> list[memoryview]:
         """Return the two parts of a record, which lie in two arrays here."""
         row, checksum = self.row_bytes, _CHECKSUM.itemsize
-        return [rows[place * row : (place + 1) * row], sums[place * checksum : (place + 1) * checksum]]
+        return [rows[place * row : (place + 1) * row], sums[at * checksum : (at + 1) * checksum]]
 
-    def _sums(self, rows: memoryview, n: int) -> NDArray[np.uint64]:
-        """Return the CRC-32C of each of n rows; xor the event's identity it is the record's checksum."""
+    def _sums(self, rows: memoryview, places: Sequence[int]) -> NDArray[np.uint64]:
+        """Return the CRC-32C of the rows in n places; xor the event's identity it is the record's checksum."""
         size = self.row_bytes
-        return np.fromiter((crc32c.crc32c(rows[at * size : (at + 1) * size]) for at in range(n)), np.uint64, n)
+        sums = (crc32c.crc32c(rows[place * size : (place + 1) * size]) for place in places)
+        return np.fromiter(sums, np.uint64, len(places))
 
     def _put(self, parts: list[memoryview], slot: int) -> None:
         offset = _PAGE + int(slot) * self.slot_bytes

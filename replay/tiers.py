@@ -35,7 +35,7 @@ class Staged:
     """
 
     def __init__(self, rows_nR: Tensor, late: NDArray[np.int64] = _NONE) -> None:
-        """Take rows on the device; those in the places `late`, `[m]`, are still to `arrive`."""
+        """Take rows on the device; those in the places `late`, `[m]`, are still to be brought."""
         self.n = len(rows_nR)
         self._rows_nR = rows_nR
         self._places = late
@@ -47,18 +47,17 @@ class Staged:
         self.source: tuple[NDArray[np.int64], NDArray[np.uint64]] = late, late.astype(np.uint64)
         """Slots and identities of the rows that are to arrive, `[m]` each."""
 
-    def arrive(self, rows_mR: Tensor, whole: NDArray[np.bool_]) -> None:
-        """Hand over the rest, on the host, and which of it is whole, bool `[m]`."""
-        self._late = rows_mR
-        self._whole[self._places[~whole]] = False
-        if self._rows_nR.device.type == "cpu":  # here rather than in the step
-            self._rows_nR.numpy()[self._places] = rows_mR.numpy()
-        self._arrived.set()
-
-    def give_up(self) -> None:
-        """Tell that the rest will not come."""
-        self._whole[self._places] = False
-        self._arrived.set()
+    def bring(self, disk: DiskTier) -> None:
+        """Read the rest; in the thread that brings it."""
+        whole = np.zeros(len(self._places), np.bool_)
+        try:
+            if self._rows_nR.device.type == "cpu":
+                whole = disk.read_into(self._rows_nR, self._places, *self.source)
+            else:
+                self._late, whole = disk.read(*self.source)
+        finally:
+            self._whole[self._places[~whole]] = False
+            self._arrived.set()
 
     def wait(self) -> float:
         """Wait until all rows are here, and return the seconds that it took."""
@@ -69,16 +68,21 @@ class Staged:
     def rows(self, n: int | None = None) -> Tensor:
         """Return those of the first n rows that are whole, uint8 `[<= n, R]`; on the device, and after `wait`."""
         rows_nR = self._rows_nR
-        if self._late is not None and rows_nR.device.type != "cpu":
+        if self._late is not None:
             where = torch.from_numpy(self._places).to(rows_nR.device)
             rows_nR.index_copy_(0, where, self._late.to(rows_nR.device, non_blocking=True))
         if self._whole.all():
             return rows_nR[:n]
         return rows_nR[torch.from_numpy(np.flatnonzero(self._whole[:n])).to(rows_nR.device)]
 
-    def late(self) -> tuple[NDArray[np.bool_], Tensor | None]:
-        """Return which of the m rows are whole, and the rows as they arrived; after `wait`."""
-        return self._whole[self._places], self._late
+    def late(self, which: NDArray[np.bool_]) -> Tensor:
+        """Return those of the m rows that were brought which are asked for, on the device; after `wait` and `rows`."""
+        return self._rows_nR[torch.from_numpy(self._places[which]).to(self._rows_nR.device)]
+
+    @property
+    def brought(self) -> NDArray[np.bool_]:
+        """Which of the m rows that were to be brought are whole; after `wait`."""
+        return self._whole[self._places]
 
 
 @dataclass
@@ -166,30 +170,21 @@ class Tiers:
         self.stats.read["disk"] += len(misses)
         if len(misses):
             staged.source = slots[misses], identity[misses]
-
-            def job() -> None:
-                try:
-                    rows_mR, whole = disk.read(*staged.source)
-                except BaseException:
-                    staged.give_up()
-                    raise
-                staged.arrive(rows_mR, whole)
-
-            self.stats.stall_seconds += self._courier.send(job, len(misses) * disk.slot_bytes)
+            size = len(misses) * disk.slot_bytes
+            self.stats.stall_seconds += self._courier.send(lambda: staged.bring(disk), size)
         return staged
 
     def arrive(self, staged: Staged, n: int | None = None) -> Tensor:
         """Return those of the first n rows, or of all, that could be had, uint8 `[<= n, R]` on the device."""
         self.stats.stall_seconds += staged.wait()
         rows_nR = staged.rows(n)
-        whole, late = staged.late()
-        if late is not None:
-            slots, identity = staged.source
-            if not whole.all():
-                self._lost.append(identity[~whole])
-            if len(self._room):
-                still = whole & (self._tenant[slots] == identity) & (self._cached[slots] == _NOWHERE)
-                self._cache(slots[still], late[torch.from_numpy(still)])
+        slots, identity = staged.source
+        whole = staged.brought
+        if not whole.all():
+            self._lost.append(identity[~whole])
+        if len(slots) and len(self._room):
+            still = whole & (self._tenant[slots] == identity) & (self._cached[slots] == _NOWHERE)
+            self._cache(slots[still], staged.late(still))
         return rows_nR
 
     def lost(self) -> NDArray[np.uint64]:
