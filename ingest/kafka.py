@@ -53,6 +53,7 @@ class KafkaPythonClient:
         self._incarnations: dict[tuple[str, int], TopicPartition] = {}
         self._positions: dict[Any, int] = {}
         self._behind: list[Any] = []
+        self._topic_ids: dict[str, Any] = {}
 
     def open(self) -> None:
         """Connect and see that every topic is there."""
@@ -113,6 +114,7 @@ class KafkaPythonClient:
         except kafka_errors.OffsetOutOfRangeError as exc:
             removed = self._pass_gap(exc.args[0])
             batches = {tp: [] for tp in removed}
+        self._refuse_recreated()
         if not batches and self._behind:
             # Markers and aborted records at the end of a partition move its position without a record. Asking for a
             # position costs 0.4 ms, so that only partitions are asked for that lag while nothing comes.
@@ -172,6 +174,17 @@ class KafkaPythonClient:
             self._committing.join(1)
         with contextlib.suppress(kafka_errors.KafkaError):
             self._connections.close()
+
+    def _refuse_recreated(self) -> None:
+        """Raise GapError when the metadata, which are at most some seconds old, tell of another topic of the name.
+
+        A broker hands out the new one's records by name and offset, as if nothing had happened.
+        """
+        for topic in self._settings.topics:
+            found = self._consumer._client.cluster.topic_id(topic)
+            # Brokers without topic ids, and topics that are just gone, have none or zero.
+            if found is not None and found.int and self._topic_ids.setdefault(topic, found) != found:
+                raise GapError(RECREATED)
 
     def _pass_gap(self, offsets: Mapping[Any, int]) -> dict[Any, int]:
         """Go on from the earliest offset where the next one to read is gone, or raise."""

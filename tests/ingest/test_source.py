@@ -159,11 +159,17 @@ def test_a_dead_letter_that_is_too_large_goes_without_its_contents(
     assert (b"k", b"small") in found
 
 
+@pytest.mark.parametrize("events", [2, 5])
 def test_a_topic_that_is_made_anew_while_it_is_read_is_noticed(
-    kafka: Any, make_topic: Callable[..., str], create_topic: Callable[..., None], produce: Callable[..., list[int]]
+    kafka: Any,
+    make_topic: Callable[..., str],
+    create_topic: Callable[..., None],
+    produce: Callable[..., list[int]],
+    events: int,
 ) -> None:
-    if kafka.kind == "embedded" and STREAM["client"] == "confluent":
-        pytest.skip("the embedded broker has no topic ids, by which this client tells topics of one name apart")
+    """With fewer events than were read of the old one, or with more."""
+    if kafka.kind == "embedded" and (STREAM["client"] == "confluent" or events > 3):
+        pytest.skip("the embedded broker has no topic ids, by which topics of one name are told apart")
     topic = make_topic()
     produce(kafka.bootstrap, topic, [GOOD] * 3)
     with opened(kafka.bootstrap, topic) as source:
@@ -177,7 +183,7 @@ def test_a_topic_that_is_made_anew_while_it_is_read_is_noticed(
                 break
             except KafkaError:
                 assert time.monotonic() < deadline
-        produce(kafka.bootstrap, topic, [GOOD] * 5)
+        produce(kafka.bootstrap, topic, [GOOD] * events)
         with pytest.raises(GapError, match="deleted and created again"):
             read(source, 6)
 
