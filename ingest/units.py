@@ -4,9 +4,9 @@ import re
 from datetime import timedelta
 from typing import Annotated
 
-from pydantic import BeforeValidator, ByteSize, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, ByteSize, PlainSerializer
 
-__all__ = ["ByteSize", "Duration", "format_duration", "parse_duration"]
+__all__ = ["ByteSize", "Duration", "PositiveDuration", "format_duration", "parse_duration"]
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
@@ -39,3 +39,12 @@ Duration = Annotated[
     BeforeValidator(parse_duration, json_schema_input_type=str),
     PlainSerializer(format_duration, return_type=str),
 ]
+
+
+def _longer_than_nothing(value: timedelta) -> timedelta:
+    if value <= timedelta(0):
+        raise ValueError("must be longer than 0s")
+    return value
+
+
+PositiveDuration = Annotated[Duration, AfterValidator(_longer_than_nothing)]

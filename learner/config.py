@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ingest.config import Section
-from ingest.units import Duration
+from ingest.units import PositiveDuration
 
 
 def _host_and_port(value: str) -> str:
@@ -15,15 +15,6 @@ def _host_and_port(value: str) -> str:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError('write "HOST:PORT", such as "127.0.0.1:8001"')
     return value
-
-
-def _longer_than_nothing(value: timedelta) -> timedelta:
-    if value <= timedelta(0):
-        raise ValueError("must be longer than 0s")
-    return value
-
-
-PositiveDuration = Annotated[Duration, AfterValidator(_longer_than_nothing)]
 
 
 class ModelSettings(Section):

@@ -1,17 +1,18 @@
 """The cut format: everything that a restart resumes from, in a directory that exists whole or not at all.
 
-    var/cuts/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, guard, rng
+    var/cuts/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, guard, rng, segment-...
     var/cuts/<number>/rank-0/state.json           everything that is no tensor
     var/cuts/<number>/manifest.json               number, epoch, step, schema, and the SHA-256 of every file
 
-Files first, fsync, manifest last, one rename, as with versions. Nothing is unpickled.
+Files first, fsync, manifest last, one rename, as with versions. Nothing is unpickled. A part that is the same as in an
+earlier cut is linked to: each cut is whole by itself, whichever others are deleted.
 """
 
 import hashlib
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from learner.files import sync_directory, write_durably
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-FORMAT = 1
+FORMAT = 2
+SEGMENT = "segment-"
+"""What the names of parts begin with that cuts share: events of the store, without which a cut can do."""
 RANK = "rank-0"
 
 log = logging.getLogger(__name__)
@@ -46,11 +49,15 @@ class CutManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Cut:
-    """One moment of the learner: tensors by part, and a state of plain JSON values."""
+    """One moment of the learner: tensors by part, and a state of plain JSON values.
+
+    `carried` names the parts that are those of an earlier cut, of the number given.
+    """
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
+    carried: Mapping[str, int] = field(default_factory=dict)
 
 
 class Cuts:
@@ -72,10 +79,14 @@ class Cuts:
         Raises:
             CutError: it is whole, but was made under another schema or by another release.
         """
+        return self._newest(lenient=False) or self._newest(lenient=True)
+
+    def _newest(self, *, lenient: bool) -> tuple[int, Cut] | None:
+        """Return the newest cut; a lenient look, when there is no other, takes one that has lost stored events."""
         for number in reversed(self.numbers()):
             try:
                 manifest = self._manifest(number)
-                contents = self._verified(manifest)
+                contents = self._verified(manifest, lenient=lenient)
             except CutError as exc:
                 log.warning("%s; the one before it is taken", exc)
                 continue
@@ -102,6 +113,10 @@ class Cuts:
             for part, tensors in cut.tensors.items():
                 payload = save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
                 files[f"{RANK}/{part}.safetensors"] = _write(temporary / RANK / f"{part}.safetensors", payload)
+            for part, source in cut.carried.items():
+                name = f"{RANK}/{part}.safetensors"
+                files[name] = self._digest(source, name)
+                _link(self.path / str(source) / name, temporary / name)
             files[f"{RANK}/{STATE}"] = _write(temporary / RANK / STATE, msgspec.json.encode(cut.state))
             manifest = CutManifest(
                 format=FORMAT,
@@ -116,11 +131,18 @@ class Cuts:
             write_durably(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
             sync_directory(temporary)
             final = temporary.rename(self.path / str(number))
-        except OSError:
+        except (OSError, CutError):
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         sync_directory(self.path)
         return final
+
+    def part(self, number: int, part: str) -> dict[str, Tensor]:
+        """Read one part of a cut; raises CutError when it is not what was written."""
+        return load_tensors(self._read(self._manifest(number), f"{RANK}/{part}.safetensors"))
+
+    def _digest(self, number: int, name: str) -> str:
+        return self._manifest(number).files[name]
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep`; what a crash leaves of one that was renamed is for `clean`."""
@@ -144,22 +166,41 @@ class Cuts:
         except (OSError, msgspec.MsgspecError) as exc:
             raise CutError(f"cut {number}: {path} cannot be read: {exc}") from exc
 
-    def _verified(self, manifest: CutManifest) -> dict[str, bytes]:
+    def _verified(self, manifest: CutManifest, *, lenient: bool) -> dict[str, bytes]:
         contents: dict[str, bytes] = {}
-        for name, digest in manifest.files.items():
-            path = self.path / str(manifest.number) / name
+        for name in manifest.files:
             try:
-                contents[name] = path.read_bytes()
-            except OSError as exc:
-                raise CutError(f"cut {manifest.number}: cannot read {path}: {exc}") from exc
-            if hashlib.sha256(contents[name]).hexdigest() != digest:
-                raise CutError(f"cut {manifest.number}: {path} does not have its digest")
+                contents[name] = self._read(manifest, name)
+            except CutError as exc:
+                if not lenient or not name.startswith(f"{RANK}/{SEGMENT}"):
+                    raise
+                log.error("%s; going on without the events that were stored in it", exc)  # noqa: TRY400
+        return contents
+
+    def _read(self, manifest: CutManifest, name: str) -> bytes:
+        path = self.path / str(manifest.number) / name
+        try:
+            contents = path.read_bytes()
+        except OSError as exc:
+            raise CutError(f"cut {manifest.number}: cannot read {path}: {exc}") from exc
+        if hashlib.sha256(contents).hexdigest() != manifest.files[name]:
+            raise CutError(f"cut {manifest.number}: {path} does not have its digest")
         return contents
 
 
 def _write(path: Path, payload: bytes) -> str:
     write_durably(path, payload)
     return hashlib.sha256(payload).hexdigest()
+
+
+def _link(source: Path, target: Path) -> None:
+    """Link to a file, or copy it where the file system has no links."""
+    try:
+        target.hardlink_to(source)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        write_durably(target, source.read_bytes())
 
 
 def _parse(manifest: CutManifest, contents: Mapping[str, bytes]) -> Cut:

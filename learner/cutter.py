@@ -1,22 +1,21 @@
 """Makes cuts: a snapshot at a step boundary, everything else in the background."""
 
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from learner.background import Background
 from learner.config import CutsSettings
 from learner.cut import Cut, Cuts
 from learner.deadline import Deadline
+from learner.errors import CutError
 from learner.metrics import LearnerMetrics
-from replay.contents import ENTRY, Contents, PlannedRows, TierFile
+from learner.replay_cut import pack
+from replay.segments import Segment
 from replay.store import Held, Store
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,15 @@ class Moment:
 class Cutter:
     """Writes cuts in a thread of its own, one at a time. Its methods are called by the loop's thread."""
 
-    def __init__(self, cuts: Cuts, settings: CutsSettings, store: Store | None, metrics: LearnerMetrics) -> None:
+    def __init__(
+        self,
+        cuts: Cuts,
+        settings: CutsSettings,
+        store: Store | None,
+        metrics: LearnerMetrics,
+        segments: Sequence[Segment] = (),
+    ) -> None:
+        """Take the segments of the cut that the store went on from, if it did."""
         self._cuts = cuts
         self._every = settings.every.total_seconds()
         self._keep = settings.keep
@@ -44,6 +51,7 @@ class Cutter:
         self._due = time.monotonic() + self._every
         self._background = Background("cutter")
         self._holding = False
+        self._segments = self._next_segments = segments
         self.number = self._highest = max(cuts.numbers(), default=0)
         """The newest cut; numbers only grow."""
         self.ill: str | None = None
@@ -96,7 +104,7 @@ class Cutter:
         """Let the store write slots again once the cut is written, or has failed."""
         if not self._background.busy and self._holding and self._store is not None:
             self._holding = False
-            self._store.let_go(min(self._cuts.numbers(), default=None))
+            self._store.let_go(min(self._cuts.numbers(), default=None), written=self.number == self._highest)
         self._background.raise_bug()
 
     def _write(self, number: int, moment: Moment) -> None:
@@ -106,12 +114,13 @@ class Cutter:
             self._cuts.write(number, self._cut(moment), time.time())
             self._metrics.cut.observe(time.perf_counter() - begin)  # not of one that failed: the count is of whole cuts
             self.number = number
+            self._segments = self._next_segments
             self._cuts.prune(self._keep)
-        except OSError as exc:
+        except (OSError, CutError) as exc:
             what = (
                 f"cut {number} could not be written to" if self.number != number else "old cuts cannot be deleted from"
             )
-            self.ill = f"{what} {self._cuts.path}: {exc.strerror or exc}"
+            self.ill = f"{what} {self._cuts.path}: {getattr(exc, 'strerror', None) or exc}"
             log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
         else:
             self.ill = None
@@ -119,55 +128,8 @@ class Cutter:
     def _cut(self, moment: Moment) -> Cut:
         if self._store is None or moment.held is None:
             return Cut(moment.step, moment.tensors, moment.state)
-        tensors, state = _packed(self._store.contents(moment.held))
-        return Cut(moment.step, {**moment.tensors, "replay": tensors}, {**moment.state, "replay": state})
-
-
-def _packed(contents: Contents) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a store's contents as the tensors and the values of a cut."""
-    index = contents.index
-    tensors = {
-        "index": torch.from_numpy(index.view(np.uint8).reshape(len(index), ENTRY.itemsize)),
-        "retired": torch.from_numpy(contents.retired),
-        **({} if contents.payload is None else {"payload": contents.payload}),
-        **{f"plan.{plan.step}": plan.rows for plan in contents.plans},
-    }
-    state = {
-        "cut": contents.cut,
-        "file": None if contents.file is None else [contents.file.name, contents.file.id],
-        "offered": contents.offered,
-        "threshold": _finite(contents.threshold),
-        "watermarks": [[partition, *mark] for partition, mark in contents.watermarks.items()],
-        "plans": [[plan.step, _finite(plan.threshold), plan.share] for plan in contents.plans],
-    }
-    return tensors, state
-
-
-def replay_contents(cut: Cut) -> Contents | None:
-    """Return the store's part of a cut; None when it was made without a store."""
-    if "replay" not in cut.tensors:
-        return None
-    tensors, state = cut.tensors["replay"], cut.state["replay"]
-    return Contents(
-        cut=state["cut"],
-        index=tensors["index"].numpy().reshape(-1).view(ENTRY),
-        payload=tensors.get("payload"),
-        file=None if state["file"] is None else TierFile(*state["file"]),
-        retired=tensors["retired"].numpy(),
-        threshold=_threshold(state["threshold"]),
-        offered=state["offered"],
-        watermarks={index: (offset, row) for index, offset, row in state["watermarks"]},
-        plans=[
-            PlannedRows(step, tensors[f"plan.{step}"], _threshold(threshold), share)
-            for step, threshold, share in state["plans"]
-        ],
-    )
-
-
-def _finite(threshold: float) -> float | None:
-    """JSON has no infinity."""
-    return None if math.isinf(threshold) else threshold
-
-
-def _threshold(value: float | None) -> float:
-    return math.inf if value is None else value
+        standing, change = self._store.contents(moment.held)
+        part = pack(standing, change, self._segments, self._cuts.part)
+        self._next_segments = part.segments
+        tensors, state = {**moment.tensors, **part.tensors}, {**moment.state, "replay": part.state}
+        return Cut(moment.step, tensors, state, part.carried)

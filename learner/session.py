@@ -20,7 +20,7 @@ from ingest.schema import Schema
 from ingest.source import Source
 from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
 from learner.cut import RANK, Cut, Cuts
-from learner.cutter import Cutter, replay_contents
+from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.guard import GuardSet
 from learner.lock import hold_state_directory
@@ -29,6 +29,7 @@ from learner.metrics import LearnerMetrics
 from learner.model import build_model, check_model, make_task
 from learner.precision import choose_device, choose_precision
 from learner.publisher import Publisher
+from learner.replay_cut import unpack
 from learner.reporter import Reporter
 from learner.status import serve_status
 from learner.strategy import STRATEGIES
@@ -36,6 +37,7 @@ from learner.trainer import Trainer
 from learner.version import Versions
 from replay.build import build_store, discard_files
 from replay.config import ReplaySettings
+from replay.contents import Contents
 from replay.metrics import ReplayMetrics
 from replay.store import Store
 
@@ -99,10 +101,12 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         cuts = Cuts(deployment.state_dir / "cuts", schema.digest, epoch)
         cuts.clean()
         found = cuts.newest()
-        store = _store(deployment, schema, device, cuts, found) if strategy.replays else None
+        replayed = unpack(found[1]) if found is not None else None
+        contents, segments = replayed if replayed is not None else (None, ())
+        store = _store(deployment, schema, device, cuts, contents) if strategy.replays else None
         if store is not None:
             stack.callback(store.close)
-        cutter = Cutter(cuts, deployment.cuts, store, metrics.learner)
+        cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, segments)
         loop = Loop(deployment.learner, Parts(source, trainer, store, guard, publisher, cutter), metrics)
         _resume(loop, cuts, found)
         reporter = Reporter(
@@ -131,13 +135,12 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
 
 
 def _store(
-    deployment: Deployment, schema: Schema, device: torch.device, cuts: Cuts, found: tuple[int, Cut] | None
+    deployment: Deployment, schema: Schema, device: torch.device, cuts: Cuts, contents: Contents | None
 ) -> Store:
     """Compose the store, with what the newest cut has of it."""
     folder = deployment.state_dir / "replay" / RANK
     if not cuts.numbers():
         discard_files(folder)
-    contents = replay_contents(found[1]) if found is not None else None
     return build_store(deployment.replay, schema, device, deployment.seed, folder, contents)
 
 

@@ -20,7 +20,7 @@ from learner.optimizer import build_optimizer
 from learner.precision import Precision
 from learner.strategy import Examples, Strategy
 from learner.task import Task
-from replay.store import Draw
+from replay.draw import Draw
 
 _SCALE_RETRIES = 16
 """How often fp16 may halve its loss scale within a step before the events themselves are to blame."""
@@ -58,7 +58,6 @@ class Trainer:
         self.task = task
         self.device = device
         self._strategy = strategy
-        self._weight = schema.weight
         self._features = [feature.name for feature in schema.features]
         self._precision = precision
         self._max_grad_norm = settings.max_grad_norm
@@ -76,13 +75,13 @@ class Trainer:
     def rehearsal(self, draw: Draw) -> Examples:
         """Make examples of a draw: their weight is 0 where there is no label.
 
-        Where `[schema.weight]` is declared, heavy events are kept more often than light ones, and the draw's
-        importance makes up for that: the rehearsed loss is that of the stream.
+        The draw's importance makes up for how events were kept and drawn: where `[schema.weight]` is declared, heavy
+        events are kept more often than light ones, and the rehearsed loss is that of the stream all the same.
         """
         columns = draw.columns
         labelled = columns["labelled"]
         label = torch.where(labelled, columns["label"], torch.zeros_like(columns["label"]))
-        weight = labelled.float() if self._weight is None else torch.where(labelled, draw.importance, 0.0)
+        weight = torch.where(labelled, draw.importance, 0.0)
         return Examples({name: columns[f"feature.{name}"] for name in self._features}, label, weight)
 
     def step(self, new: Examples, old: Examples | None) -> StepResult:

@@ -7,14 +7,15 @@ import torch
 
 from ingest.errors import SettingsError
 from ingest.schema import Schema
-from replay.admission import Reservoir
+from replay.admission import ADMISSIONS, Quotas, Surroundings
 from replay.config import ReplaySettings
 from replay.contents import Contents
 from replay.disk import DiskTier
+from replay.entries import Entries
 from replay.memory import MemoryTier
-from replay.rows import RowLayout
-from replay.sampler import SAMPLERS
-from replay.store import Store
+from replay.rows import Fields, RowLayout
+from replay.sampler import SAMPLERS, Company
+from replay.store import MOST_INSERTED, Policies, Store
 from replay.tiers import Tiers
 
 _SUFFIX = ".rows"
@@ -31,6 +32,7 @@ def build_store(
     seed: int,
     folder: Path | None = None,
     contents: Contents | None = None,
+    extra: Fields | None = None,
 ) -> Store:
     """Return the store, with what a cut has of it.
 
@@ -41,13 +43,15 @@ def build_store(
         seed: of what is kept and drawn.
         folder: where the disk tier's files lie; needed where there is such a tier, or `contents` is of one.
         contents: of the cut to go on from; None begins empty.
+        extra: further columns to keep of each event beside the schema's, such as logits: dtype and shape by name.
 
     Raises:
         SettingsError: the bytes cannot hold a single event or cannot be had, or the contents do not fit or are gone.
     """
-    layout = RowLayout(schema.payload())
+    layout = RowLayout({**schema.payload(), **(extra or {})})
     row_bytes, pinned = layout.row_bytes, device.type == "cuda"
     in_memory = int(settings.device_bytes) // row_bytes
+    admission = ADMISSIONS[settings.admission](Surroundings(schema.label.classes, settings.half_life, None))
     if settings.disk is None:
         k = _most_events(settings.capacity, in_memory, row_bytes, f"device_bytes = {int(settings.device_bytes)}")
         count = k + _spare(k)
@@ -67,7 +71,16 @@ def build_store(
             disk = DiskTier.create(folder / f"{number}{_SUFFIX}", row_bytes, count, pinned=pinned)
     memory = _memory(row_bytes, max(1, min(in_memory, count)), device)
     tiers = Tiers(memory, disk)
-    store = Store(Reservoir(k), SAMPLERS[settings.sampling](), layout, tiers, seed)
+    if k < admission.groups:
+        raise SettingsError(
+            f'replay.admission = "{settings.admission}" shares the store among {admission.groups} groups, and '
+            f"it holds {k} events; raise replay.capacity or its bytes"
+        )
+    quotas = Quotas(k, admission.groups)
+    entries = Entries(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
+    sampler = SAMPLERS[settings.sampling](Company(entries, tiers.slots, schema.label.classes, settings.half_life, None))
+    policies = Policies(admission, quotas, sampler)
+    store = Store(policies, entries, layout, tiers, seed, weighted=schema.weight is not None)
     store.discard_later([path for path in stale if disk is None or path != disk.path])
     if contents is not None:
         if source is not None:
@@ -87,13 +100,15 @@ def discard_files(folder: Path) -> None:
 
 def _file_of(contents: Contents | None, folder: Path | None, *, pinned: bool) -> DiskTier | None:
     """Open the file that has the payload of a cut; None where the cut has it."""
-    if contents is None or contents.file is None:
+    if contents is None or contents.standing.file is None:
         return None
     assert folder is not None
-    source = DiskTier.open(folder / contents.file.name, pinned=pinned)
-    if source.id != contents.file.id:
+    source = DiskTier.open(folder / contents.standing.file.name, pinned=pinned)
+    if source.id != contents.standing.file.id:
         source.close()
-        raise SettingsError(f"{source.path} is not the file that cut {contents.cut} belongs to; put that one back")
+        raise SettingsError(
+            f"{source.path} is not the file that cut {contents.standing.cut} belongs to; put that one back"
+        )
     return source
 
 
@@ -124,4 +139,4 @@ def _most_events(capacity: int, slots: int, row_bytes: int, setting: str) -> int
 
 def _spare(k: int) -> int:
     """Slots beside k: the reservoir's slack, what one insertion brings, and what is replaced while a cut is written."""
-    return Reservoir(k).limit - k + 2 * max(64, min(1024, k // 32)) + k // 16
+    return Quotas(k).limit - k + 2 * max(64, min(1024, k // 32)) + k // 16

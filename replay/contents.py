@@ -1,6 +1,10 @@
 """What a cut holds of a store.
 
-Legend: H events held, n events of a plan, R bytes of a row, P retired slots.
+The events held stand in a logical order that depends only on what was offered. A cut tells it as what has changed since
+the cut before: which of that one's events are still held, in their order, and the new ones after them.
+
+Legend: H events held, B of them at the cut before, A new ones, n events of a plan, R bytes of a row, P retired slots,
+G quota groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,21 +18,32 @@ ENTRY = np.dtype(
     [
         ("priority", "f8"),
         ("offset", "i8"),
-        ("slot", "i4"),
+        ("key_hash", "u8"),
+        ("time_s", "u4"),
         ("partition", "i4"),
         ("row", "i4"),
         ("label", "i4"),
-        ("time_ms", "i8"),
-        ("identity", "u8"),
-        ("key_hash", "u8"),
+        ("slot", "i4"),
+        ("group", "i2"),
     ]
 )
-"""What is known of each event beside its payload, 56 bytes."""
+"""What is known of each event beside its payload, 46 bytes: `time_s` are seconds since 1970, `label` is -1 where there
+is none, `key_hash` is that of its key."""
+
+PLANNED = np.dtype(
+    [
+        *((name, ENTRY[name]) for name in ("offset", "key_hash", "time_s", "partition", "row", "label", "slot")),
+        ("rate", "f8"),
+        ("share", "f8"),
+        ("correction", "f8"),
+    ]
+)
+"""Which event a row of a plan is, and what its importance is made of."""
 
 
 @dataclass(frozen=True)
 class TierFile:
-    """The disk tier's file that slots belong to: its name, and what tells it from another of that name."""
+    """The tier that slots belong to: its name, and what tells it from another of that name."""
 
     name: str
     id: str
@@ -36,36 +51,67 @@ class TierFile:
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """An unused plan with its rows, uint8 `[n, R]` on the host: its events may have left the store since."""
+    """An unused plan with its rows, uint8 `[n, R]` on the host, and PLANNED `[n]`: its events may have left since."""
 
     step: int
     rows: Tensor
-    threshold: float
-    share: float
+    events: NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """All of a store at one moment but for its events and their payload.
+
+    Attributes:
+        cut: the number of the cut.
+        file: where the payload is; None where the cut has it.
+        retired: int64 `[P, 2]`, slots not to be written yet, each after the number of the last cut that may name it.
+        thresholds: of each group, float64 `[G]`; infinity while everything is admitted.
+        offered: how many events of each group were offered, int64 `[G]`.
+        weight: the sum of all weights that were offered.
+        bases: of each partition, by its index.
+        watermarks: by index of the partition, the highest `(offset, row)` that was offered.
+        plans: those that are unused, for consecutive steps.
+        sampler: what the sampler's draws depend on beside the events, arrays by name.
+    """
+
+    cut: int
+    file: TierFile | None
+    retired: NDArray[np.int64]
+    thresholds: NDArray[np.float64]
+    offered: NDArray[np.int64]
+    weight: float
+    bases: Sequence[int]
+    watermarks: Mapping[int, tuple[int, int]]
+    plans: Sequence[PlannedRows]
+    sampler: Mapping[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """The events of a store as what has changed since an earlier cut.
+
+    Attributes:
+        base: the number of that cut; None where all events are new.
+        alive: which of its events are still held, bool `[B]`, in order.
+        index: ENTRY `[A]`, those that came after them.
+        payload: their rows, uint8 `[A, R]` on the host; None where a tier's file has it.
+    """
+
+    base: int | None
+    alive: NDArray[np.bool_]
+    index: NDArray[np.void]
+    payload: Tensor | None
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A store at one moment.
+    """A store at one moment: its events, ENTRY `[H]` and perhaps payload uint8 `[H, R]`, in order, and the rest.
 
-    Attributes:
-        cut: the number of the cut.
-        index: ENTRY `[H]`.
-        payload: uint8 `[H, R]` on the host, in the order of the index; None where `file` has it.
-        file: where the payload is, if not here.
-        retired: int64 `[P, 2]`, slots not to be written yet, each after the number of the last cut that may name it.
-        threshold: the reservoir's; infinity while everything is admitted.
-        offered: how many events it is a sample of.
-        watermarks: by index of the partition, the highest `(offset, row)` that was offered.
-        plans: those that are unused, for consecutive steps.
+    `lost` events more were held, of which nothing can be read any more.
     """
 
-    cut: int
+    standing: Standing
     index: NDArray[np.void]
     payload: Tensor | None
-    file: TierFile | None
-    retired: NDArray[np.int64]
-    threshold: float
-    offered: int
-    watermarks: Mapping[int, tuple[int, int]]
-    plans: Sequence[PlannedRows]
+    lost: int = 0

@@ -15,6 +15,9 @@ from ingest.block import Array
 _ALIGNMENT = 8
 """Fields begin on multiples of the largest item size, so that a row can be viewed as any dtype."""
 
+Fields = Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]
+"""Columns by name, each with its dtype and the shape of one event's."""
+
 
 class RowLayout:
     """Where each field of the payload lies in a row of `row_bytes`.
@@ -22,7 +25,7 @@ class RowLayout:
     Fields lie in the order of their names: cuts hold rows, and a schema whose features change places is the same one.
     """
 
-    def __init__(self, payload: Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]) -> None:
+    def __init__(self, payload: Fields) -> None:
         self._fields: dict[str, tuple[int, int, np.dtype[np.generic], torch.dtype, tuple[int, ...]]] = {}
         place = 0
         for name, (dtype, shape) in sorted(payload.items()):
@@ -36,12 +39,12 @@ class RowLayout:
         """The columns that a row holds."""
         return tuple(self._fields)
 
-    def pack(self, columns: Mapping[str, Array], n: int) -> NDArray[np.uint8]:
-        """Copy n events' payload, each column `[n, ...]`, into rows, uint8 `[n, R]`."""
-        rows_nR = np.zeros((n, self.row_bytes), np.uint8)
+    def pack(self, columns: Mapping[str, Array], which: NDArray[np.intp]) -> NDArray[np.uint8]:
+        """Copy what n events have in columns `[N, ...]`, those in the places `which`, into rows, uint8 `[n, R]`."""
+        rows_nR = np.zeros((len(which), self.row_bytes), np.uint8)
         for name, (begin, end, dtype, _, _) in self._fields.items():
             column = np.ascontiguousarray(columns[name], dtype)
-            rows_nR[:, begin:end] = column.reshape(n, -1).view(np.uint8)
+            rows_nR[:, begin:end] = column.reshape(len(column), -1).view(np.uint8)[which]
         return rows_nR
 
     def unpack(self, rows_nR: Tensor) -> dict[str, Tensor]:

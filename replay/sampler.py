@@ -1,29 +1,322 @@
 """Who is drawn.
 
-Legend: H events held, n drawn.
+A sampler is told which events come and go, by slot, and chooses among those that are held. It may keep what it needs to
+choose fast; what it keeps is made anew when a cut is taken up.
+
+Legend: H events held, n drawn, G groups.
 """
 
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ingest.errors import SettingsError
+from replay.embeddings import Embeddings
+from replay.entries import Entries
+from replay.groups import Groups
+from replay.sum_tree import SumTree
+
+Slots = NDArray[np.int32]
+
+_ROUNDS = 4
+"""How often a draw in proportion tries again for events that it has already."""
+_ALPHA, _BETA = 0.6, 0.4
+"""How far the last loss decides, and how far the importance makes up for it (Schaul et al. 2016, proportional)."""
+_LEAST = 1e-3
+"""A loss below this counts as this, so that every event may be drawn."""
+_MOST_EXPONENT = 500.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is to be drawn.
+
+    Attributes:
+        slots: of n different events that are held, in an order in which any prefix is a fair draw.
+        correction: the factor by which each counts less for being chosen more often, float64 `[n]`; None: 1 for all.
+    """
+
+    slots: Slots
+    correction: NDArray[np.float64] | None = None
+
 
 class Sampler(Protocol):
-    """Chooses events for rehearsal. A pure function of its arguments: the same step and contents, the same draw."""
+    """Chooses events for rehearsal.
 
-    def choose(self, held: int, n: int, seed: int, step: int) -> NDArray[np.int64]:
-        """Return `min(n, held)` different positions in `[0, held)`, in an order in which any prefix is a fair draw."""
+    A pure function of the contents and its arguments, but for those that follow what other processes find.
+    """
+
+    hears_losses: bool
+    """Whether the losses of what was drawn decide what is drawn later."""
+
+    def choose(self, n: int, generator: np.random.Generator, /) -> Choice:
+        """Choose n events, or all when fewer are held, by a generator that belongs to the step."""
+        ...
+
+    def come(self, slots: Slots, /) -> None:
+        """Take up events that are held from now on."""
+        ...
+
+    def leave(self, slots: Slots, /) -> None:
+        """Forget those that are held no more."""
+        ...
+
+    def learned(self, slots: Slots, losses: NDArray[np.float32], /) -> None:
+        """Hear of the losses of events that are held, float32 `[n]`."""
+        ...
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return what a cut has to keep, beside the events, for the draws to go on alike; arrays of any shape."""
+        ...
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]], /) -> None:
+        """Take up what `state` returned, after `come` was told of the events, in the same order."""
         ...
 
 
 class Uniform:
     """Every event held is drawn with the same probability, without repeats within a draw."""
 
-    def choose(self, held: int, n: int, seed: int, step: int) -> NDArray[np.int64]:
-        """Choose by a generator of its own for each step, so that a draw does not depend on those before it."""
-        generator = np.random.default_rng((seed, step))
-        return generator.choice(held, size=min(n, held), replace=False)
+    hears_losses = False
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Choose positions."""
+        held = self._entries.slots
+        return Choice(held[generator.choice(len(held), size=min(n, len(held)), replace=False)])
+
+    def come(self, slots: Slots) -> None:
+        """Nothing is kept."""
+
+    def leave(self, slots: Slots) -> None:
+        """Nothing is kept."""
+
+    def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
+        """Losses decide nothing."""
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Nothing is kept."""
+        return {}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Nothing is kept."""
 
 
-SAMPLERS: dict[str, type[Sampler]] = {"uniform": Uniform}
+class Even(Uniform):
+    """Every group comes as often as any other, and within a group every event; what a small one lacks, others give."""
+
+    def __init__(self, entries: Entries, group_of: Callable[[Slots], NDArray[np.int64]]) -> None:
+        super().__init__(entries)
+        self._group_of = group_of
+        self._groups = Groups()
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Deal n among the groups as evenly as their sizes allow, and choose within each."""
+        slots = self._groups.choose(min(n, len(self._entries)), generator)
+        return Choice(generator.permutation(slots))
+
+    def come(self, slots: Slots) -> None:
+        """Put events into their groups."""
+        self._groups.add(self._group_of(slots), slots)
+
+    def leave(self, slots: Slots) -> None:
+        """Take events out of their groups."""
+        self._groups.discard(slots)
+
+
+class Diverse(Even):
+    """Every cluster of the model's embeddings comes as often as any other.
+
+    When the index process has found other clusters, all events are grouped anew.
+    """
+
+    def __init__(self, entries: Entries, embeddings: Embeddings) -> None:
+        super().__init__(entries, lambda slots: embeddings.clusters(slots).astype(np.int64))
+        self._embeddings = embeddings
+        self._grouped = embeddings.training
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Group anew if need be, and choose."""
+        if self._grouped != self._embeddings.training:
+            self._grouped, self._groups = self._embeddings.training, Groups()
+            self.come(self._entries.slots)
+        return super().choose(n, generator)
+
+
+class Proportional(Uniform):
+    """Events are drawn in proportion to weights, without repeats within a draw."""
+
+    def __init__(self, entries: Entries, slots: int) -> None:
+        super().__init__(entries)
+        self._tree = SumTree(slots)
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Throw points on the weights; what is still missing after some rounds is drawn uniformly."""
+        n = min(n, len(self._entries))
+        chosen = np.empty(0, np.int64)
+        for _ in range(_ROUNDS if self._tree.total > 0 else 0):
+            found = self._tree.find(generator.random(n - len(chosen)) * self._tree.total)
+            both = np.concatenate([chosen, found[self._tree[found] > 0]])
+            chosen = both[np.sort(np.unique(both, return_index=True)[1])]
+            if len(chosen) == n:
+                break
+        if len(chosen) < n:
+            rest = np.setdiff1d(self._entries.slots, chosen, assume_unique=True)
+            chosen = np.concatenate([chosen, generator.choice(rest, n - len(chosen), replace=False)])
+        slots = chosen.astype(np.int32)
+        return Choice(slots, self._correction(slots))
+
+    def leave(self, slots: Slots) -> None:
+        """Nothing falls on them any more."""
+        self._tree.set(slots, 0.0)
+
+    def _correction(self, _slots: Slots, /) -> NDArray[np.float64] | None:
+        return None
+
+
+class Recent(Proportional):
+    """An event half as likely for each `half_life` that it is older than the newest."""
+
+    def __init__(self, entries: Entries, slots: int, half_life: timedelta) -> None:
+        super().__init__(entries, slots)
+        self._decay = math.log(2) / half_life.total_seconds()
+        self._epoch = -math.inf
+
+    def come(self, slots: Slots) -> None:
+        """Weigh events by their record time; the scale moves before numbers overflow."""
+        if not len(slots):
+            return
+        time_s = self._entries.of("time_s", slots).astype(np.float64)
+        if self._decay * (time_s.max() - self._epoch) > _MOST_EXPONENT:
+            self._epoch = float(time_s.max())
+            slots = self._entries.slots
+            time_s = self._entries.of("time_s", slots).astype(np.float64)
+        self._tree.set(slots, np.exp(np.maximum(self._decay * (time_s - self._epoch), -_MOST_EXPONENT)))
+
+
+class Loss(Proportional):
+    """Events of a large last loss are drawn more often, and count less in return: prioritised replay.
+
+    The probability is that of the loss to the power 0.6; an event whose loss is not known has the largest ever known.
+    The correction is (H * probability)**-0.4, divided by the largest of the draw (Schaul et al. 2016, "Prioritized
+    experience replay").
+    """
+
+    hears_losses = True
+
+    def __init__(self, entries: Entries, slots: int) -> None:
+        super().__init__(entries, slots)
+        self._losses = np.full(slots, np.nan, np.float32)
+        self._largest = 1.0
+
+    def come(self, slots: Slots) -> None:
+        """Give new events the largest weight, so that each is drawn soon."""
+        self._losses[slots] = np.nan
+        self._tree.set(slots, self._largest)
+
+    def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
+        """Weigh events by their losses; one that is not finite changes nothing."""
+        finite = np.isfinite(losses)
+        slots, losses = slots[finite], losses[finite]
+        if len(slots):
+            self._losses[slots] = losses
+            weights = np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA
+            self._largest = max(self._largest, float(weights.max()))
+            self._tree.set(slots, weights)
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return the losses by position, NaN where none is known, and the largest weight."""
+        return {"losses": self._losses[self._entries.slots], "largest": np.array([self._largest])}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take up the losses; a cut that was made with another sampler has none."""
+        if "losses" in state:
+            self._largest = float(state["largest"][0])
+            self.come(self._entries.slots)
+            self.learned(self._entries.slots, state["losses"].astype(np.float32))
+
+    def _correction(self, slots: Slots, /) -> NDArray[np.float64] | None:
+        if not len(slots):
+            return None
+        scarcity: NDArray[np.float64] = (len(self._entries) * self._tree[slots] / self._tree.total) ** -_BETA
+        scarcity /= scarcity.max()
+        return scarcity
+
+
+class Similar(Uniform):
+    """The nearest old events, by the model's embedding, to new ones some steps ago: those that training disturbs.
+
+    Follows what the index process finds, and when; what it has not found is drawn uniformly.
+    """
+
+    def __init__(self, entries: Entries, nearest: Callable[[], Slots]) -> None:
+        super().__init__(entries)
+        self._nearest = nearest
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Take the nearest that were found, nearest first, fill up uniformly, and mix."""
+        found = self._nearest()[:n]
+        rest = super().choose(n, generator).slots
+        slots = np.concatenate([found, rest[~np.isin(rest, found)]])[: min(n, len(self._entries))]
+        return Choice(generator.permutation(slots))
+
+
+@dataclass(frozen=True)
+class Company:
+    """What a sampler may depend on.
+
+    Attributes:
+        entries: the index of the store.
+        slots: how many slots it has.
+        classes: of the label; None for regression.
+        half_life: `replay.half_life`.
+        embeddings: what knows where events lie in the model's embedding; None where there is none.
+    """
+
+    entries: Entries
+    slots: int
+    classes: int | None
+    half_life: timedelta
+    embeddings: Embeddings | None
+
+
+def _class_balanced(company: Company) -> Sampler:
+    if company.classes is None:
+        raise SettingsError('replay.sampling = "class-balanced" needs schema.label.classes; write "uniform"')
+    # A label of -1, for none, is a group as any other.
+    return Even(company.entries, lambda slots: company.entries.of("label", slots).astype(np.int64) + 1)
+
+
+def _similar(company: Company) -> Sampler:
+    embeddings = _embeddings(company, "similar")
+    return Similar(company.entries, embeddings.nearest)
+
+
+def _diverse(company: Company) -> Sampler:
+    embeddings = _embeddings(company, "diverse")
+    return Diverse(company.entries, embeddings)
+
+
+def _embeddings(company: Company, name: str) -> Embeddings:
+    if company.embeddings is None:
+        raise SettingsError(
+            f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'
+        )
+    return company.embeddings
+
+
+SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
+    "uniform": lambda company: Uniform(company.entries),
+    "class-balanced": _class_balanced,
+    "recent": lambda company: Recent(company.entries, company.slots, company.half_life),
+    "loss": lambda company: Loss(company.entries, company.slots),
+    "similar": _similar,
+    "diverse": _diverse,
+}

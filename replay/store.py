@@ -1,15 +1,15 @@
 """The store: what has been seen, kept for rehearsal.
 
-A composition of four answers: who enters and who leaves (`Reservoir`), who is drawn (`Sampler`), where the payload lies
-(`Tiers`), how fast (the caller, who asks for so many a step).
+A composition of four answers: who enters and who leaves (`Admission` and `Quotas`), who is drawn (`Sampler`), where the
+payload lies (`Tiers`), how fast (the caller, who asks for so many a step).
 
-Legend: N events offered, H events held, n drawn.
+Legend: N events offered, H events held, n drawn, D dimensions of an embedding.
 """
 
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +19,16 @@ from torch import Tensor
 
 from ingest.block import Array, TopicPartition
 from ingest.errors import SettingsError
-from ingest.identity import identity_hash, partition_base
-from replay.admission import Reservoir, importance, priorities
-from replay.contents import ENTRY, Contents, PlannedRows, TierFile
+from ingest.identity import identity_hash
+from replay.admission import Admission, Offered, Quotas
+from replay.changes import Changes
+from replay.contents import Change, Contents, Standing
 from replay.disk import DiskTier
+from replay.draw import Draw, Plan, fetch, planned_rows, resumed
+from replay.embeddings import Embeddings
+from replay.entries import FIELDS, Entries
 from replay.rows import RowLayout
-from replay.sampler import Sampler
+from replay.sampler import Choice, Sampler
 from replay.slots import Slots
 from replay.tiers import Staged, Tiers
 from replay.watermarks import Watermarks
@@ -32,101 +36,89 @@ from replay.watermarks import Watermarks
 AHEAD = 4
 """Steps between the choice of a draw and its use: the time that slower tiers have to bring it."""
 
-_MOST_INSERTED = 1024
+MOST_INSERTED = 1024
+"""Events that are inserted at once."""
+_LATEST = 2**32 - 1
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The choice of events for one step, and their rows on the way.
-
-    Attributes:
-        step: the step that it is for.
-        positions: in the order of the index at that moment, int64 `[n]`.
-        rows: what was chosen.
-        threshold: the reservoir's at that moment.
-        share: events held / events offered at that moment.
-    """
-
-    step: int
-    positions: NDArray[np.int64]
-    rows: Staged
-    threshold: float
-    share: float
 
 
 @dataclass(frozen=True)
 class Held:
     """A store at a step boundary; its payload is read by `Store.contents` while the store goes on."""
 
-    cut: int
-    index: NDArray[np.void]
-    retired: NDArray[np.int64]
-    threshold: float
-    offered: int
-    watermarks: Mapping[int, tuple[int, int]]
+    standing: Standing
+    change: Change
+    identity: NDArray[np.uint64]
     plans: Sequence[Plan]
 
 
 @dataclass(frozen=True)
-class Draw:
-    """n events as arrays on the learner's device.
+class Policies:
+    """Who enters, who leaves, who is drawn.
 
     Attributes:
-        columns: those of the schema's payload, each `[n, ...]`.
-        importance: float32 `[n]`, the weight with which each stands for all events of its weight that were offered.
+        admission: how events compete.
+        quotas: how many may stay.
+        sampler: who is drawn.
+        embeddings: where events lie in the model's embedding, for policies that ask; else None.
     """
 
-    columns: Mapping[str, Tensor]
-    importance: Tensor
-
-    def __len__(self) -> int:
-        return len(self.columns["label"])
+    admission: Admission
+    quotas: Quotas
+    sampler: Sampler
+    embeddings: Embeddings | None = None
 
 
 class Store:
-    """At most `reservoir.limit` events, in tiers. Used by one thread, but for `contents`.
+    """At most `quotas.limit` events, in tiers. Used by one thread, but for `contents`.
 
     Idempotent: an event is admitted by its priority alone, and one that is held already is not added again. In the
     normal case events of a partition come in rising order, and a watermark makes that check free.
     """
 
-    def __init__(self, reservoir: Reservoir, sampler: Sampler, layout: RowLayout, tiers: Tiers, seed: int) -> None:
-        spare = tiers.slots - reservoir.limit
+    def __init__(
+        self, policies: Policies, entries: Entries, layout: RowLayout, tiers: Tiers, seed: int, *, weighted: bool
+    ) -> None:
+        spare = tiers.slots - policies.quotas.limit
         assert spare > 1
-        self.burst = min(_MOST_INSERTED, spare // 2)
+        self.burst = min(MOST_INSERTED, spare // 2)
         """Events that are inserted at once."""
         self.spare = spare
         """Slots beyond those for the events held."""
         self.tiers = tiers
+        self.entries = entries
         self.slots = Slots(tiers.slots, durable=tiers.durable)
         self.lost = 0
         """Events that were to be held, and are not: no slot could be written, or the payload not be read back."""
-        self._reservoir = reservoir
-        self._sampler = sampler
+        self._admission = policies.admission
+        self._quotas = policies.quotas
+        self._sampler = policies.sampler
+        self._embeddings = policies.embeddings
+        self._grouped = 0
         self._layout = layout
         self._seed = seed
-        self._index = np.zeros(tiers.slots, ENTRY)
-        self._held = 0
+        self._weighted = weighted
         self._watermarks = Watermarks()
-        self._offered = 0
+        self._offered = np.zeros(policies.admission.groups, np.int64)
+        self._weight = 0.0
         self._plans: deque[Plan] = deque()
         self._first_cut: int | None = None
         self._stale_files: list[Path] = []
+        self._changes = Changes()
 
     def __len__(self) -> int:
-        return self._held
+        return len(self.entries)
 
     @property
     def rows(self) -> dict[str, int]:
         """Events held, by tier."""
-        return self.tiers.rows(self._held)
+        return self.tiers.rows(len(self))
 
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes that they take, by tier."""
-        return self.tiers.bytes(self._held)
+        return self.tiers.bytes(len(self))
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -136,50 +128,77 @@ class Store:
     @property
     def capacity(self) -> int:
         """Events that are kept when there is no end of them."""
-        return self._reservoir.k
+        return self._quotas.k
 
-    def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> int:
+    def add(
+        self,
+        columns: Mapping[str, Array],
+        partitions: Sequence[TopicPartition],
+        embedding: NDArray[np.float32] | None = None,
+    ) -> int:
         """Offer N events, and return how many were admitted.
 
         Args:
             columns: a block's columns, each `[N, ...]`; they are copied.
             partitions: the table that the column `partition` points into.
+            embedding: of the model, float32 `[N, D]`, NaN where it is not known; None: of no event.
         """
-        bases = np.array([partition_base(name) for name in partitions], np.uint64)
-        where = columns["partition"].astype(np.int64)
-        offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
-        identity = identity_hash(bases[where], offset, row, self._seed)
-        priority = priorities(identity, columns["weight"].astype(np.float32))
-        admits = self._reservoir.admits(priority)
-        new = np.ones(len(where), np.bool_)
-        if not self._watermarks.pass_by(where, offset, row):
-            new = self._is_new(identity, admits)
-        self._offered += int(np.count_nonzero(new))
-        admitted = np.flatnonzero(new & admits)
+        self.entries.meet(partitions)
+        where, offset = columns["partition"].astype(np.int64), columns["offset"].astype(np.int64)
+        row, weight = columns["row"].astype(np.int32), columns["weight"].astype(np.float32)
+        identity = identity_hash(self.entries.bases[where], offset, row, self._seed)
+        label = columns["label"].astype(np.int64) if columns["label"].dtype.kind == "i" else np.zeros_like(where)
+        time_s = np.clip(columns["time_ms"] // 1000, 0, _LATEST).astype(np.uint32)
+        group = self._group(label, embedding)
+        priority = self._admission.priorities(Offered(identity, weight, time_s))
+        admits = self._quotas.admits(priority, group)
+        if self._watermarks.pass_by(where, offset, row):
+            self._count_offered(group, weight)
+        else:
+            new = self._is_new(columns, priority, admits)
+            self._count_offered(group[new], weight[new])
+            admits &= new
+        admitted = np.flatnonzero(admits)
         count = len(admitted)
+        known = {**columns, "label": label, "time_s": time_s}
         while len(admitted):
             room = min(self.burst, self.slots.free)
             if not room:
                 self._count_lost(len(admitted))
                 return count - len(admitted)
-            self._insert(admitted[:room], priority, identity, columns)
-            if self._held > self._reservoir.limit:
-                self._keep(self._reservoir.lower(self._index["priority"][: self._held]))
+            now = admitted[:room]
+            self._insert(now, priority, group, identity, known, embedding)
+            if len(self) > self._quotas.limit:
+                self._keep(self._quotas.lower(self.entries.priorities, self.entries.groups))
             admitted = admitted[room:]
-            admitted = admitted[self._reservoir.admits(priority[admitted])]  # the threshold may have fallen
+            if len(admitted):  # the thresholds may have fallen
+                admitted = admitted[self._quotas.admits(priority[admitted], group[admitted])]
         return count
+
+    def learned(self, draw: Draw, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None) -> None:
+        """Hear what a step said of the n events of its draw.
+
+        Args:
+            draw: what was rehearsed.
+            losses: of each event, float32 `[n]`.
+            embedding: of the model, float32 `[n, D]`; None: of no event.
+        """
+        still = (draw.slots >= 0) & self.entries.are(draw.slots, draw.records)
+        self._sampler.learned(draw.slots[still], losses[still])
+        if self._embeddings is not None and embedding is not None:
+            self._embeddings.come(draw.slots[still], embedding[still])
 
     def plan(self, step: int, n: int) -> Plan:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
-        positions = self._sampler.choose(self._held, n, self._seed, step)
-        slots, identity = self._index["slot"][positions], self._index["identity"][positions]
-        rows = self.tiers.stage(slots.astype(np.int64), identity)
-        return Plan(step, positions, rows, self._reservoir.threshold, self._held / max(1, self._offered))
+        self._regroup()
+        choice = self._sampler.choose(n, np.random.default_rng((self._seed, step)))
+        slots = choice.slots
+        rows = self.tiers.stage(slots.astype(np.int64), self.entries.identity(slots))
+        return self._plan(step, choice, rows)
 
     def fetch(self, plan: Plan, n: int | None = None) -> Draw:
-        """Return the first n events of a plan, or all; fewer when the rows of some are lost."""
-        columns = self._layout.unpack(self.tiers.arrive(plan.rows, n))
-        return Draw(columns, importance(columns["weight"], plan.threshold, plan.share))
+        """Return the first n events of a plan, or all; fewer when the rows of some cannot be had."""
+        return fetch(plan, self._layout, self.tiers, n)
 
     def plan_ahead(self, step: int, n: int) -> None:
         """Plan n events for each step from `step` on, AHEAD in all, that has no plan yet."""
@@ -189,7 +208,7 @@ class Store:
 
     def planned(self, step: int) -> int:
         """Return how many events can be drawn for a step."""
-        return next((plan.rows.n for plan in self._plans if plan.step == step), 0)
+        return next((len(plan) for plan in self._plans if plan.step == step), 0)
 
     def draw(self, step: int, n: int) -> Draw:
         """Return the first n events of the plan for a step; it and those before it are used up."""
@@ -200,41 +219,51 @@ class Store:
         return self.fetch(plan, n)
 
     def hold(self, number: int) -> Held:
-        """Copy what cut `number` needs, and keep what slots hold until `let_go`: only one hold at a time."""
-        self._first_cut = self._first_cut or number
-        return Held(
-            number,
-            self._index[: self._held].copy(),
-            self.slots.hold(number),
-            self._reservoir.threshold,
-            self._offered,
-            dict(self._watermarks.highest),
-            tuple(self._plans),
-        )
+        """Copy what cut `number` needs, and keep what slots hold until `let_go`: only one hold at a time.
 
-    def contents(self, held: Held) -> Contents:
+        What is copied is what came since the cut before, and one bit for each event of that one.
+        """
+        self._first_cut = self._first_cut or number
+        index = self.entries.copy(self._changes.old)
+        change = Change(self._changes.base, self._changes.alive, index, None)
+        standing = Standing(
+            cut=number,
+            file=self.tiers.file,
+            retired=self.slots.hold(number),
+            thresholds=self._quotas.thresholds.copy(),
+            offered=self._offered.copy(),
+            weight=self._weight,
+            bases=self.entries.bases.tolist(),
+            watermarks=dict(self._watermarks.highest),
+            plans=(),
+            sampler=self._sampler.state(),
+        )
+        self._changes.begin(number, len(self))
+        return Held(standing, change, self.entries.identity(index["slot"]), tuple(self._plans))
+
+    def contents(self, held: Held) -> tuple[Standing, Change]:
         """Return what was held, the payload being durable or part of it. May run in another thread until `let_go`.
 
         Raises:
-            OSError: the disk tier cannot be made durable.
+            OSError: the tier that has the payload cannot be made durable.
         """
-        index, payload, file = held.index, None, None
-        if self.tiers.disk is None:
-            payload, _ = self.tiers.read(index["slot"].astype(np.int64), index["identity"])
-        else:
+        change = held.change
+        if self.tiers.durable:
             self.tiers.sync()
-            file = TierFile(self.tiers.disk.path.name, self.tiers.disk.id)
-        plans = []
-        for plan in held.plans:
-            plan.rows.wait()
-            plans.append(PlannedRows(plan.step, plan.rows.rows().cpu(), plan.threshold, plan.share))
-        return Contents(
-            *(held.cut, index, payload, file, held.retired),
-            *(held.threshold, held.offered, held.watermarks, plans),
-        )
+        else:
+            payload, _ = self.tiers.read(change.index["slot"].astype(np.int64), held.identity)
+            change = replace(change, payload=payload)
+        return replace(held.standing, plans=[planned_rows(plan) for plan in held.plans]), change
 
-    def let_go(self, oldest: int | None) -> None:
-        """End a hold, now that the oldest cut that may be resumed is number `oldest`; None: there is none."""
+    def let_go(self, oldest: int | None, *, written: bool = True) -> None:
+        """End a hold.
+
+        Args:
+            oldest: the number of the oldest cut that may be resumed; None: there is none.
+            written: whether the cut that was held for exists; if not, the next has to tell all.
+        """
+        if not written:
+            self._changes.forget()
         self.slots.let_go(oldest)
         if oldest is None or (self._first_cut is not None and oldest >= self._first_cut):
             for path in self._stale_files:
@@ -250,49 +279,73 @@ class Store:
         """Take up what a cut has in place of what is held.
 
         Args:
-            contents: of the cut; without payload its slots are those of this store's own disk tier ...
+            contents: of the cut; without payload its slots are those of this store's own tiers ...
             source: ... or of this file, from which the rows are copied.
 
         Raises:
             SettingsError: the contents do not fit this store.
         """
-        rows = [plan.rows for plan in contents.plans] + ([] if contents.payload is None else [contents.payload])
+        standing, payload = contents.standing, contents.payload
+        rows = [plan.rows for plan in standing.plans] + ([] if payload is None else [payload])
         if any(each.shape[1:] != (self._layout.row_bytes,) for each in rows):
             raise SettingsError("the cut's replay contents have another layout than this store")
-        self._reservoir.threshold, self._offered = contents.threshold, contents.offered
-        self._watermarks = Watermarks(contents.watermarks)
+        moved = payload is not None or source is not None
+        self._take_up_policies(standing)
+        self._watermarks = Watermarks(standing.watermarks)
         keep = np.ones(len(contents.index), np.bool_)
-        if len(keep) > self._reservoir.limit:
-            keep = self._reservoir.lower(contents.index["priority"])
+        if len(keep) > self._quotas.limit:
+            keep = self._quotas.lower(contents.index["priority"], contents.index["group"])
         index = contents.index[keep]
-        if contents.payload is None and source is None:
-            self.slots.restore(contents.index["slot"], contents.retired, contents.cut)
-            self.slots.leave(contents.index["slot"][~keep])
-            self.tiers.take_up(index["slot"].astype(np.int64), index["identity"])
+        if moved:
+            self.slots.restore(contents.index["slot"][:0], standing.retired[:0], standing.cut)
+            index = index[self._copy(index, standing, np.flatnonzero(keep), payload, source)]
         else:
-            self.slots.restore(contents.index["slot"][:0], contents.retired[:0], contents.cut)
-            index = index[self._copy(index, np.flatnonzero(keep), contents.payload, source)]
-        self._held = len(index)
-        self._index[: self._held] = index
+            self.slots.restore(contents.index["slot"], standing.retired, standing.cut)
+            self.slots.leave(contents.index["slot"][~keep])
+        self.entries.restore(index, standing.bases)
+        if not moved:
+            slots = self.entries.slots
+            self.tiers.take_up(slots.astype(np.int64), self.entries.identity(slots))
+        self._sampler.come(self.entries.slots)
+        self._count_lost(contents.lost)
+        if len(index) == len(contents.index) and not contents.lost:
+            self._sampler.restore(standing.sampler)
+            if not moved or (payload is not None and not self.tiers.durable):
+                self._changes.begin(standing.cut, len(self))
         self._plans = deque(
-            Plan(plan.step, np.empty(0, np.int64), self.tiers.staged(plan.rows), plan.threshold, plan.share)
-            for plan in contents.plans
+            resumed(plan, self.tiers.staged(plan.rows), moved=moved, weighted=self._weighted) for plan in standing.plans
         )
 
     def close(self) -> None:
-        """Let go of the tiers."""
+        """Let go of the tiers, and end the index process."""
         self.tiers.close()
+        if self._embeddings is not None:
+            self._embeddings.close()
+
+    def _take_up_policies(self, standing: Standing) -> None:
+        """Go on with thresholds and counts; under another policy than the cut's they begin anew."""
+        if len(standing.thresholds) == self._admission.groups:
+            self._quotas.thresholds = standing.thresholds.copy()
+            self._offered = standing.offered.copy()
+        self._weight = standing.weight
 
     def _copy(
-        self, index: NDArray[np.void], places: NDArray[np.intp], payload: Tensor | None, source: DiskTier | None
+        self,
+        index: NDArray[np.void],
+        standing: Standing,
+        places: NDArray[np.intp],
+        payload: Tensor | None,
+        source: DiskTier | None,
     ) -> NDArray[np.bool_]:
         """Write the rows of `index` into new slots, which it then names; return which rows could be had."""
         found = np.ones(len(index), np.bool_)
-        for begin in range(0, len(index), _MOST_INSERTED):
-            chunk = slice(begin, begin + _MOST_INSERTED)
-            identity = index["identity"][chunk]
+        bases = np.array(standing.bases, np.uint64)
+        for begin in range(0, len(index), MOST_INSERTED):
+            chunk = slice(begin, begin + MOST_INSERTED)
+            events = index[chunk]
+            identity = identity_hash(bases[events["partition"]], events["offset"], events["row"], self._seed)
             if source is not None:
-                rows_nR, found[chunk] = source.read(index["slot"][chunk].astype(np.int64), identity)
+                rows_nR, found[chunk] = source.read(events["slot"].astype(np.int64), identity)
             else:
                 assert payload is not None
                 rows_nR = payload[torch.from_numpy(places[chunk])]
@@ -303,47 +356,96 @@ class Store:
         self._count_lost(int((~found).sum()))
         return found
 
-    def _is_new(self, identity: NDArray[np.uint64], candidates: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which of N events, some of which were offered before, are not held; only candidates are looked up."""
-        new = np.zeros(len(identity), np.bool_)
-        new[np.unique(identity, return_index=True)[1]] = True
-        new &= candidates
-        new[new] = ~np.isin(identity[new], self._index["identity"][: self._held])
+    def _plan(self, step: int, choice: Choice, rows: Staged) -> Plan:
+        records, rates, shares = self.entries.records(choice.slots), None, None
+        if self._weighted:
+            clusters = self._clusters(choice.slots)
+            group = self._admission.group(records["label"].astype(np.int64), clusters)
+            share = self.entries.counts / np.maximum(1, self._offered)
+            mean = self._weight / max(1, int(self._offered.sum()))
+            thresholds = self._quotas.thresholds[group]
+            rates, shares = self._admission.rates(thresholds, records["time_s"], share[group], mean)
+        return Plan(step, choice.slots, records, rates, shares, choice.correction, rows)
+
+    def _group(self, label: NDArray[np.int64], embedding: NDArray[np.float32] | None) -> NDArray[np.int16]:
+        """Return the quota group of N events that are offered."""
+        self._regroup()
+        if self._embeddings is None or embedding is None:
+            clusters = np.zeros(len(label), np.int16)
+        else:
+            clusters = self._embeddings.cluster_of(embedding)
+        return self._admission.group(label, clusters)
+
+    def _clusters(self, slots: NDArray[np.int32]) -> NDArray[np.int16]:
+        return np.zeros(len(slots), np.int16) if self._embeddings is None else self._embeddings.clusters(slots)
+
+    def _regroup(self) -> None:
+        """Follow the clusters when the index process has found others: what was evicted under the old ones is gone."""
+        if self._embeddings is None or self._grouped == (training := self._embeddings.follow()):
+            return
+        self._grouped = training
+        if self._admission.by_cluster:
+            self.entries.regroup(self._embeddings.clusters(self.entries.slots))
+            self._quotas.thresholds[:] = np.inf
+
+    def _count_offered(self, group: NDArray[np.int16], weight: NDArray[np.float32]) -> None:
+        self._offered += np.bincount(group, minlength=len(self._offered))
+        self._weight += float(weight.sum())
+
+    def _is_new(
+        self, columns: Mapping[str, Array], priority: NDArray[np.float64], candidates: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Return which of N events, some of which were offered before, are not held; only candidates are looked up.
+
+        An event has one priority for ever, so that only those of an equal one are compared.
+        """
+        names = np.stack([columns["partition"], columns["offset"], columns["row"]], axis=1).astype(np.int64)
+        new = np.zeros(len(names), np.bool_)
+        new[np.unique(names, axis=0, return_index=True)[1]] = True
+        wanted = np.sort(priority[candidates])
+        if not len(wanted):
+            return new
+        priorities = self.entries.priorities
+        places = np.minimum(np.searchsorted(wanted, priorities), len(wanted) - 1)
+        alike = self.entries.records(self.entries.slots[wanted[places] == priorities])
+        held = {(each["partition"], each["offset"], each["row"]) for each in alike}
+        for at in np.flatnonzero(candidates & new).tolist() if held else ():
+            new[at] = tuple(names[at]) not in held
         return new
 
     def _insert(
         self,
         rows: NDArray[np.intp],
         priority: NDArray[np.float64],
+        group: NDArray[np.int16],
         identity: NDArray[np.uint64],
         columns: Mapping[str, Array],
+        embedding: NDArray[np.float32] | None,
     ) -> None:
-        begin, end = self._held, self._held + len(rows)
         slots = self.slots.take(len(rows))
-        entry = self._index[begin:end]
-        entry["priority"], entry["identity"], entry["slot"] = priority[rows], identity[rows], slots
-        for name in ("offset", "partition", "row", "time_ms", "key_hash"):
-            entry[name] = columns[name][rows]
-        entry["label"] = columns["label"][rows] if columns["label"].dtype.kind == "i" else 0
-        packed = self._layout.pack({name: columns[name][rows] for name in self._layout.fields}, len(rows))
-        self.tiers.write(slots.astype(np.int64), identity[rows], packed)
-        self._held = end
+        self.entries.append(slots, priority[rows], group[rows], {name: columns[name][rows] for name in FIELDS})
+        self.tiers.write(slots.astype(np.int64), identity[rows], self._layout.pack(columns, rows))
+        self._sampler.come(slots)
+        if self._embeddings is not None and embedding is not None:
+            self._embeddings.come(slots, embedding[rows])
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
         """Let those leave that do not stay, bool `[H]`."""
-        held = self._index[: self._held]
-        left = held["slot"][~stays]
+        self._changes.keep(stays)
+        left = self.entries.keep(stays)
         self.tiers.free(left.astype(np.int64))
         self.slots.leave(left)
-        kept = held[stays]
-        self._index[: len(kept)] = kept
-        self._held = len(kept)
+        self._sampler.leave(left)
+        if self._embeddings is not None:
+            self._embeddings.leave(left)
 
     def _drop_lost(self) -> None:
         """Let events leave whose rows a tier could not write or give back: holes, which fill as the stream goes on."""
         lost = self.tiers.lost()
         if len(lost):
-            stays = ~np.isin(self._index["identity"][: self._held], lost)
+            gone = np.zeros(self.tiers.slots, np.bool_)
+            gone[lost] = True
+            stays = ~gone[self.entries.slots]
             self._count_lost(int((~stays).sum()))
             self._keep(stays)
 

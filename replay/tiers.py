@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from replay.contents import TierFile
 from replay.courier import Courier
 from replay.disk import DiskTier
 from replay.memory import MemoryTier
@@ -40,7 +41,8 @@ class Staged:
         self._rows_nR = rows_nR
         self._places = late
         self._late: Tensor | None = None
-        self._whole = np.ones(len(rows_nR), np.bool_)
+        self.whole = np.ones(len(rows_nR), np.bool_)
+        """Which of the n rows could be had; after `wait`."""
         self._arrived = threading.Event()
         if not len(late):
             self._arrived.set()
@@ -56,7 +58,7 @@ class Staged:
             else:
                 self._late, whole = disk.read(*self.source)
         finally:
-            self._whole[self._places[~whole]] = False
+            self.whole[self._places[~whole]] = False
             self._arrived.set()
 
     def wait(self) -> float:
@@ -71,9 +73,9 @@ class Staged:
         if self._late is not None:
             where = torch.from_numpy(self._places).to(rows_nR.device)
             rows_nR.index_copy_(0, where, self._late.to(rows_nR.device, non_blocking=True))
-        if self._whole.all():
+        if self.whole.all():
             return rows_nR[:n]
-        return rows_nR[torch.from_numpy(np.flatnonzero(self._whole[:n])).to(rows_nR.device)]
+        return rows_nR[torch.from_numpy(np.flatnonzero(self.whole[:n])).to(rows_nR.device)]
 
     def late(self, which: NDArray[np.bool_]) -> Tensor:
         """Return those of the m rows that were brought which are asked for, on the device; after `wait` and `rows`."""
@@ -82,7 +84,7 @@ class Staged:
     @property
     def brought(self) -> NDArray[np.bool_]:
         """Which of the m rows that were to be brought are whole; after `wait`."""
-        return self._whole[self._places]
+        return self.whole[self._places]
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Tiers:
         self.ill: str | None = None
         self._device = device
         self._courier = Courier("disk-tier") if disk is not None else None
-        self._lost: deque[NDArray[np.uint64]] = deque()
+        self._lost: deque[tuple[NDArray[np.int64], NDArray[np.uint64]]] = deque()
         if disk is not None:
             self._tenant = np.zeros(disk.slots, np.uint64)
             self._cached = np.full(disk.slots, _NOWHERE, np.int32)
@@ -147,7 +149,7 @@ class Tiers:
             try:
                 disk.write(slots, identity, rows_nR)
             except OSError as exc:
-                self._lost.append(identity)
+                self._lost.append((slots, identity))
                 self._say(f"replay.disk: {disk.path} cannot be written: {exc.strerror}; events are not stored")
             else:
                 self.ill = None
@@ -181,20 +183,26 @@ class Tiers:
         slots, identity = staged.source
         whole = staged.brought
         if not whole.all():
-            self._lost.append(identity[~whole])
+            self._lost.append((slots[~whole], identity[~whole]))
         if len(slots) and len(self._room):
             still = whole & (self._tenant[slots] == identity) & (self._cached[slots] == _NOWHERE)
             self._cache(slots[still], staged.late(still))
         return rows_nR
 
-    def lost(self) -> NDArray[np.uint64]:
-        """Return the identities of events whose rows were found lost since the last time."""
+    def lost(self) -> NDArray[np.int64]:
+        """Return the slots of events whose rows were found lost since the last time, and that are there yet."""
         found = [self._lost.popleft() for _ in range(len(self._lost))]
-        return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)
+        still = [slots[self._tenant[slots] == identity] for slots, identity in found]
+        return np.unique(np.concatenate([_NONE, *still]))
 
     def take_up(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> None:
         """Learn that the disk tier's file has the rows of n events already; the cache fills as they are drawn."""
         self._tenant[slots] = identity
+
+    @property
+    def file(self) -> TierFile | None:
+        """What has the payload of a cut, if it outlives the process."""
+        return None if self.disk is None else TierFile(self.disk.path.name, self.disk.id)
 
     def staged(self, rows_nR: Tensor) -> Staged:
         """Return rows that are on the host, uint8 `[n, R]`, as a plan has them."""

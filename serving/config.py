@@ -8,8 +8,7 @@ from typing import Annotated, Self
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from ingest.config import Section
-from ingest.units import Duration
-from learner.config import PositiveDuration
+from ingest.units import Duration, PositiveDuration
 
 
 def is_loopback(host: str) -> bool:

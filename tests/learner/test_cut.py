@@ -28,7 +28,7 @@ from ingest.schema import Schema
 from ingest.source import Partition, Source
 from learner.config import CutsSettings, LearnerSettings, ModelSettings, VersionsSettings
 from learner.cut import MANIFEST, Cuts
-from learner.cutter import Cutter, replay_contents
+from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.errors import CutError
 from learner.guard import GuardSet
@@ -36,6 +36,7 @@ from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
 from learner.precision import choose_precision
 from learner.publisher import Publisher
+from learner.replay_cut import unpack
 from learner.strategy import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Trainer
@@ -105,10 +106,11 @@ class Bench:
         self.cuts = Cuts(path / "cuts", schema.digest, 1)
         self.cuts.clean()
         self.found = self.cuts.newest()
-        contents = replay_contents(self.found[1]) if self.found else None
+        contents, segments = (unpack(self.found[1]) if self.found else None) or (None, ())
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
         self.store = build_store(options, schema, CPU, 0, path / "replay", contents)
-        self.cutter = Cutter(self.cuts, CutsSettings.model_validate({"every": every}), self.store, self.metrics.learner)
+        settings_of_cuts = CutsSettings.model_validate({"every": every})
+        self.cutter = Cutter(self.cuts, settings_of_cuts, self.store, self.metrics.learner, segments)
         publisher = Publisher(
             *(Versions(path / "versions"), VersionsSettings.model_validate({"publish_every": "1h"})),
             *(ModelSettings(factory="m:build"), schema, model, task, CPU, 1, self.metrics.learner),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,8 @@ from learner.precision import Precision, choose_device, choose_precision
 from learner.strategy import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Examples, Trainer
-from replay.store import Draw
+from replay.draw import Draw
+from replay.entries import RECORD
 
 CPU = torch.device("cpu")
 MakeModel = Callable[[], nn.Module]
@@ -30,7 +32,8 @@ def make_trainer(schema: Schema, model: nn.Module, strategy: str = "er", **setti
 
 def as_draw(columns: Columns) -> Draw:
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
-    return Draw(tensors, tensors["weight"])
+    n = len(columns["label"])
+    return Draw(tensors, tensors["weight"], np.arange(n, dtype=np.int32), np.zeros(n, RECORD))
 
 
 def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model: MakeModel) -> None:

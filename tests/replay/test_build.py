@@ -18,6 +18,7 @@ from ingest.schema import Schema
 from replay.build import build_store, discard_files
 from replay.config import ReplaySettings
 from replay.contents import Contents
+from replay.fake import FakeCuts
 from replay.store import AHEAD, Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -49,15 +50,13 @@ def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
 
 
 def cut(store: Store, number: int = 1) -> Contents:
-    contents = store.contents(store.hold(number))
-    store.let_go(number)
-    return contents
+    return FakeCuts(store).cut(number)
 
 
 def payload(store: Store) -> dict[int, list[float]]:
     """By offset, the payload of what is held, as a draw of everything has it."""
     plan = store.plan(0, len(store))
-    offsets = store._index["offset"][plan.positions].tolist()
+    offsets = plan.records["offset"].tolist()
     columns = store.fetch(plan).columns
     rows = torch.cat([columns["feature.x"], columns["feature.n"][:, None], columns["label"][:, None]], dim=1)
     return dict(zip(offsets, rows.tolist(), strict=True))
@@ -95,9 +94,9 @@ def test_a_disk_that_holds_less_keeps_the_smallest_priorities(
     store = build(DISK)
     fill(store, schema, 0, 5000)
     moved = build(SMALLER, cut(store))
-    priorities = np.sort(store._index["priority"][: len(store)])
+    priorities = np.sort(store.entries.copy()["priority"])
     assert 300 < len(moved) < 1000
-    assert np.array_equal(np.sort(moved._index["priority"][: len(moved)]), priorities[: len(moved)])
+    assert np.array_equal(np.sort(moved.entries.copy()["priority"]), priorities[: len(moved)])
     assert payload(moved).items() <= payload(store).items()
     assert "replay.disk.bytes = 60000 holds" in caplog.text
 
@@ -142,7 +141,7 @@ def spoil(store: Store, places: int) -> None:
     store.tiers.sync()
     path, size = store.tiers.disk.path, store.tiers.disk.slot_bytes
     with path.open("r+b") as file:
-        for slot in store._index["slot"][:places].tolist():
+        for slot in store.entries.copy()["slot"][:places].tolist():
             file.seek(4096 + slot * size)
             byte = file.read(1)[0]
             file.seek(-1, 1)
@@ -154,7 +153,7 @@ def test_a_row_that_went_bad_is_left_out_of_draws_and_forgotten(
 ) -> None:
     store = build({**DISK, "device_bytes": "1kB"}, capacity=200)
     fill(store, schema, 0, 2000)
-    held, bad = len(store), set(store._index["offset"][:5].tolist())
+    held, bad = len(store), set(store.entries.copy()["offset"][:5].tolist())
     cached = store.rows["device"]
     spoil(store, places=5)
     store.plan_ahead(0, held)
@@ -163,7 +162,7 @@ def test_a_row_that_went_bad_is_left_out_of_draws_and_forgotten(
     store.plan_ahead(1, 10)
     assert store.lost == held - len(draw)
     assert len(store) == len(draw)
-    assert bad & set(store._index["offset"][: len(store)].tolist()) <= bad
+    assert bad & set(store.entries.copy()["offset"].tolist()) <= bad
     assert f"{store.lost} events could not be kept" in caplog.text
     fill(store, schema, 2000, 4000)
     assert len(payload(store)) == len(store)
@@ -233,8 +232,10 @@ def test_the_file_of_another_cut_is_refused(schema: Schema, build: Build, tmp_pa
     store = build(DISK)
     fill(store, schema, 0, 500)
     contents = cut(store)
-    assert contents.file is not None
-    other = dataclasses.replace(contents, file=dataclasses.replace(contents.file, id="0" * 32))
+    file = contents.standing.file
+    assert file is not None
+    another = dataclasses.replace(contents.standing, file=dataclasses.replace(file, id="0" * 32))
+    other = dataclasses.replace(contents, standing=another)
     with pytest.raises(SettingsError, match=r"1.rows is not the file that cut 1 belongs to; put that one back"):
         build(DISK, other)
     (tmp_path / "1.rows").unlink()

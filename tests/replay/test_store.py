@@ -15,9 +15,10 @@ from ingest.errors import SettingsError
 from ingest.fake import Columns, fake_columns
 from ingest.identity import identity_hash, partition_base
 from ingest.schema import Schema
-from replay.admission import priorities
+from replay.admission import exponentials
 from replay.build import build_store
 from replay.config import ReplaySettings
+from replay.fake import FakeCuts
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
@@ -26,7 +27,7 @@ MakeStore = Callable[..., Store]
 
 def held(store: Store) -> set[tuple[int, int]]:
     """Return (partition, offset) of what is held, read back from a draw of everything through the index."""
-    index = store._index[: len(store)]
+    index = store.entries.copy()
     return set(zip(index["partition"].tolist(), index["offset"].tolist(), strict=True))
 
 
@@ -40,7 +41,7 @@ def k_smallest(schema: Schema, events: Iterable[tuple[int, int]], k: int, seed: 
     partition, offset = (np.array(column) for column in zip(*unique, strict=True))
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[partition]
     identity = identity_hash(bases, offset.astype(np.int64), np.zeros(len(offset), np.int32), seed)
-    order = np.argsort(priorities(identity, np.ones(len(offset), np.float32)), kind="stable")
+    order = np.argsort(exponentials(identity), kind="stable")
     return {unique[place] for place in order[:k]}
 
 
@@ -73,7 +74,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: str) -> None:
     columns["feature.a"][:] = raw.astype(dtype)
     store.add(columns, PARTITIONS)
     plan = store.plan(0, 20)
-    order = store._index["offset"][plan.positions].argsort()
+    order = plan.records["offset"].argsort()
     drawn = store.fetch(plan).columns
     for name in ("feature.a", "feature.b", "feature.c", "label"):
         assert drawn[name].numpy()[order].tobytes() == columns[name].tobytes()
@@ -180,8 +181,8 @@ class TestDraws:
         store = make_store(100)
         store.add(fake_columns(schema, range(80)), PARTITIONS)
         for step in range(50):
-            positions = store.plan(step, 60).positions
-            assert len(set(positions.tolist())) == 60
+            slots = store.plan(step, 60).slots
+            assert len(set(slots.tolist())) == 60
 
     def test_a_draw_is_no_larger_than_the_store(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(100)
@@ -194,8 +195,8 @@ class TestDraws:
         for store in (one, two):
             store.add(fake_columns(schema, range(80)), PARTITIONS)
         two.plan(3, 20)
-        assert one.plan(9, 20).positions.tolist() == two.plan(9, 20).positions.tolist()
-        assert one.plan(9, 20).positions.tolist() != one.plan(10, 20).positions.tolist()
+        assert one.plan(9, 20).records["offset"].tolist() == two.plan(9, 20).records["offset"].tolist()
+        assert one.plan(9, 20).records["offset"].tolist() != one.plan(10, 20).records["offset"].tolist()
 
     def test_uniform_means_uniform(self, schema: Schema, make_store: MakeStore) -> None:
         """Chi-square over 64 events: the statistic of 63 degrees of freedom exceeds 110 once in 5,000 fair trials."""
@@ -203,7 +204,7 @@ class TestDraws:
         store.add(fake_columns(schema, range(64)), PARTITIONS)
         counts = np.zeros(64)
         for step in range(4000):
-            counts += np.bincount(store.plan(step, 8).positions, minlength=64)
+            counts += np.bincount(store.plan(step, 8).records["offset"], minlength=64)
         expected = counts.sum() / 64
         assert ((counts - expected) ** 2 / expected).sum() < 110
 
@@ -214,7 +215,7 @@ class TestDraws:
             store = make_store(100, seed)
             for begin in range(0, 4000, 250):
                 store.add(fake_columns(schema, range(begin, begin + 250)), PARTITIONS)
-            counts += np.bincount(store._index["offset"][: len(store)] // 400, minlength=10)
+            counts += np.bincount(store.entries.copy()["offset"] // 400, minlength=10)
         expected = counts.sum() / 10
         assert ((counts - expected) ** 2 / expected).sum() < 33
 
@@ -267,7 +268,7 @@ class TestCuts:
         while store.slots.free > store.burst and begin < 10_000:
             store.add(fake_columns(schema, range(begin, begin + 50), label=[3]), PARTITIONS)
             begin += 50
-        contents = store.contents(moment)
+        contents = FakeCuts(store).finish(moment)
         store.let_go(1)
         assert begin > 4200, "a hold leaves too little room"
         restored = make_store(640, contents=contents)
@@ -279,7 +280,7 @@ class TestCuts:
         for each in (restored, twin):
             each.add(fake_columns(schema, range(4000, 6000), label=[1]), PARTITIONS)
         assert held(restored) == held(twin)
-        assert restored.plan(7, 50).positions.tolist() == twin.plan(7, 50).positions.tolist()
+        assert restored.plan(7, 50).records["offset"].tolist() == twin.plan(7, 50).records["offset"].tolist()
         assert everything(restored)["feature.n"].tolist() == everything(twin)["feature.n"].tolist()
 
     def test_slots_that_were_freed_are_used_again_when_no_cut_names_them(
@@ -296,25 +297,26 @@ class TestCuts:
         store.let_go(None)
         assert not store.lost
         assert store.slots.free == store.tiers.slots - len(store)
-        slots = store._index["slot"][: len(store)]
+        slots = store.entries.slots
         assert len(set(slots.tolist())) == len(store)
 
     def test_a_smaller_store_takes_up_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:
         large = make_store(500)
         large.add(fake_columns(schema, range(3000)), PARTITIONS)
-        small = make_store(50, contents=large.contents(large.hold(1)))
+        small = make_store(50, contents=FakeCuts(large).cut(1))
         assert held(small) == k_smallest(schema, [(0, offset) for offset in range(3000)], 50, 0)
 
     def test_an_empty_store_can_be_cut(self, make_store: MakeStore) -> None:
         store = make_store(10)
-        restored = make_store(10, contents=store.contents(store.hold(1)))
+        restored = make_store(10, contents=FakeCuts(store).cut(1))
         assert len(restored) == 0
 
     def test_contents_of_another_layout_are_refused(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(10)
         store.add(fake_columns(schema, range(5)), PARTITIONS)
         store.plan_ahead(0, 3)
-        contents = store.contents(store.hold(1))
-        torn = [dataclasses.replace(plan, rows=plan.rows[:, :8]) for plan in contents.plans]
+        contents = FakeCuts(store).cut(1)
+        torn = [dataclasses.replace(plan, rows=plan.rows[:, :8]) for plan in contents.standing.plans]
+        standing = dataclasses.replace(contents.standing, plans=torn)
         with pytest.raises(SettingsError, match="another layout"):
-            make_store(10, contents=dataclasses.replace(contents, plans=torn))
+            make_store(10, contents=dataclasses.replace(contents, standing=standing))

@@ -1,0 +1,102 @@
+"""Plans and draws: the choice of old events for a step, made ahead of it, and their arrays.
+
+Legend: n events chosen, R bytes of a row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from replay.admission import importance
+from replay.contents import PLANNED, PlannedRows
+from replay.entries import FIELDS, RECORD
+from replay.rows import RowLayout
+from replay.tiers import Staged, Tiers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice of events for one step, and their rows on the way.
+
+    Attributes:
+        step: the step that it is for.
+        slots: where the events were at that moment, int32 `[n]`; -1 when they were moved since.
+        records: what is known of them, RECORD `[n]`.
+        rates: with `shares`, what their importance is made of, float64 `[n]`; None where events have no weights.
+        shares: likewise.
+        correction: a factor of their importance, float64 `[n]`; None: 1.
+        rows: their payload.
+    """
+
+    step: int
+    slots: NDArray[np.int32]
+    records: NDArray[np.void]
+    rates: NDArray[np.float64] | None
+    shares: NDArray[np.float64] | None
+    correction: NDArray[np.float64] | None
+    rows: Staged
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """n events as arrays on the learner's device.
+
+    Attributes:
+        columns: those of the payload, each `[n, ...]`.
+        importance: float32 `[n]`, the weight with which each counts: it makes up for how events were kept and drawn.
+        slots: int32 `[n]` on the host; with `records` what `Store.learned` needs.
+        records: RECORD `[n]` on the host.
+    """
+
+    columns: Mapping[str, Tensor]
+    importance: Tensor
+    slots: NDArray[np.int32]
+    records: NDArray[np.void]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+def fetch(plan: Plan, layout: RowLayout, tiers: Tiers, n: int | None) -> Draw:
+    """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be had."""
+    columns = layout.unpack(tiers.arrive(plan.rows, n))
+    whole = plan.rows.whole[:n]
+    which = slice(len(whole)) if whole.all() else np.flatnonzero(whole)
+    label = columns["label"]
+    weights = torch.ones(len(label), device=label.device)
+    if plan.rates is not None and plan.shares is not None:
+        rate, share = (torch.from_numpy(each[which]).to(label.device) for each in (plan.rates, plan.shares))
+        weights = importance(columns["weight"], rate, share)
+    if plan.correction is not None:
+        weights = weights * torch.from_numpy(plan.correction[which]).to(label.device).float()
+    return Draw(columns, weights, plan.slots[which], plan.records[which])
+
+
+def planned_rows(plan: Plan) -> PlannedRows:
+    """Return a plan as a cut has it, once its rows are here; those that could not be had are left out."""
+    plan.rows.wait()
+    events = np.zeros(len(plan), PLANNED)
+    for name in FIELDS:
+        events[name] = plan.records[name]
+    events["slot"] = plan.slots
+    for name, values in (("rate", plan.rates), ("share", plan.shares), ("correction", plan.correction)):
+        events[name] = 1.0 if values is None else values
+    return PlannedRows(plan.step, plan.rows.rows().cpu(), events[plan.rows.whole])
+
+
+def resumed(plan: PlannedRows, rows: Staged, *, moved: bool, weighted: bool) -> Plan:
+    """Return a plan of a cut; `moved` says that its events are in other slots now."""
+    events = plan.events
+    records = np.empty(len(events), RECORD)
+    for name in FIELDS:
+        records[name] = events[name]
+    slots = np.full(len(events), -1, np.int32) if moved else events["slot"].copy()
+    rate, share, correction = (events[name].copy() for name in ("rate", "share", "correction"))
+    return Plan(*(plan.step, slots, records, rate if weighted else None, share if weighted else None, correction, rows))

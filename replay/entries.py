@@ -1,0 +1,151 @@
+"""The index: what is known of the events held, beside their payload.
+
+Most of it lies by slot, where an event's record stays as long as the event is held. What a scan or a draw reads lies in
+columns by logical position: when events leave, those after them move up, and only these columns are copied.
+
+Legend: H events held, S slots, n events of a call.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.block import Array, TopicPartition
+from ingest.identity import identity_hash, partition_base
+from replay.contents import ENTRY
+
+FIELDS = ("offset", "key_hash", "time_s", "partition", "row", "label")
+RECORD = np.dtype([(name, ENTRY[name]) for name in FIELDS])
+"""What lies by slot."""
+
+FREE = -1
+"""The offset of a slot that no event is in."""
+
+
+class Entries:
+    """At most `limit` events in S slots; 50 bytes an event."""
+
+    def __init__(self, slots: int, limit: int, seed: int, groups: int = 1) -> None:
+        self._records = np.zeros(slots, RECORD)
+        self._records["offset"] = FREE
+        self._seed = seed
+        self._slot = np.zeros(limit, np.int32)
+        self._priority = np.zeros(limit, np.float64)
+        self._group = np.zeros(limit, np.int16)
+        self._held = 0
+        self.counts = np.zeros(groups, np.int64)
+        """Events held of each quota group."""
+        self.bases = np.empty(0, np.uint64)
+        """Of each partition that was met, the hash that its events' identities begin from."""
+
+    def __len__(self) -> int:
+        return self._held
+
+    @property
+    def slots(self) -> NDArray[np.int32]:
+        """The slot of each event, `[H]`, in logical order."""
+        return self._slot[: self._held]
+
+    @property
+    def priorities(self) -> NDArray[np.float64]:
+        """The priority of each event, `[H]`."""
+        return self._priority[: self._held]
+
+    @property
+    def groups(self) -> NDArray[np.int16]:
+        """The quota group of each event, `[H]`."""
+        return self._group[: self._held]
+
+    def records(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.void]:
+        """Return what is known of the events in n slots, RECORD `[n]`."""
+        found: NDArray[np.void] = self._records[slots]
+        return found
+
+    def are(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Return in which of n slots the events still are that were there before, by their records."""
+        now = self._records[slots]
+        same: NDArray[np.bool_] = now["offset"] == records["offset"]
+        for name in ("partition", "row"):
+            same &= now[name] == records[name]
+        return same
+
+    def of(self, name: str, slots: NDArray[np.int32] | NDArray[np.int64]) -> Array:
+        """Return one column of the events in the given slots, `[n]`: that of an ENTRY that does not depend on order."""
+        column: Array = self._records[name][slots]
+        return column
+
+    def holds(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return in which of n slots there is an event."""
+        held: NDArray[np.bool_] = self._records["offset"][slots] != FREE
+        return held
+
+    def meet(self, partitions: Sequence[TopicPartition]) -> None:
+        """Learn of partitions by their index."""
+        if len(partitions) > len(self.bases):
+            new = [partition_base(name) for name in partitions[len(self.bases) :]]
+            self.bases = np.concatenate([self.bases, np.array(new, np.uint64)])
+
+    def identity(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return the identities of the events in n slots."""
+        records = self._records[slots]
+        return identity_hash(self.bases[records["partition"]], records["offset"], records["row"], self._seed)
+
+    def append(
+        self,
+        slots: NDArray[np.int32],
+        priority: NDArray[np.float64],
+        group: NDArray[np.int16] | int,
+        columns: Mapping[str, Array],
+    ) -> None:
+        """Put n events after the others; of `columns`, all `[n]`, those of a record are taken."""
+        begin, end = self._held, self._held + len(slots)
+        self._slot[begin:end], self._priority[begin:end], self._group[begin:end] = slots, priority, group
+        records = np.empty(len(slots), RECORD)
+        for name in FIELDS:
+            records[name] = columns[name]
+        self._records[slots] = records
+        self._held = end
+        self._count(self._group[begin:end], 1)
+
+    def keep(self, stays: NDArray[np.bool_]) -> NDArray[np.int32]:
+        """Let those leave that do not stay, bool `[H]`, and return their slots."""
+        left = self.slots[~stays]
+        self._count(self.groups[~stays], -1)
+        kept = self._held - len(left)
+        for column in (self._slot, self._priority, self._group):
+            column[:kept] = column[: self._held][stays]
+        self._held = kept
+        self._records["offset"][left] = FREE
+        return left
+
+    def copy(self, begin: int = 0) -> NDArray[np.void]:
+        """Return the events from a position on, ENTRY `[H - begin]`."""
+        slots = self.slots[begin:]
+        found = np.empty(len(slots), ENTRY)
+        records = self._records[slots]
+        for name in FIELDS:
+            found[name] = records[name]
+        found["slot"], found["priority"], found["group"] = slots, self.priorities[begin:], self.groups[begin:]
+        return found
+
+    def restore(self, index: NDArray[np.void], bases: Sequence[int]) -> None:
+        """Take up events, ENTRY `[H]`, in place of what is held."""
+        self._records["offset"][self.slots] = FREE
+        self._held, self.counts[:] = 0, 0
+        self.bases = np.array(bases, np.uint64)
+        self.append(index["slot"], index["priority"], index["group"], {name: index[name] for name in FIELDS})
+
+    def regroup(self, group: NDArray[np.int16]) -> None:
+        """Put all events into other groups, `[H]`."""
+        self._group[: self._held] = group
+        self.counts[:] = 0
+        self._count(group, 1)
+
+    def _count(self, group: NDArray[np.int16], sign: int) -> None:
+        self.counts += sign * np.bincount(group, minlength=len(self.counts))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the index takes."""
+        return self._records.nbytes + sum(each.nbytes for each in (self._slot, self._priority, self._group))

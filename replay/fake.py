@@ -1,0 +1,34 @@
+"""For tests: cuts of a store without files."""
+
+import numpy as np
+import torch
+
+from replay.contents import Contents
+from replay.store import Held, Store
+
+
+class FakeCuts:
+    """The cuts of one store, each told as a change of the one before, put together the plain way."""
+
+    def __init__(self, store: Store, before: Contents | None = None) -> None:
+        self._store = store
+        self._before = before
+
+    def cut(self, number: int, oldest: int | None = None) -> Contents:
+        """Cut the store, and let go of what only cuts before `oldest` need; all, when none is given."""
+        contents = self.finish(self._store.hold(number))
+        self._store.let_go(number if oldest is None else oldest)
+        return contents
+
+    def finish(self, held: Held) -> Contents:
+        """Return all that was held; `let_go` is the caller's."""
+        standing, change = self._store.contents(held)
+        index, payload = change.index, change.payload
+        if change.base is not None:
+            assert self._before is not None
+            assert self._before.standing.cut == change.base
+            index = np.concatenate([self._before.index[change.alive], index])
+            if payload is not None and self._before.payload is not None:
+                payload = torch.cat([self._before.payload[torch.from_numpy(change.alive)], payload])
+        self._before = Contents(standing, index, payload)
+        return self._before

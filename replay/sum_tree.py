@@ -1,0 +1,64 @@
+"""Draws in proportion to weights that change: a tree of sums, 64 children a node, updated and searched by numpy.
+
+Legend: S leaves, n of a call.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FAN = 64
+
+
+class SumTree:
+    """S weights, at first 0. Every sum is made anew from its children, so that it depends on the weights alone."""
+
+    def __init__(self, leaves: int) -> None:
+        self._levels: list[NDArray[np.float64]] = []
+        size = leaves
+        while not self._levels or size > 1:
+            padded = -(-size // _FAN) * _FAN
+            self._levels.append(np.zeros(padded, np.float64))
+            size = padded // _FAN
+        self._levels.append(np.zeros(1, np.float64))
+
+    @property
+    def total(self) -> float:
+        """The sum of all weights."""
+        return float(self._levels[-1][0])
+
+    def __getitem__(self, leaves: NDArray[np.int64] | NDArray[np.int32]) -> NDArray[np.float64]:
+        """Return the weights of n leaves."""
+        return self._levels[0][leaves]
+
+    def set(self, leaves: NDArray[np.int64] | NDArray[np.int32], weights: NDArray[np.float64] | float) -> None:
+        """Give n leaves other weights, >= 0 and finite."""
+        self._levels[0][leaves] = weights
+        nodes = np.asarray(leaves)
+        for below, above in zip(self._levels, self._levels[1:], strict=False):
+            nodes = np.unique(nodes // _FAN)
+            above[nodes] = below.reshape(-1, _FAN)[nodes].sum(axis=1)
+
+    def find(self, mass: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return the leaves that n points in [0, total) fall on, int64 `[n]`."""
+        nodes = np.zeros(len(mass), np.int64)
+        left = mass.copy()
+        for level in reversed(self._levels[:-1]):
+            children = level.reshape(-1, _FAN)[nodes]
+            ends = np.cumsum(children, axis=1)
+            # Rounding may carry a point beyond the last child that has any weight.
+            child = np.minimum((ends <= left[:, None]).sum(axis=1), _last_of(children))
+            rows = np.arange(len(nodes))
+            left -= ends[rows, child] - children[rows, child]
+            nodes = nodes * _FAN + child
+        return nodes
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the tree takes."""
+        return sum(level.nbytes for level in self._levels)
+
+
+def _last_of(children: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the last child with a weight in each of n rows; the first where there is none."""
+    has = children > 0
+    return np.where(has.any(axis=1), has.shape[1] - 1 - has[:, ::-1].argmax(axis=1), 0).astype(np.int64)
