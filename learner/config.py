@@ -26,6 +26,9 @@ class ModelSettings(Section):
     """Keyword arguments of the factory."""
     task: Literal["classification", "regression"] = "classification"
     """What the model's output means: logits `[B, classes]`, or one number an event."""
+    embedding: str = ""
+    """Name of the submodule whose output says where an event lies, such as `body.2`, best the last but one: for
+    `replay.sampling` and `replay.admission` that compare events. Empty: none."""
 
 
 class OptimizerSettings(BaseModel):

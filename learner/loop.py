@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ingest.block import Array, Outcome, SkipReason
 from ingest.metrics import IngestMetrics
@@ -23,10 +24,13 @@ from learner.prequential import Prequential
 from learner.publisher import Progress, Publisher, Snapshot
 from learner.rng import restore_rng, rng_tensors, rng_values
 from learner.trainer import StepResult, Trainer
+from replay.draw import Draw
 from replay.metrics import ReplayMetrics
 from replay.store import Store
 
 _COMMIT_SECONDS = 5.0
+_EMBEDDING = "embedding"
+"""A column that the step adds to its events: where the model puts them, NaN where that is not known."""
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +117,8 @@ class Loop:
         if self._parts.store is not None:
             columns = _in_order(batch.new if outcome is Outcome.TRAINED else {}, batch.stored_only)
             if columns:
-                self._parts.store.add(columns, names)
+                embedding = columns.get(_EMBEDDING)
+                self._parts.store.add(columns, names, None if embedding is None else embedding.astype(np.float32))
             self._plan_ahead()
         self._parts.guard.add(batch.held_out, names)
         before = [account.outcomes.copy() for account in self.ledger.partitions]
@@ -128,13 +133,12 @@ class Loop:
     def _step(self, batch: Batch) -> StepResult:
         begin = time.perf_counter()
         trainer = self._parts.trainer
-        old, drawn = None, 0
+        draw, old = None, None
         wanted = self._replayed(len(batch))
         if wanted and self._parts.store is not None:
             with self._metrics.replay.draw.time():
                 draw = self._parts.store.draw(self.steps, wanted)
-            drawn = len(draw)
-            old = trainer.rehearsal(draw) if drawn else None
+            old = trainer.rehearsal(draw) if len(draw) else None
         result = trainer.step(trainer.examples(batch.new), old)
         self.steps += 1
         self._metrics.learner.steps.inc()
@@ -148,12 +152,33 @@ class Loop:
             )
             return result
         self.non_finite_in_a_row = 0
+        drawn = len(draw) if draw is not None else 0
         self.rows_new += len(batch)
         self.rows_replay += drawn
         self._metrics.learner.rows.labels("new").inc(len(batch))
         self._metrics.learner.rows.labels("replay").inc(drawn)
         self.prequential.add(len(batch), result.score)
+        self._tell_store(batch, draw, result)
         return result
+
+    def _tell_store(self, batch: Batch, draw: Draw | None, result: StepResult) -> None:
+        """Hand on what the step found about its events to a store that asks: the losses and embeddings of old ones.
+
+        Embeddings of new events become a column of theirs. The copies to the host wait for nothing that the end of the
+        step has not waited for.
+        """
+        store = self._parts.store
+        if store is None:
+            return
+        new: NDArray[np.float32] | None = None
+        old: NDArray[np.float32] | None = None
+        if result.embedding_N is not None:
+            found = result.embedding_N.cpu().numpy()
+            new, old = found[: len(batch)], found[len(batch) :]
+            batch.new[_EMBEDDING] = new
+            store.seek(self.steps, new)
+        if draw is not None and len(draw) and result.old_R is not None and store.listens:
+            store.learned(draw, result.old_R.float().cpu().numpy(), old)
 
     def _replayed(self, new: int) -> int:
         """Return how many events to replay for so many new ones; what rounding leaves is made up for later."""
@@ -239,6 +264,8 @@ def _in_order(first: dict[str, Array], second: dict[str, Array]) -> dict[str, Ar
     """Join two sets of rows in the order of (partition, offset, row), in which the store takes them up at no cost."""
     if not first or not second:
         return first or second
+    if _EMBEDDING in first:
+        second = {**second, _EMBEDDING: np.full((len(second["row"]), first[_EMBEDDING].shape[1]), np.nan, np.float32)}
     joined = {name: np.concatenate([column, second[name]]) for name, column in first.items()}
     order = np.lexsort((joined["row"], joined["offset"], joined["partition"]))
     return {name: column[order] for name, column in joined.items()}

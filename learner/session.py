@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from prometheus_client import CollectorRegistry
+from torch import nn
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import GapError
@@ -22,6 +23,7 @@ from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSet
 from learner.cut import RANK, Cut, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
+from learner.embedding import Embedding
 from learner.guard import GuardSet
 from learner.lock import hold_state_directory
 from learner.loop import Loop, Metrics, Parts
@@ -36,7 +38,7 @@ from learner.strategy import STRATEGIES
 from learner.trainer import Trainer
 from learner.version import Versions
 from replay.build import build_store, discard_files
-from replay.config import ReplaySettings
+from replay.config import COMPARING, ReplaySettings
 from replay.contents import Contents
 from replay.metrics import ReplayMetrics
 from replay.store import Store
@@ -82,9 +84,10 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
     torch.manual_seed(deployment.seed)
     task = make_task(deployment.model.task)
     model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
+    embedding = _embedding(deployment, model)
     check_model(model, task, schema, device)
     strategy = STRATEGIES[deployment.learner.strategy]()
-    trainer = Trainer(model, task, strategy, schema, deployment.learner, device, precision)
+    trainer = Trainer(model, task, strategy, schema, deployment.learner, device, precision, embedding)
     registry = CollectorRegistry()
     metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
     hold_out = HoldOut(fraction=deployment.gate.guard_fraction, seed=deployment.seed ^ _GUARD_SALT)
@@ -103,7 +106,8 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         found = cuts.newest()
         replayed = unpack(found[1]) if found is not None else None
         contents, segments = replayed if replayed is not None else (None, ())
-        store = _store(deployment, schema, device, cuts, contents) if strategy.replays else None
+        dim = embedding.heard().shape[1] if embedding is not None else None
+        store = _store(deployment, schema, device, cuts, contents, dim) if strategy.replays else None
         if store is not None:
             stack.callback(store.close)
         cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, segments)
@@ -135,13 +139,23 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
 
 
 def _store(
-    deployment: Deployment, schema: Schema, device: torch.device, cuts: Cuts, contents: Contents | None
+    deployment: Deployment, schema: Schema, device: torch.device, cuts: Cuts, contents: Contents | None, dim: int | None
 ) -> Store:
     """Compose the store, with what the newest cut has of it."""
     folder = deployment.state_dir / "replay" / RANK
     if not cuts.numbers():
         discard_files(folder)
-    return build_store(deployment.replay, schema, device, deployment.seed, folder, contents)
+    return build_store(deployment.replay, schema, device, deployment.seed, folder, contents, dim=dim)
+
+
+def _embedding(deployment: Deployment, model: nn.Module) -> Embedding | None:
+    """Listen to the module that `model.embedding` names, where a policy of `[replay]` compares events."""
+    compared = {deployment.replay.admission, deployment.replay.sampling} & COMPARING
+    if not compared or not deployment.model.embedding or not STRATEGIES[deployment.learner.strategy].replays:
+        return None
+    embedding = Embedding(model, deployment.model.embedding)
+    embedding.listen()
+    return embedding
 
 
 def _resume(loop: Loop, cuts: Cuts, found: tuple[int, Cut] | None) -> None:

@@ -29,14 +29,22 @@ class Examples:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss to differentiate, a scalar, and the model's output for the B new events."""
+    """The loss to differentiate, a scalar, the model's output for the B new events, and the loss of each replayed one.
+
+    `old_R` is float `[R]` without a gradient; None when nothing was drawn.
+    """
 
     total: Tensor
     output_B: Tensor
+    old_R: Tensor | None = None
 
 
 class Strategy(Protocol):
-    """What a step's loss is made of. Rehearses nothing itself: the loop draws when `replays` says so."""
+    """What a step's loss is made of. Rehearses nothing itself: the loop draws when `replays` says so.
+
+    Its first forward pass is over the new events, with the replayed ones after them when there are any: that is where
+    embeddings are taken from.
+    """
 
     replays: bool
 
@@ -69,7 +77,9 @@ class ExperienceReplay:
         features = {name: torch.cat([value, old.features[name]]) for name, value in new.features.items()}
         output = forward(features)
         losses = task.loss(output, torch.cat([new.label_B, old.label_B]))
-        return Loss(_weighted_mean(losses, torch.cat([new.weight_B, old.weight_B])), output[: len(new.label_B)])
+        rows = len(new.label_B)
+        total = _weighted_mean(losses, torch.cat([new.weight_B, old.weight_B]))
+        return Loss(total, output[:rows], losses[rows:].detach())
 
 
 STRATEGIES: dict[str, type[Strategy]] = {"none": NoReplay, "er": ExperienceReplay}

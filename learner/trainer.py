@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ingest.block import Array
 from ingest.schema import Schema
 from learner.config import LearnerSettings
+from learner.embedding import Embedding
 from learner.errors import CutError
 from learner.model import forward
 from learner.optimizer import build_optimizer
@@ -34,11 +35,16 @@ class StepResult:
         finite: False when loss, gradient or running statistics were not finite; weights and statistics are as before.
         loss: of the step, a number.
         score: sum over the B new events of the task's score, by the predictions made before training on them.
+        old_R: the loss of each replayed event, float32 `[R]` on the device; None when nothing was replayed.
+        embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device; None unless
+            it was asked for.
     """
 
     finite: bool
     loss: float
     score: float
+    old_R: Tensor | None = None
+    embedding_N: Tensor | None = None
 
 
 class Trainer:
@@ -53,8 +59,10 @@ class Trainer:
         settings: LearnerSettings,
         device: torch.device,
         precision: Precision,
+        embedding: Embedding | None = None,
     ) -> None:
         self.model = model.train()
+        self._embedding = embedding
         self.task = task
         self.device = device
         self._strategy = strategy
@@ -97,9 +105,9 @@ class Trainer:
             new = _twice(new)
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         scale = self._scaler.get_scale()
-        finite, total, score = False, 0.0, 0.0
+        finite, total, score, old_R = False, 0.0, 0.0, None
         for _ in range(_SCALE_RETRIES if self._precision.scaled else 1):
-            total, norm, spoiled, score = self._backward(new, old, rows, before)
+            total, norm, spoiled, score, old_R = self._backward(new, old, rows, before)
             finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
             if finite:
                 self._scaler.step(self._optimizer)
@@ -112,18 +120,24 @@ class Trainer:
         if not finite and self._precision.scaled:
             # The events are to blame, not the scale.
             self._scaler.update(scale)
-        return StepResult(finite, total, score)
+        embedding = self._embedding.heard() if self._embedding is not None else None
+        if embedding is not None and old is None:
+            embedding = embedding[:rows]
+        return StepResult(finite, total, score, old_R, embedding)
 
     def _backward(
         self, new: Examples, old: Examples | None, rows: int, before: Mapping[str, Tensor]
-    ) -> tuple[float, float, bool, float]:
+    ) -> tuple[float, float, bool, float, Tensor | None]:
         """Compute the gradient, clipped.
 
         Returns:
             The loss, the gradient's norm, whether running statistics that were finite `before` no longer are (an
-            overflow can spoil them while loss and gradient look well), and the score of the first `rows` events.
+            overflow can spoil them while loss and gradient look well), the score of the first `rows` events, and the
+            loss of each old one.
         """
         self._optimizer.zero_grad(set_to_none=True)
+        if self._embedding is not None:
+            self._embedding.listen()
         with self._precision.autocast(self.device):
             loss = self._strategy.loss(lambda features: forward(self.model, features), self.task, new, old)
         self._scaler.scale(loss.total).backward()  # type: ignore[no-untyped-call]
@@ -137,7 +151,7 @@ class Trainer:
                     spoiled = spoiled | (before[name].isfinite() & ~buffer.isfinite()).any()
             # The one wait for the device in a step: whether its events were learned is settled before the next.
             numbers = torch.stack([loss.total.float(), norm.float(), spoiled.float(), score.float()]).tolist()
-        return numbers[0], numbers[1], bool(numbers[2]), numbers[3]
+        return numbers[0], numbers[1], bool(numbers[2]), numbers[3], loss.old_R
 
     def _put_back(self, buffers: Mapping[str, Tensor]) -> None:
         """Undo what a forward pass left in buffers, also in those that the model binds anew."""

@@ -33,6 +33,7 @@ def build_store(
     folder: Path | None = None,
     contents: Contents | None = None,
     extra: Fields | None = None,
+    dim: int | None = None,
 ) -> Store:
     """Return the store, with what a cut has of it.
 
@@ -43,6 +44,7 @@ def build_store(
         seed: of what is kept and drawn.
         folder: where the disk tier's files lie; needed where there is such a tier, or `contents` is of one.
         contents: of the cut to go on from; None begins empty.
+        dim: numbers of the model's embedding; None where there is none.
         extra: further columns to keep of each event beside the schema's, such as logits: dtype and shape by name.
 
     Raises:

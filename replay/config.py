@@ -8,6 +8,9 @@ from pydantic import ByteSize, Field
 from ingest.config import Section
 from ingest.units import PositiveDuration
 
+COMPARING = {"similar", "diverse"}
+"""Policies of admission and sampling that need `model.embedding`."""
+
 
 class DiskSettings(Section):
     """The disk tier: a file below `state_dir` that holds everything stored, with the memory tier as its cache."""

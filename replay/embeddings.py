@@ -27,6 +27,10 @@ class Embeddings(Protocol):
         """Return the nearest cluster of n embeddings `[n, D]`; 0 while clusters are not known."""
         ...
 
+    def seek(self, step: int, embedding: NDArray[np.float32], /) -> None:
+        """Look for events that are near to n others, `[n, D]`."""
+        ...
+
     def nearest(self) -> NDArray[np.int32]:
         """Return the slots of the nearest events that were found last, nearest first."""
         ...

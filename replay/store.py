@@ -188,6 +188,16 @@ class Store:
         if self._embeddings is not None and embedding is not None:
             self._embeddings.come(draw.slots[still], embedding[still])
 
+    @property
+    def listens(self) -> bool:
+        """Whether `learned` changes anything."""
+        return self._sampler.hears_losses or self._embeddings is not None
+
+    def seek(self, step: int, embedding: NDArray[np.float32]) -> None:
+        """Look for old events that are near to new ones, float32 `[N, D]`, for later draws; waits for nothing."""
+        if self._embeddings is not None:
+            self._embeddings.seek(step, embedding)
+
     def plan(self, step: int, n: int) -> Plan:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
         self._regroup()

@@ -17,14 +17,23 @@ class Watermarks:
 
     def pass_by(self, partition: NDArray[np.int64], offset: NDArray[np.int64], row: NDArray[np.int32]) -> bool:
         """Move the marks to N events, and return whether all rise within their partition and beyond its mark."""
-        rising = True
-        for index in np.unique(partition).tolist():
-            mine = partition == index
-            at, line = offset[mine], row[mine]
-            steps = np.diff(at)
-            highest = np.lexsort((line, at))[-1]
-            first, last = (int(at[0]), int(line[0])), (int(at[highest]), int(line[highest]))
-            mark = self.highest.get(index, (-1, -1))
-            rising &= bool(((steps > 0) | ((steps == 0) & (np.diff(line) > 0))).all()) and first > mark
-            self.highest[index] = max(last, mark)
-        return rising
+        if not len(partition):
+            return True
+        if (partition == partition[0]).all():
+            return self._pass(int(partition[0]), offset, row)
+        rising = [
+            self._pass(index, offset[mine], row[mine])
+            for index in np.unique(partition).tolist()
+            for mine in [partition == index]
+        ]
+        return all(rising)
+
+    def _pass(self, index: int, offset: NDArray[np.int64], row: NDArray[np.int32]) -> bool:
+        """Move the mark of one partition."""
+        steps = offset[1:] - offset[:-1]
+        rising = bool((steps > 0).all()) or bool(((steps > 0) | ((steps == 0) & (np.diff(row) > 0))).all())
+        highest = -1 if rising else np.lexsort((row, offset))[-1]
+        first, last = (int(offset[0]), int(row[0])), (int(offset[highest]), int(row[highest]))
+        mark = self.highest.get(index, (-1, -1))
+        self.highest[index] = max(last, mark)
+        return rising and first > mark

@@ -44,7 +44,7 @@ KEYS_OF_THE_DESIGN = words("""
     schema.features.*.dtype schema.features.*.shape schema.features.*.encode.vocab schema.features.*.encode.hash
     schema.features.*.default schema.label.name schema.label.dtype schema.label.classes
     schema.key.name schema.time.name schema.weight.name schema.group.name
-    model.factory model.args model.task
+    model.factory model.args model.task model.embedding
     learner.batch_size learner.replay_ratio learner.strategy learner.optimizer.name learner.optimizer.lr
     learner.precision learner.device learner.stop_timeout learner.status
     replay.admission replay.sampling replay.capacity replay.device_bytes replay.disk.bytes
