@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.errors import SettingsError
-from replay.embeddings import Embeddings
+from replay.whereabouts import Whereabouts
 from replay.entries import Entries
 from replay.groups import Groups
 from replay.sum_tree import SumTree
@@ -137,7 +137,7 @@ class Diverse(Even):
     When the index process has found other clusters, all events are grouped anew.
     """
 
-    def __init__(self, entries: Entries, embeddings: Embeddings) -> None:
+    def __init__(self, entries: Entries, embeddings: Whereabouts) -> None:
         super().__init__(entries, lambda slots: embeddings.clusters(slots).astype(np.int64))
         self._embeddings = embeddings
         self._grouped = embeddings.training
@@ -284,7 +284,7 @@ class Company:
     slots: int
     classes: int | None
     half_life: timedelta
-    embeddings: Embeddings | None
+    embeddings: Whereabouts | None
 
 
 def _class_balanced(company: Company) -> Sampler:
@@ -304,7 +304,7 @@ def _diverse(company: Company) -> Sampler:
     return Diverse(company.entries, embeddings)
 
 
-def _embeddings(company: Company, name: str) -> Embeddings:
+def _embeddings(company: Company, name: str) -> Whereabouts:
     if company.embeddings is None:
         raise SettingsError(
             f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'

@@ -25,7 +25,7 @@ from replay.changes import Changes
 from replay.contents import Change, Contents, Standing
 from replay.disk import DiskTier
 from replay.draw import Draw, Plan, fetch, planned_rows, resumed
-from replay.embeddings import Embeddings
+from replay.whereabouts import Whereabouts
 from replay.entries import FIELDS, Entries
 from replay.rows import RowLayout
 from replay.sampler import Choice, Sampler
@@ -67,7 +67,7 @@ class Policies:
     admission: Admission
     quotas: Quotas
     sampler: Sampler
-    embeddings: Embeddings | None = None
+    embeddings: Whereabouts | None = None
 
 
 class Store:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Embeddings(Protocol):
+class Whereabouts(Protocol):
     """The embeddings of the events held, by slot. Never waits for the index process."""
 
     training: int
