@@ -27,7 +27,7 @@ class Ring:
         self.slots = max(2, buffer_bytes // layout.slot_bytes(self.rows))
         self._slot_bytes = layout.slot_bytes(self.rows)
         self._layout = layout
-        self.descriptor = _anonymous_file(self.slots * self._slot_bytes) if descriptor is None else descriptor
+        self.descriptor = anonymous_file(self.slots * self._slot_bytes) if descriptor is None else descriptor
         self._memory = mmap.mmap(self.descriptor, self.slots * self._slot_bytes)
 
     def views(self, slot: int, rows: int) -> dict[str, Array]:
@@ -57,7 +57,8 @@ def _rows_of_a_slot(layout: BlockLayout, buffer_bytes: int) -> int:
     return rows
 
 
-def _anonymous_file(size: int) -> int:
+def anonymous_file(size: int) -> int:
+    """Make a file of so many bytes that has no name, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("anabranch-ring", os.MFD_CLOEXEC)
     else:

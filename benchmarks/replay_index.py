@@ -1,0 +1,185 @@
+"""Neighbours of a batch in a store of embeddings: how many of the true ones are found, and what it costs the step.
+
+    python benchmarks/replay_index.py [--quick] [--rows N] [--dim N] [--seconds S] [--json]
+
+The index is filled; then steps of 20 ms of arithmetic on one core each offer 64 new events, remove as many, bring the
+embeddings of 64 others up to date, and ask for the 10 nearest of a batch of 64. The figures:
+
+    similar_recall_at_10     found by the index / found by numpy among all, for queries of the same distribution
+    similar_stall_fraction   time spent in the index's methods / time of the steps; they wait for nothing
+    faiss_bytes_per_event    memory that the index says it takes; and by how much its process has grown
+
+Embeddings are by turns a mixture of 1000 Gaussians, and rectified sums of 16 factors of falling weight, which lie as a
+network's do.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from replay.neighbours import Neighbours
+
+BATCH, K, STEP_SECONDS = 64, 10, 0.02
+_PART = 512
+_FAR = 1e4
+"""Where events are that are not there: nobody's neighbours."""
+
+
+def clustered(n: int, dim: int, rng: np.random.Generator) -> np.ndarray:
+    centres = 2 * np.random.default_rng(7).standard_normal((1000, dim), np.float32)
+    return centres[rng.integers(len(centres), size=n)] + rng.standard_normal((n, dim), np.float32)
+
+
+def factors(n: int, dim: int, rng: np.random.Generator) -> np.ndarray:
+    fixed = np.random.default_rng(9)
+    load, noise = fixed.standard_normal((16, dim), np.float32), fixed.standard_normal((dim, dim), np.float32)
+    weight = np.arange(1, 17, dtype=np.float32) ** np.float32(-0.7)
+    signal = (rng.standard_normal((n, 16), np.float32) * weight) @ load
+    spread = np.float32(0.3 / np.sqrt(dim))
+    return np.maximum(signal + spread * (rng.standard_normal((n, dim), np.float32) @ noise), 0)
+
+
+KINDS: dict[str, Callable[[int, int, np.random.Generator], np.ndarray]] = {"clustered": clustered, "factors": factors}
+
+
+def measure(rows: int, dim: int, seconds: float, kind: str = "factors") -> dict[str, float]:
+    """Fill an index, take steps for so long beside it, and return the figures."""
+    rng = np.random.default_rng(0)
+    embedding = KINDS[kind](rows, dim, rng)
+    index = Neighbours(dim, rows + rows // 32, batch=_PART)
+    index.open()
+    try:
+        _settle(index)
+        empty = _resident_bytes(index)
+        begin = time.perf_counter()
+        _fill(index, embedding)
+        filled = time.perf_counter() - begin
+        _settle(index)
+        settled = time.perf_counter() - begin
+        calls, answer_seconds, answered = _steps(index, embedding, seconds, rng, kind)
+        _settle(index)
+        recall = _recall(index, embedding, KINDS[kind](BATCH, dim, rng))
+        stats = index.stats()
+        return {
+            "rows": stats.process.rows,
+            "lists": stats.process.lists,
+            "probes": stats.process.probes,
+            "similar_recall_at_10": recall,
+            "similar_recall_published": stats.process.recall,
+            "similar_stall_fraction": float(calls.sum() / (len(calls) * STEP_SECONDS)),
+            "similar_stall_p99_seconds": float(np.quantile(calls, 0.99)),
+            "similar_answer_mean_seconds": float(np.mean(answer_seconds)) if answer_seconds else float("nan"),
+            "similar_answer_p99_seconds": float(np.quantile(answer_seconds, 0.99)) if answer_seconds else float("nan"),
+            "similar_answered_fraction": answered,
+            "similar_declined_rows": stats.declined["add"],
+            "faiss_bytes_per_event": stats.process.bytes / stats.process.rows,
+            "faiss_resident_bytes_per_event": (_resident_bytes(index) - empty) / stats.process.rows,
+            "fill_seconds": filled,
+            "settled_seconds": settled,
+        }
+    finally:
+        index.close()
+
+
+def _fill(index: Neighbours, embedding: np.ndarray) -> None:
+    ids, taken = np.arange(len(embedding)), 0
+    while taken < len(ids):
+        more = index.add(ids[taken : taken + _PART], embedding[taken : taken + _PART], 0)
+        taken += more
+        if not more:
+            time.sleep(0.001)
+
+
+def _settle(index: Neighbours) -> None:
+    """Wait until a report that was made after everything else says that nothing is under way."""
+    quiet = 0
+    while quiet < 2:
+        before = index.reports
+        while index.reports == before:
+            index.answers()
+            time.sleep(0.01)
+        stats = index.stats()
+        quiet = quiet + 1 if stats.waiting <= 1 and not stats.process.renewing else 0
+
+
+def _steps(
+    index: Neighbours, embedding: np.ndarray, seconds: float, rng: np.random.Generator, kind: str
+) -> tuple[np.ndarray, list[float], float]:
+    """Take steps, and return the seconds that each spent in calls, the delays of answers and which part was answered.
+
+    Row i of `embedding` is kept as that of id i: those that are removed come back with others.
+    """
+    work = rng.random((128, 128), np.float32)
+    news = KINDS[kind](8192, embedding.shape[1], rng)
+    calls, delays, asked = [], [], {}
+    for step in range(1, int(seconds / STEP_SECONDS) + 1):
+        begin = time.perf_counter()
+        chosen = rng.choice(len(embedding), 2 * BATCH, replace=False)
+        out, again = chosen[:BATCH], chosen[BATCH:]
+        first = BATCH * step % (len(news) - BATCH)
+        new = news[first : first + BATCH]
+        queries = embedding[rng.integers(len(embedding), size=BATCH)]
+        before = time.perf_counter()
+        index.remove(out)
+        taken = index.add(out, new, step)
+        embedding[out[:taken]], embedding[out[taken:]] = new[:taken], _FAR
+        index.add(again, embedding[again], step)
+        if index.ask(step, queries, K):
+            asked[step] = before
+        answers = index.answers()
+        index.stale(BATCH)
+        index.centroids()
+        now = time.perf_counter()
+        calls.append(now - before)
+        delays += [now - asked[answer.step] for answer in answers]
+        while time.perf_counter() < begin + STEP_SECONDS:
+            np.sqrt(work, out=work)
+    return np.array(calls), delays, len(delays) / len(calls)
+
+
+def _recall(index: Neighbours, embedding: np.ndarray, queries: np.ndarray) -> float:
+    index.ask(-1, queries, K)
+    found: list[np.ndarray] = []
+    while not found:
+        time.sleep(0.001)
+        found = [answer.ids for answer in index.answers() if answer.step == -1]
+    distance = np.empty((len(queries), len(embedding)), np.float32)
+    for begin in range(0, len(embedding), 65536):
+        part = embedding[begin : begin + 65536]
+        distance[:, begin : begin + len(part)] = (part**2).sum(axis=1) - 2 * queries @ part.T
+    exact = np.argpartition(distance, K, axis=1)[:, :K]
+    return float(np.mean([np.isin(right, mine).mean() for right, mine in zip(exact, found[0], strict=True)]))
+
+
+def _resident_bytes(index: Neighbours) -> float:
+    """Memory of the process; NaN where there is no /proc."""
+    path = Path(f"/proc/{index.pid}/statm")
+    return int(path.read_text().split()[1]) * 4096.0 if path.exists() else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = options.rows or (50_000 if options.quick else 1_000_000)
+    seconds = options.seconds or (5 if options.quick else 60)
+    figures = {kind: measure(rows, options.dim, seconds, kind) for kind in KINDS}
+    if options.json:
+        print(json.dumps(figures))
+        return
+    for kind, found in figures.items():
+        print(f"{kind}: {rows} events of {options.dim} numbers, {seconds:g} s of steps")
+        for name, value in found.items():
+            print(f"  {name:32} {value:.6g}")
+
+
+if __name__ == "__main__":
+    main()
