@@ -21,6 +21,7 @@ from ingest.metrics import IngestMetrics
 from ingest.properties import PROPERTIES, REFUSED
 from ingest.units import format_duration
 from learner.metrics import LearnerMetrics
+from replay.index_metrics import IndexMetrics
 from replay.metrics import ReplayMetrics
 from serving.metrics import Metrics as ServingMetrics
 
@@ -115,6 +116,11 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
   `anabranch_replay_capacity_rows`, `anabranch_replay_read_rows_total`, `anabranch_replay_lost_rows_total`,
+  `anabranch_replay_index_rows`, `anabranch_replay_index_tombstone_rows`, `anabranch_replay_index_trained_rows`,
+  `anabranch_replay_index_recall_ratio`, `anabranch_replay_index_age_steps`, `anabranch_replay_index_stale_rows`,
+  `anabranch_replay_index_bytes`, `anabranch_replay_index_waiting_requests`, `anabranch_replay_index_answer_seconds`,
+  `anabranch_replay_index_declined_total`, `anabranch_replay_index_left_out_rows_total`,
+  `anabranch_replay_index_restarts_total`,
   `anabranch_guard_rows`, `anabranch_cut_number`, `anabranch_cut_time_seconds`, `anabranch_serving_ill`,
   `anabranch_learner_heartbeat_time_seconds`
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
@@ -154,7 +160,8 @@ def settings(place: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tup
 def metrics() -> dict[str, MetricWrapperBase]:
     """Return every collector by its name in the exposition."""
     registry = CollectorRegistry()
-    owners = (IngestMetrics(registry), LearnerMetrics(registry), ReplayMetrics(registry), ServingMetrics(registry))
+    parts = (IngestMetrics, LearnerMetrics, ReplayMetrics, IndexMetrics, ServingMetrics)
+    owners = [part(registry) for part in parts]
     collectors = [item for owner in owners for item in vars(owner).values() if isinstance(item, MetricWrapperBase)]
     return {_name(collector): collector for collector in collectors}
 

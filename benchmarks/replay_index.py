@@ -6,7 +6,9 @@ The index is filled; then steps of 20 ms of arithmetic on one core each offer 64
 embeddings of 64 others up to date, and ask for the 10 nearest of a batch of 64. The figures:
 
     similar_recall_at_10     found by the index / found by numpy among all, for queries of the same distribution
-    similar_stall_fraction   time spent in the index's methods / time of the steps; they wait for nothing
+    similar_stall_fraction   time spent in the index's methods / time of the steps; they wait for nothing. On a machine
+                             that is busy with other things this holds their time too, the CPU fraction does not
+    index_cpu_fraction       CPU time of the process / time of the steps: from 1 on it cannot keep pace
     faiss_bytes_per_event    memory that the index says it takes; and by how much its process has grown
 
 Embeddings are by turns a mixture of 1000 Gaussians, and rectified sums of 16 factors of falling weight, which lie as a
@@ -15,6 +17,7 @@ network's do.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,8 +63,10 @@ def measure(rows: int, dim: int, seconds: float, kind: str = "factors") -> dict[
         filled = time.perf_counter() - begin
         _settle(index)
         settled = time.perf_counter() - begin
+        busy = _cpu_seconds(index)
         calls, answer_seconds, answered = _steps(index, embedding, seconds, rng, kind)
         _settle(index)
+        busy = _cpu_seconds(index) - busy
         recall = _recall(index, embedding, KINDS[kind](BATCH, dim, rng))
         stats = index.stats()
         return {
@@ -70,8 +75,10 @@ def measure(rows: int, dim: int, seconds: float, kind: str = "factors") -> dict[
             "probes": stats.process.probes,
             "similar_recall_at_10": recall,
             "similar_recall_published": stats.process.recall,
-            "similar_stall_fraction": float(calls.sum() / (len(calls) * STEP_SECONDS)),
-            "similar_stall_p99_seconds": float(np.quantile(calls, 0.99)),
+            "similar_stall_fraction": float(calls[:, 0].mean() / STEP_SECONDS),
+            "similar_stall_cpu_fraction": float(calls[:, 1].mean() / STEP_SECONDS),
+            "similar_stall_p99_seconds": float(np.quantile(calls[:, 0], 0.99)),
+            "index_cpu_fraction": busy / (len(calls) * STEP_SECONDS),
             "similar_answer_mean_seconds": float(np.mean(answer_seconds)) if answer_seconds else float("nan"),
             "similar_answer_p99_seconds": float(np.quantile(answer_seconds, 0.99)) if answer_seconds else float("nan"),
             "similar_answered_fraction": answered,
@@ -109,12 +116,12 @@ def _settle(index: Neighbours) -> None:
 def _steps(
     index: Neighbours, embedding: np.ndarray, seconds: float, rng: np.random.Generator, kind: str
 ) -> tuple[np.ndarray, list[float], float]:
-    """Take steps, and return the seconds that each spent in calls, the delays of answers and which part was answered.
+    """Take steps, and return the time and CPU time that each spent in calls, the delays of answers, the part answered.
 
     Row i of `embedding` is kept as that of id i: those that are removed come back with others.
     """
     work = rng.random((128, 128), np.float32)
-    news = KINDS[kind](8192, embedding.shape[1], rng)
+    news, asked_for = (KINDS[kind](8192, embedding.shape[1], rng) for _ in range(2))
     calls, delays, asked = [], [], {}
     for step in range(1, int(seconds / STEP_SECONDS) + 1):
         begin = time.perf_counter()
@@ -122,8 +129,8 @@ def _steps(
         out, again = chosen[:BATCH], chosen[BATCH:]
         first = BATCH * step % (len(news) - BATCH)
         new = news[first : first + BATCH]
-        queries = embedding[rng.integers(len(embedding), size=BATCH)]
-        before = time.perf_counter()
+        queries = asked_for[first : first + BATCH]
+        before, cpu = time.perf_counter(), time.thread_time()
         index.remove(out)
         taken = index.add(out, new, step)
         embedding[out[:taken]], embedding[out[taken:]] = new[:taken], _FAR
@@ -134,7 +141,7 @@ def _steps(
         index.stale(BATCH)
         index.centroids()
         now = time.perf_counter()
-        calls.append(now - before)
+        calls.append((now - before, time.thread_time() - cpu))
         delays += [now - asked[answer.step] for answer in answers]
         while time.perf_counter() < begin + STEP_SECONDS:
             np.sqrt(work, out=work)
@@ -153,6 +160,15 @@ def _recall(index: Neighbours, embedding: np.ndarray, queries: np.ndarray) -> fl
         distance[:, begin : begin + len(part)] = (part**2).sum(axis=1) - 2 * queries @ part.T
     exact = np.argpartition(distance, K, axis=1)[:, :K]
     return float(np.mean([np.isin(right, mine).mean() for right, mine in zip(exact, found[0], strict=True)]))
+
+
+def _cpu_seconds(index: Neighbours) -> float:
+    """CPU time of the process; NaN where there is no /proc."""
+    path = Path(f"/proc/{index.pid}/stat")
+    if not path.exists():
+        return float("nan")
+    fields = path.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident_bytes(index: Neighbours) -> float:

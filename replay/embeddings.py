@@ -36,6 +36,8 @@ _PIECE_ROWS = 1024
 _GOOD_RECALL = 0.95
 _SURE_RECALL = 0.97
 """What new lists must reach on a sample."""
+_LEAST_PROBES = 128
+"""One list in so many is looked into at least: the next queries may lie between lists where the last did not."""
 _JUDGES = 32
 """Queries by which recall is judged."""
 _RECALL_SHARE = 0.05
@@ -147,11 +149,17 @@ class Embeddings:
         if self._rows.tombstones > max(_LEAST_TOMBSTONES, self._rows.top // _TOMBSTONES):
             self._clear()
             return True
-        enough = _ANEW_AFTER * self._trained if self._trained else _ROWS_A_CLUSTER * self._clusters
-        if self._came >= enough and self._rows.count >= _ROWS_A_CLUSTER * self._clusters:
+        if self._due():
             self._renewal = self._renew()
             return True
         return self._judge()
+
+    def _due(self) -> bool:
+        """Whether it is time to train, or to train again."""
+        if self._rows.count < _ROWS_A_CLUSTER * self._clusters:
+            return False
+        outgrown = self._lists.count == 1 and self._trained < _LISTS_FROM <= self._rows.count
+        return outgrown or self._came >= _ANEW_AFTER * self._trained
 
     def _find(self, lists: Lists, q_QD: Vectors, k: int, probes: int | None = None) -> Ids:
         return lists.search(q_QD, k, self._rows.live if self._rows.tombstones else None, probes=probes)
@@ -198,6 +206,7 @@ class Embeddings:
         """Look into as many lists as it takes for a good recall on the last queries, or without any on events."""
         k = self._unjudged[1] if self._unjudged is not None else 10
         queries = list(self._queries) or [sample[each : each + 1] for each in range(min(_JUDGES, len(sample)))]
+        lists.probes = -(-lists.count // _LEAST_PROBES)
         exact = []
         for query in queries:
             exact.append(self._find(lists, query, k, lists.count))

@@ -76,6 +76,11 @@ METRICS_ADDED = words("""
     anabranch_learner_ill anabranch_learner_trained_through_offset anabranch_learner_version
     anabranch_ingest_skipped_rows anabranch_replay_bound_bytes anabranch_replay_capacity_rows anabranch_guard_rows
     anabranch_replay_read_rows_total anabranch_replay_lost_rows_total
+    anabranch_replay_index_rows anabranch_replay_index_tombstone_rows anabranch_replay_index_trained_rows
+    anabranch_replay_index_recall_ratio anabranch_replay_index_age_steps anabranch_replay_index_stale_rows
+    anabranch_replay_index_bytes anabranch_replay_index_waiting_requests anabranch_replay_index_answer_seconds
+    anabranch_replay_index_declined_total anabranch_replay_index_left_out_rows_total
+    anabranch_replay_index_restarts_total
     anabranch_cut_number anabranch_cut_time_seconds anabranch_serving_ill anabranch_learner_heartbeat_time_seconds
 """)
 
@@ -131,6 +136,8 @@ def test_tests_are_no_packages():
         ("anabranch.cli", ["torch", "kafka", "confluent_kafka", "sklearn", "fastapi", "uvicorn", "numpy"]),
         ("anabranch.versions", ["torch", "kafka"]),
         ("ingest.source", ["torch", "kafka", "confluent_kafka"]),
+        ("replay.neighbours", ["torch", "faiss"]),
+        ("replay.index_process", ["torch"]),
         ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow"]),
         *((f"{package}.config", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]) for package in PACKAGES),
     ],
