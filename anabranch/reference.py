@@ -21,7 +21,6 @@ from ingest.metrics import IngestMetrics
 from ingest.properties import PROPERTIES, REFUSED
 from ingest.units import format_duration
 from learner.metrics import LearnerMetrics
-from replay.index_metrics import IndexMetrics
 from replay.metrics import ReplayMetrics
 from serving.metrics import Metrics as ServingMetrics
 
@@ -160,7 +159,7 @@ def settings(place: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tup
 def metrics() -> dict[str, MetricWrapperBase]:
     """Return every collector by its name in the exposition."""
     registry = CollectorRegistry()
-    parts = (IngestMetrics, LearnerMetrics, ReplayMetrics, IndexMetrics, ServingMetrics)
+    parts = (IngestMetrics, LearnerMetrics, ReplayMetrics, ServingMetrics)
     owners = [part(registry) for part in parts]
     collectors = [item for owner in owners for item in vars(owner).values() if isinstance(item, MetricWrapperBase)]
     return {_name(collector): collector for collector in collectors}

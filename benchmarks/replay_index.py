@@ -139,7 +139,7 @@ def _steps(
             asked[step] = before
         answers = index.answers()
         index.stale(BATCH)
-        index.centroids()
+        index.clusters()
         now = time.perf_counter()
         calls.append((now - before, time.thread_time() - cpu))
         delays += [now - asked[answer.step] for answer in answers]

@@ -62,7 +62,7 @@ class Reporter:
 
     def ill(self) -> list[str]:
         """One sentence for each part that does not work as it should. Any thread may ask, also while the loop hangs."""
-        replay = self._store.tiers.ill if self._store is not None else None
+        replay = self._store.ill if self._store is not None else None
         parts = (
             self._heartbeat.ill,
             self._source.ill,

@@ -13,10 +13,12 @@ from replay.contents import Contents
 from replay.disk import DiskTier
 from replay.entries import Entries
 from replay.memory import MemoryTier
+from replay.neighbours import Neighbours
 from replay.rows import Fields, RowLayout
 from replay.sampler import SAMPLERS, Company
 from replay.store import MOST_INSERTED, Policies, Store
 from replay.tiers import Tiers
+from replay.whereabouts import CLUSTERS, Whereabouts
 
 _SUFFIX = ".rows"
 _ROOMY = 65_536
@@ -53,7 +55,9 @@ def build_store(
     layout = RowLayout({**schema.payload(), **(extra or {})})
     row_bytes, pinned = layout.row_bytes, device.type == "cuda"
     in_memory = int(settings.device_bytes) // row_bytes
-    admission = ADMISSIONS[settings.admission](Surroundings(schema.label.classes, settings.half_life, None))
+    admission = ADMISSIONS[settings.admission](
+        Surroundings(schema.label.classes, settings.half_life, None if dim is None else CLUSTERS)
+    )
     if settings.disk is None:
         k = _most_events(settings.capacity, in_memory, row_bytes, f"device_bytes = {int(settings.device_bytes)}")
         count = k + _spare(k)
@@ -80,10 +84,16 @@ def build_store(
         )
     quotas = Quotas(k, admission.groups)
     entries = Entries(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
-    sampler = SAMPLERS[settings.sampling](Company(entries, tiers.slots, schema.label.classes, settings.half_life, None))
-    policies = Policies(admission, quotas, sampler)
+    whereabouts = None
+    if dim is not None:
+        neighbours = Neighbours(dim, quotas.limit + MOST_INSERTED, clusters=CLUSTERS - 1)
+        whereabouts = Whereabouts(entries, tiers.slots, neighbours)
+    company = Company(entries, tiers.slots, schema.label.classes, settings.half_life, whereabouts)
+    policies = Policies(admission, quotas, SAMPLERS[settings.sampling](company), whereabouts)
     store = Store(policies, entries, layout, tiers, seed, weighted=schema.weight is not None)
     store.discard_later([path for path in stale if disk is None or path != disk.path])
+    if whereabouts is not None:
+        whereabouts.neighbours.open()
     if contents is not None:
         if source is not None:
             log.info("copying %d stored events from %s", len(contents.index), source.path)

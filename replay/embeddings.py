@@ -69,6 +69,7 @@ class Embeddings:
         self._judge_at = 0.0
         self._malformed = 0
         self._full = 0
+        self._centres: Vectors | None = None
         self.centroids: Vectors | None = None
         """The newest clusters `[C, D]`."""
         self.training = 0
@@ -89,6 +90,7 @@ class Embeddings:
         self._full += len(ids) - len(rows)
         x_nD = x_nD[good[: len(rows)]]
         self._came += len(rows)
+        self._assign(rows, x_nD)
         self._lists.add(rows, x_nD)
         if self._next is not None:
             self._next.add(rows, x_nD)
@@ -113,6 +115,10 @@ class Embeddings:
     def stale(self, n: int) -> Ids:
         """Return the n events whose embeddings are oldest and older than the bound; each is told once in that time."""
         return self._rows.stale(n, self._newest, self._newest + self._settings.stale_after)
+
+    def assigned(self, begin: int, n: int) -> tuple[Ids, Ids, bool]:
+        """Return events and their clusters, those in n rows from `begin` on, and whether there are rows after these."""
+        return *self._rows.assigned(begin, n), begin + n < self._rows.top
 
     def figures(self) -> Figures:
         """Tell how it stands."""
@@ -179,10 +185,24 @@ class Embeddings:
             yield False
         clusters, centres = job.result()
         if clusters is not None:
-            self.centroids, self.training = clusters, self.training + 1
+            yield from self._assign_all(clusters)
         if (centres is None) != (count == 1) or count == self._lists.count == 1:
             return
         yield from self._move(Lists(self._settings.dim, centres), sample)
+
+    def _assign_all(self, clusters: Vectors) -> Iterator[bool]:
+        """Find the clusters of all events, and then tell of them."""
+        self._centres = clusters
+        for which in range(self._lists.count):
+            for begin in range(0, self._lists.size(which), _PIECE_ROWS):
+                self._assign(*self._lists.part(which, begin, begin + _PIECE_ROWS))
+                yield True
+        self.centroids, self.training = clusters, self.training + 1
+
+    def _assign(self, rows: Ids, x_nD: Vectors) -> None:
+        if self._centres is not None and len(rows):
+            distance_nC = np.square(self._centres).sum(axis=1) - 2 * x_nD @ self._centres.T
+            self._rows.assign(rows, distance_nC.argmin(axis=1).astype(np.int16))
 
     def _move(self, lists: Lists, sample: Vectors) -> Iterator[bool]:
         """Bring everything into other lists; what comes meanwhile goes into both."""

@@ -75,6 +75,10 @@ class IndexServer:
                 found = self._embeddings.stale(rows)
                 self._slots.ids(slot, len(found))[:] = found
                 return record._replace(rows=len(found))
+            case Kind.CLUSTERS:
+                ids, clusters, more = self._embeddings.assigned(step, rows)
+                self._slots.ids(slot, 2 * len(ids))[:] = np.concatenate([ids, clusters])
+                return record._replace(rows=len(ids), k=int(more))
             case Kind.REPORT:
                 return self._report(record)
             case _:

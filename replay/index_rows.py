@@ -10,6 +10,8 @@ from replay.index import IdTable
 from replay.index_wire import NO_ID, Ids
 
 _FIRST_ROOM = 4096
+NO_CLUSTER = -1
+"""In no cluster yet."""
 _NEVER = np.iinfo(np.int64).max
 _NONE: Ids = np.empty(0, np.int64)
 
@@ -25,6 +27,7 @@ class IndexRows:
         self._step = np.zeros(_FIRST_ROOM, np.int64)
         self._due = np.full(_FIRST_ROOM, _NEVER, np.int64)
         self._live = np.zeros(_FIRST_ROOM, np.bool_)
+        self._cluster = np.full(_FIRST_ROOM, NO_CLUSTER, np.int16)
         self._table = IdTable()
         self.count = 0
         """Rows that have an event."""
@@ -49,7 +52,7 @@ class IndexRows:
     @property
     def bytes(self) -> int:
         """Bytes of all that is noted."""
-        return self._table.bytes + len(self._ids) * 25 + self._free.nbytes
+        return self._table.bytes + len(self._ids) * 27 + self._free.nbytes
 
     def put(self, ids: Ids, step: int, due: int) -> Ids:
         """Give rows to events, of which none has one, and return those of as many as there is room for."""
@@ -81,6 +84,16 @@ class IndexRows:
         """Give out again what was let go, once nothing refers to it."""
         self._free = np.flatnonzero(~self.live)
 
+    def assign(self, rows: Ids, clusters: NDArray[np.int16]) -> None:
+        """Note which clusters rows are in."""
+        self._cluster[rows] = clusters
+
+    def assigned(self, begin: int, n: int) -> tuple[Ids, Ids]:
+        """Return the events of the rows from `begin` on, n at most, that are in clusters, and which these are."""
+        rows = np.arange(begin, min(begin + n, self._top))
+        rows = rows[self._live[rows] & (self._cluster[rows] != NO_CLUSTER)]
+        return self._ids[rows], self._cluster[rows].astype(np.int64)
+
     def ids(self, rows: Ids) -> Ids:
         """Return the events of rows, NO_ID where a row is -1; any shape."""
         return np.where(rows >= 0, self._ids[rows], NO_ID)
@@ -111,6 +124,7 @@ class IndexRows:
             self._step = np.concatenate([self._step, np.zeros(more, np.int64)])
             self._due = np.concatenate([self._due, np.full(more, _NEVER, np.int64)])
             self._live = np.concatenate([self._live, np.zeros(more, np.bool_)])
+            self._cluster = np.concatenate([self._cluster, np.full(more, NO_CLUSTER, np.int16)])
 
     def _note(self, ids: Ids, rows: Ids) -> None:
         """Note ids in the table; one that is full of what has gone is made anew."""

@@ -97,6 +97,7 @@ class Kind(enum.IntEnum):
     ASK = 3
     STALE = 4
     REPORT = 5
+    CLUSTERS = 6
 
 
 class Record(NamedTuple):
@@ -106,8 +107,9 @@ class Record(NamedTuple):
         kind: what is asked for.
         slot: where its arrays lie.
         rows: how many events, queries, ids or clusters these are.
-        k: of a question, how many neighbours.
-        step: the learner's; of a report, the number of the training of the clusters.
+        k: of a question, how many neighbours; of a reply with clusters, whether there are more.
+        step: the learner's; of a report, the number of the training of the clusters; of a request for clusters, the row
+            to begin from.
     """
 
     kind: int

@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from replay.index_metrics import IndexMetrics
 from replay.store import Store
 
 
@@ -31,6 +32,7 @@ class ReplayMetrics:
         self.lost = Counter(
             "anabranch_replay_lost_rows", "Events that a tier could not keep, or not give back.", registry=registry
         )
+        self.index = IndexMetrics(registry)
         self._told: dict[str, float] = {}
 
     def tell(self, store: Store) -> None:
@@ -44,6 +46,8 @@ class ReplayMetrics:
             self._count(self.read.labels(tier), f"read {tier}", rows)
         self._count(self.stall, "stall", store.tiers.stats.stall_seconds)
         self._count(self.lost, "lost", store.lost)
+        if store.neighbours is not None:
+            self.index.tell(store.neighbours.stats())
 
     def _count(self, counter: Counter, name: str, total: float) -> None:
         counter.inc(total - self._told.get(name, 0))

@@ -111,6 +111,11 @@ class Neighbours:
         self._restarts = 0
         self._restart_at = self._backoff = 0.0
         self._centroids: Centroids | None = None
+        self._fresh: Centroids | None = None
+        self._piece = batch // 2
+        self._assigned: list[tuple[Ids, Ids]] = []
+        self._assigned_until = 0
+        self._assigning = False
         self._training = 0
         self.epoch = 0
         """Grows when the index has become empty."""
@@ -200,10 +205,22 @@ class Neighbours:
         arrived, self._answers = self._answers, []
         return arrived
 
-    def centroids(self) -> Centroids | None:
-        """Return the newest clusters, or None before the first training; those of a process that died stay."""
+    def clusters(self) -> Centroids | None:
+        """Return the newest clusters, once `assigned` has told of all events; None before the first training.
+
+        Those of a process that died stay.
+        """
         self._turn()
         return self._centroids
+
+    def assigned(self) -> list[tuple[Ids, Ids]]:
+        """Return events and the clusters that they are in, int64 `[n]` each, as far as was told since the last time.
+
+        They are places in the centroids that `clusters` returns when all are told.
+        """
+        self._turn()
+        arrived, self._assigned = self._assigned, []
+        return arrived
 
     def stale(self, n: int) -> Ids:
         """Return at most n ids of events whose embeddings are older than `stale_after` steps, the oldest first.
@@ -246,6 +263,7 @@ class Neighbours:
         self._stale_asked = self._report_asked = False
         self._stale_at = self._report_at = 0.0
         self._training = 0
+        self._fresh, self._assigned, self._assigning = None, [], False
 
     def _turn(self) -> IndexLink | None:
         """Hear replies, say what waits, and start a process where there is none and it is time."""
@@ -260,6 +278,9 @@ class Neighbours:
             self._restart_later(self._link)
             return None
         self._say_removals(self._link)
+        if self._fresh is not None and not self._assigning and not self._assigned and self._link.free > 1:
+            self._assigning = True
+            self._link.say(Kind.CLUSTERS, self._link.slot(), self._piece, step=self._assigned_until)
         if not self._report_asked and self._link.free and time.monotonic() >= self._report_at:
             self._report_asked = True
             self._link.say(Kind.REPORT, self._link.slot(), step=self._training)
@@ -283,8 +304,16 @@ class Neighbours:
                 self.reports += 1
                 if rows:
                     number = self._centroids.number + 1 if self._centroids is not None else 1
-                    centroids = link.slots.vectors(slot, rows, after=len(self._figures)).copy()
-                    self._centroids, self._training = Centroids(number, centroids), step
+                    self._fresh = Centroids(number, link.slots.vectors(slot, rows, after=len(self._figures)).copy())
+                    self._training, self._assigned, self._assigned_until = step, [], 0
+            case Kind.CLUSTERS:
+                told = link.slots.ids(slot, 2 * rows).reshape(2, rows).copy()
+                self._assigning = False
+                if step == self._assigned_until:  # else it is of clusters that are old already
+                    self._assigned.append((told[0], told[1]))
+                    self._assigned_until += self._piece
+                    if not k:
+                        self._centroids, self._fresh = self._fresh, None
         link.give_back(slot)
 
     def _say_removals(self, link: IndexLink) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.errors import SettingsError
-from replay.whereabouts import Whereabouts
 from replay.entries import Entries
 from replay.groups import Groups
 from replay.sum_tree import SumTree
+from replay.whereabouts import Whereabouts
 
 Slots = NDArray[np.int32]
 
@@ -30,6 +30,7 @@ _ALPHA, _BETA = 0.6, 0.4
 _LEAST = 1e-3
 """A loss below this counts as this, so that every event may be drawn."""
 _MOST_EXPONENT = 500.0
+_STALE_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,15 @@ class Diverse(Even):
     When the index process has found other clusters, all events are grouped anew.
     """
 
-    def __init__(self, entries: Entries, embeddings: Whereabouts) -> None:
-        super().__init__(entries, lambda slots: embeddings.clusters(slots).astype(np.int64))
-        self._embeddings = embeddings
-        self._grouped = embeddings.training
+    def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
+        super().__init__(entries, lambda slots: whereabouts.clusters(slots).astype(np.int64))
+        self._whereabouts = whereabouts
+        self._grouped = whereabouts.training
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
         """Group anew if need be, and choose."""
-        if self._grouped != self._embeddings.training:
-            self._grouped, self._groups = self._embeddings.training, Groups()
+        if self._grouped != self._whereabouts.training:
+            self._grouped, self._groups = self._whereabouts.training, Groups()
             self.come(self._entries.slots)
         return super().choose(n, generator)
 
@@ -256,13 +257,18 @@ class Similar(Uniform):
     Follows what the index process finds, and when; what it has not found is drawn uniformly.
     """
 
-    def __init__(self, entries: Entries, nearest: Callable[[], Slots]) -> None:
+    def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
         super().__init__(entries)
-        self._nearest = nearest
+        self._whereabouts = whereabouts
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
-        """Take the nearest that were found, nearest first, fill up uniformly, and mix."""
-        found = self._nearest()[:n]
+        """Take the nearest that were found, nearest first, fill up uniformly, and mix.
+
+        One in eight is an event whose embedding is of a model long gone, where there are such: being drawn renews it.
+        """
+        stale = self._whereabouts.stale(n // _STALE_SHARE)
+        near = self._whereabouts.nearest()
+        found = np.concatenate([stale, near[~np.isin(near, stale)]])[:n]
         rest = super().choose(n, generator).slots
         slots = np.concatenate([found, rest[~np.isin(rest, found)]])[: min(n, len(self._entries))]
         return Choice(generator.permutation(slots))
@@ -277,14 +283,14 @@ class Company:
         slots: how many slots it has.
         classes: of the label; None for regression.
         half_life: `replay.half_life`.
-        embeddings: what knows where events lie in the model's embedding; None where there is none.
+        whereabouts: what knows where events lie in the model's embedding; None where there is none.
     """
 
     entries: Entries
     slots: int
     classes: int | None
     half_life: timedelta
-    embeddings: Whereabouts | None
+    whereabouts: Whereabouts | None
 
 
 def _class_balanced(company: Company) -> Sampler:
@@ -294,22 +300,12 @@ def _class_balanced(company: Company) -> Sampler:
     return Even(company.entries, lambda slots: company.entries.of("label", slots).astype(np.int64) + 1)
 
 
-def _similar(company: Company) -> Sampler:
-    embeddings = _embeddings(company, "similar")
-    return Similar(company.entries, embeddings.nearest)
-
-
-def _diverse(company: Company) -> Sampler:
-    embeddings = _embeddings(company, "diverse")
-    return Diverse(company.entries, embeddings)
-
-
-def _embeddings(company: Company, name: str) -> Whereabouts:
-    if company.embeddings is None:
+def _whereabouts(company: Company, name: str) -> Whereabouts:
+    if company.whereabouts is None:
         raise SettingsError(
             f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'
         )
-    return company.embeddings
+    return company.whereabouts
 
 
 SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
@@ -317,6 +313,6 @@ SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
     "class-balanced": _class_balanced,
     "recent": lambda company: Recent(company.entries, company.slots, company.half_life),
     "loss": lambda company: Loss(company.entries, company.slots),
-    "similar": _similar,
-    "diverse": _diverse,
+    "similar": lambda company: Similar(company.entries, _whereabouts(company, "similar")),
+    "diverse": lambda company: Diverse(company.entries, _whereabouts(company, "diverse")),
 }

@@ -25,13 +25,14 @@ from replay.changes import Changes
 from replay.contents import Change, Contents, Standing
 from replay.disk import DiskTier
 from replay.draw import Draw, Plan, fetch, planned_rows, resumed
-from replay.whereabouts import Whereabouts
 from replay.entries import FIELDS, Entries
+from replay.neighbours import Neighbours
 from replay.rows import RowLayout
 from replay.sampler import Choice, Sampler
 from replay.slots import Slots
 from replay.tiers import Staged, Tiers
 from replay.watermarks import Watermarks
+from replay.whereabouts import Whereabouts
 
 AHEAD = 4
 """Steps between the choice of a draw and its use: the time that slower tiers have to bring it."""
@@ -61,13 +62,13 @@ class Policies:
         admission: how events compete.
         quotas: how many may stay.
         sampler: who is drawn.
-        embeddings: where events lie in the model's embedding, for policies that ask; else None.
+        whereabouts: where events lie in the model's embedding, for policies that ask; else None.
     """
 
     admission: Admission
     quotas: Quotas
     sampler: Sampler
-    embeddings: Whereabouts | None = None
+    whereabouts: Whereabouts | None = None
 
 
 class Store:
@@ -94,7 +95,7 @@ class Store:
         self._admission = policies.admission
         self._quotas = policies.quotas
         self._sampler = policies.sampler
-        self._embeddings = policies.embeddings
+        self._whereabouts = policies.whereabouts
         self._grouped = 0
         self._layout = layout
         self._seed = seed
@@ -185,18 +186,29 @@ class Store:
         """
         still = (draw.slots >= 0) & self.entries.are(draw.slots, draw.records)
         self._sampler.learned(draw.slots[still], losses[still])
-        if self._embeddings is not None and embedding is not None:
-            self._embeddings.come(draw.slots[still], embedding[still])
+        if self._whereabouts is not None and embedding is not None:
+            self._whereabouts.move(draw.slots[still], embedding[still])
+
+    @property
+    def neighbours(self) -> Neighbours | None:
+        """The index of embeddings, for policies that ask for it."""
+        return None if self._whereabouts is None else self._whereabouts.neighbours
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence on what does not work as it should."""
+        said = (self.tiers.ill, None if self.neighbours is None else self.neighbours.ill)
+        return "; ".join(sentence for sentence in said if sentence is not None) or None
 
     @property
     def listens(self) -> bool:
         """Whether `learned` changes anything."""
-        return self._sampler.hears_losses or self._embeddings is not None
+        return self._sampler.hears_losses or self._whereabouts is not None
 
     def seek(self, step: int, embedding: NDArray[np.float32]) -> None:
         """Look for old events that are near to new ones, float32 `[N, D]`, for later draws; waits for nothing."""
-        if self._embeddings is not None:
-            self._embeddings.seek(step, embedding)
+        if self._whereabouts is not None:
+            self._whereabouts.seek(step, embedding)
 
     def plan(self, step: int, n: int) -> Plan:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
@@ -316,6 +328,8 @@ class Store:
         if not moved:
             slots = self.entries.slots
             self.tiers.take_up(slots.astype(np.int64), self.entries.identity(slots))
+        if self._whereabouts is not None:
+            self._whereabouts.restore(self.entries.slots)
         self._sampler.come(self.entries.slots)
         self._count_lost(contents.lost)
         if len(index) == len(contents.index) and not contents.lost:
@@ -329,8 +343,8 @@ class Store:
     def close(self) -> None:
         """Let go of the tiers, and end the index process."""
         self.tiers.close()
-        if self._embeddings is not None:
-            self._embeddings.close()
+        if self._whereabouts is not None:
+            self._whereabouts.close()
 
     def _take_up_policies(self, standing: Standing) -> None:
         """Go on with thresholds and counts; under another policy than the cut's they begin anew."""
@@ -380,22 +394,22 @@ class Store:
     def _group(self, label: NDArray[np.int64], embedding: NDArray[np.float32] | None) -> NDArray[np.int16]:
         """Return the quota group of N events that are offered."""
         self._regroup()
-        if self._embeddings is None or embedding is None:
+        if self._whereabouts is None or embedding is None:
             clusters = np.zeros(len(label), np.int16)
         else:
-            clusters = self._embeddings.cluster_of(embedding)
+            clusters = self._whereabouts.cluster_of(embedding)
         return self._admission.group(label, clusters)
 
     def _clusters(self, slots: NDArray[np.int32]) -> NDArray[np.int16]:
-        return np.zeros(len(slots), np.int16) if self._embeddings is None else self._embeddings.clusters(slots)
+        return np.zeros(len(slots), np.int16) if self._whereabouts is None else self._whereabouts.clusters(slots)
 
     def _regroup(self) -> None:
         """Follow the clusters when the index process has found others: what was evicted under the old ones is gone."""
-        if self._embeddings is None or self._grouped == (training := self._embeddings.follow()):
+        if self._whereabouts is None or self._grouped == (training := self._whereabouts.follow()):
             return
         self._grouped = training
         if self._admission.by_cluster:
-            self.entries.regroup(self._embeddings.clusters(self.entries.slots))
+            self.entries.regroup(self._whereabouts.clusters(self.entries.slots))
             self._quotas.thresholds[:] = np.inf
 
     def _count_offered(self, group: NDArray[np.int16], weight: NDArray[np.float32]) -> None:
@@ -435,9 +449,9 @@ class Store:
         slots = self.slots.take(len(rows))
         self.entries.append(slots, priority[rows], group[rows], {name: columns[name][rows] for name in FIELDS})
         self.tiers.write(slots.astype(np.int64), identity[rows], self._layout.pack(columns, rows))
+        if self._whereabouts is not None and embedding is not None:
+            self._whereabouts.come(slots, embedding[rows])
         self._sampler.come(slots)
-        if self._embeddings is not None and embedding is not None:
-            self._embeddings.come(slots, embedding[rows])
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
         """Let those leave that do not stay, bool `[H]`."""
@@ -446,8 +460,8 @@ class Store:
         self.tiers.free(left.astype(np.int64))
         self.slots.leave(left)
         self._sampler.leave(left)
-        if self._embeddings is not None:
-            self._embeddings.leave(left)
+        if self._whereabouts is not None:
+            self._whereabouts.leave(left)
 
     def _drop_lost(self) -> None:
         """Let events leave whose rows a tier could not write or give back: holes, which fill as the stream goes on."""

@@ -1,48 +1,125 @@
-"""Where events lie in the model's embedding: what feeds the index process, and takes up what it has found.
+"""Where the events held lie in the model's embedding: feeds the index process, and takes up what it finds.
 
-Legend: n events of a call, D dimensions.
+Nothing here waits for that process. What it has not found yet is not there: an event whose cluster is not known is in
+cluster 0, which is a group as any other.
+
+Legend: n events of a call, D numbers of an embedding, C clusters, Q queries.
 """
-
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.entries import Entries
+from replay.neighbours import Neighbours
 
-class Whereabouts(Protocol):
-    """The embeddings of the events held, by slot. Never waits for the index process."""
+CLUSTERS = 256
+"""Groups of events by their embedding, the one for those whose cluster is not known included."""
+_NEAREST = 10
+"""Neighbours that are looked for of each query."""
+_MOST_QUERIES = 256
+_NO_ID = -1
+_UNKNOWN = np.int16(0)
 
-    training: int
-    """Grows each time that other clusters are found."""
+
+class Whereabouts:
+    """The embeddings of the events in S slots. Used by the learner's thread."""
+
+    def __init__(self, entries: Entries, slots: int, neighbours: Neighbours) -> None:
+        self._entries = entries
+        self._neighbours = neighbours
+        self._ids = np.full(slots, _NO_ID, np.int64)
+        self._cluster = np.zeros(slots, np.int16)
+        self._next = np.zeros(slots, np.int16)
+        self._centroids_CD: NDArray[np.float32] | None = None
+        self._nearest = np.empty(0, np.int64)
+        self._step = 0
+        self.training = 0
+        """Grows each time that the events are in other clusters than before."""
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The index process' client."""
+        return self._neighbours
 
     def follow(self) -> int:
         """Take up what the index process has found, and return `training`."""
-        ...
+        for answer in self._neighbours.answers():
+            # The nearest of every query come before the second of any.
+            self._nearest = answer.ids.T.reshape(-1)
+        for ids, clusters in self._neighbours.assigned():
+            slots = self._slots_of(ids)
+            here = slots >= 0
+            self._next[slots[here]] = clusters[here] + 1
+        clusters_now = self._neighbours.clusters()
+        if clusters_now is not None and clusters_now.number != self.training:
+            self._cluster, self._next = self._next, np.zeros_like(self._next)
+            self._centroids_CD, self.training = clusters_now.centroids, clusters_now.number
+        return self.training
 
-    def clusters(self, slots: NDArray[np.int32], /) -> NDArray[np.int16]:
-        """Return the clusters of the events in n slots."""
-        ...
+    def clusters(self, slots: NDArray[np.int32]) -> NDArray[np.int16]:
+        """Return the clusters of the events in n slots; they change only when `training` grows."""
+        found: NDArray[np.int16] = self._cluster[slots]
+        return found
 
-    def cluster_of(self, embedding: NDArray[np.float32], /) -> NDArray[np.int16]:
-        """Return the nearest cluster of n embeddings `[n, D]`; 0 while clusters are not known."""
-        ...
+    def cluster_of(self, embedding_nD: NDArray[np.float32]) -> NDArray[np.int16]:
+        """Return the nearest cluster of n embeddings; 0 while clusters are not known, and for what is not finite."""
+        if self._centroids_CD is None:
+            return np.zeros(len(embedding_nD), np.int16)
+        centroids_CD = self._centroids_CD
+        distance_nC = np.square(centroids_CD).sum(axis=1) - 2 * embedding_nD @ centroids_CD.T
+        nearest = distance_nC.argmin(axis=1).astype(np.int16) + np.int16(1)
+        return np.where(np.isfinite(embedding_nD).all(axis=1), nearest, _UNKNOWN)
 
-    def seek(self, step: int, embedding: NDArray[np.float32], /) -> None:
-        """Look for events that are near to n others, `[n, D]`."""
-        ...
+    def seek(self, step: int, embedding_QD: NDArray[np.float32]) -> None:
+        """Look for events that are near to Q others, which are of this step; the answer comes steps later."""
+        self._step = step
+        self._neighbours.ask(step, embedding_QD[:_MOST_QUERIES], _NEAREST)
 
     def nearest(self) -> NDArray[np.int32]:
-        """Return the slots of the nearest events that were found last, nearest first."""
-        ...
+        """Return the slots of the events that were found nearest last, nearest first, each once."""
+        slots = self._slots_of(self._nearest)
+        slots = slots[slots >= 0]
+        return slots[np.sort(np.unique(slots, return_index=True)[1])].astype(np.int32)
 
-    def come(self, slots: NDArray[np.int32], embedding: NDArray[np.float32], /) -> None:
-        """Learn where n events lie, `[n, D]`."""
-        ...
+    def stale(self, n: int) -> NDArray[np.int32]:
+        """Return the slots of at most n events whose embeddings are of a model long gone; each is told once."""
+        ids = self._neighbours.stale(n)
+        slots = self._slots_of(ids)
+        self._neighbours.remove(ids[slots < 0])
+        return slots[slots >= 0].astype(np.int32)
 
-    def leave(self, slots: NDArray[np.int32], /) -> None:
+    def come(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32]) -> None:
+        """Learn where n events lie that have come into slots; what is not finite is nowhere."""
+        self._cluster[slots] = self.cluster_of(embedding_nD)
+        self._next[slots] = _UNKNOWN
+        self._name(slots)
+        self.move(slots, embedding_nD)
+
+    def move(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32]) -> None:
+        """Learn where n events lie now; the model has learned meanwhile."""
+        known = np.isfinite(embedding_nD).all(axis=1) & (self._ids[slots] != _NO_ID)
+        self._neighbours.add(self._ids[slots[known]], embedding_nD[known], self._step)
+
+    def leave(self, slots: NDArray[np.int32]) -> None:
         """Forget n events."""
-        ...
+        ids = self._ids[slots]
+        self._neighbours.remove(ids[ids != _NO_ID])
+        self._ids[slots] = _NO_ID
+
+    def restore(self, slots: NDArray[np.int32]) -> None:
+        """Take up events of a cut: where they lie is found when they are drawn."""
+        self._name(slots)
 
     def close(self) -> None:
         """End the index process."""
-        ...
+        self._neighbours.close()
+
+    def _name(self, slots: NDArray[np.int32]) -> None:
+        """Give events their ids: the slot, and half of the identity, by which a slot's earlier event is told."""
+        half = (self._entries.identity(slots) >> np.uint64(32)).astype(np.int64)
+        self._ids[slots] = (slots.astype(np.int64) << 32) | half
+
+    def _slots_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slots of events, -1 for those that are not held any more."""
+        slots = ids >> 32
+        return np.where((ids != _NO_ID) & (self._ids[slots] == ids), slots, -1)

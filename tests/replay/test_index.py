@@ -170,15 +170,23 @@ def test_lists_forget_what_was_removed_and_know_what_was_replaced(make_index):
 
 def test_clusters_are_told_once_enough_is_known_and_again_when_all_has_changed(make_index):
     index = make_index(clusters=8, capacity=10_000)
-    assert index.centroids() is None
+    assert index.clusters() is None
     x = random(400)
     add(index, np.arange(400), x)
-    first = until(index.centroids, "clusters")
+    first = until(lambda: index.assigned() is not None and index.clusters(), "clusters")
     assert first.centroids.shape == (8, DIM)
     assert np.abs(first.centroids).max() < 10
     for _ in range(4):
         add(index, np.arange(400), x + 100, step=1)
-    second = until(lambda: (c := index.centroids()).number > first.number and c.centroids.min() > 50 and c, "new ones")
+    second = until(
+        lambda: (
+            index.assigned() is not None
+            and (c := index.clusters()).number > first.number
+            and c.centroids.min() > 50
+            and c
+        ),
+        "new ones",
+    )
     assert second.centroids.shape == (8, DIM)
 
 

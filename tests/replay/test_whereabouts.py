@@ -1,0 +1,125 @@
+"""Policies that compare events: the store with a real index process."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ingest.block import TopicPartition
+from ingest.errors import SettingsError
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.fake import FakeCuts
+from replay.store import Store
+
+PARTITIONS = [TopicPartition("events", 0)]
+DIM = 4
+CENTRES = 10 * np.eye(DIM, dtype=np.float32)
+Build = Callable[..., Store]
+
+
+def place(offsets: np.ndarray) -> np.ndarray:
+    """Most events lie at the first centre; one in 16 at each of the others."""
+    near = np.minimum(offsets % 16, DIM - 1)
+    near = np.where(offsets % 16 >= DIM, 0, near)
+    jitter = np.random.default_rng(0).standard_normal((len(offsets), DIM))
+    return (CENTRES[near] + 0.1 * jitter).astype(np.float32)
+
+
+@pytest.fixture
+def build(schema: Schema) -> Iterator[Build]:
+    stores: list[Store] = []
+
+    def make(capacity: int = 9000, **options: Any) -> Store:
+        contents = options.pop("contents", None)
+        settings = ReplaySettings.model_validate({"capacity": capacity, **options})
+        stores.append(build_store(settings, schema, torch.device("cpu"), 0, None, contents, dim=DIM))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
+    """Add events as fast as the index takes them, and wait until it has all that are held."""
+    for first in range(begin, end, 256):
+        offsets = np.arange(first, min(end, first + 256))
+        store.add(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
+        until(lambda: store.neighbours.stats().waiting < 20)
+    until(lambda: store.neighbours.stats().process.rows == len(store))
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+    return found
+
+
+def kept_by_centre(store: Store) -> np.ndarray:
+    return np.bincount(np.minimum(store.entries.copy()["offset"] % 16, DIM) % DIM, minlength=DIM)
+
+
+@pytest.mark.parametrize("policy", ["similar", "diverse"])
+def test_without_an_embedding_they_are_refused(schema: Schema, policy: str) -> None:
+    with pytest.raises(SettingsError, match=rf'replay.sampling = "{policy}" needs model.embedding'):
+        build_store(ReplaySettings(sampling=policy), schema, torch.device("cpu"), 0)
+
+
+def test_similar_draws_what_is_near_to_new_events(schema: Schema, build: Build) -> None:
+    store = build(sampling="similar")
+    fill(store, schema, 0, 3200)
+    uniform = store.plan(0, 40).records["offset"] % 16
+    assert (uniform != 3).any(), "nothing was asked for yet"
+    store.seek(1, place(np.full(8, 3)))
+    until(lambda: (store.plan(1, 8).records["offset"] % 16 == 3).all())
+
+
+def test_an_event_that_has_left_is_not_found(schema: Schema, build: Build) -> None:
+    store = build(capacity=100, sampling="similar")
+    fill(store, schema, 0, 3200)
+    store.seek(1, place(np.full(8, 3)))
+    until(lambda: store.neighbours.stats().answer_seconds)
+    for step in range(20):
+        plan = store.plan(step, 100)
+        assert len(set(plan.slots.tolist())) == len(plan) == len(store)
+        assert store.entries.are(plan.slots, plan.records).all()
+
+
+def test_diverse_draws_as_many_of_each_cluster(schema: Schema, build: Build) -> None:
+    store = build(sampling="diverse")
+    fill(store, schema, 0, 9000)
+    until(store._whereabouts.follow)
+    rare = np.isin(store.plan(0, 400).records["offset"] % 16, np.arange(1, DIM)).mean()
+    assert rare > 2 * (DIM - 1) / 16
+
+
+def test_diverse_keeps_more_of_what_is_rare(schema: Schema, build: Build) -> None:
+    store = build(capacity=2000, admission="diverse")
+    fill(store, schema, 0, 9000)
+    until(store._whereabouts.follow)
+    fill(store, schema, 9000, 40_000)
+    offsets = store.entries.copy()["offset"]
+    assert np.isin(offsets % 16, np.arange(1, DIM)).mean() > 1.3 * (DIM - 1) / 16
+    before = set(offsets.tolist())
+    again = np.arange(39_000, 40_000)
+    store.add(fake_columns(schema, again.tolist()), PARTITIONS, -place(again))
+    assert len(store) == len(set(store.entries.copy()["offset"].tolist())), "an event is held twice"
+    assert len(before - set(store.entries.copy()["offset"].tolist())) <= len(again)
+
+
+def test_a_store_that_goes_on_from_a_cut_finds_its_events_again_as_they_are_drawn(schema: Schema, build: Build) -> None:
+    store = build(sampling="similar")
+    fill(store, schema, 0, 1600)
+    resumed = build(sampling="similar", contents=FakeCuts(store).cut(1))
+    assert until(lambda: resumed.neighbours.reports)
+    assert not resumed.neighbours.stats().process.rows
+    draw = resumed.fetch(resumed.plan(0, 500))
+    resumed.learned(draw, np.zeros(len(draw), np.float32), place(draw.records["offset"]))
+    until(lambda: resumed.neighbours.stats().process.rows == 500)
