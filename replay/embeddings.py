@@ -37,7 +37,7 @@ _PIECE_ROWS = 1024
 _GOOD_RECALL = 0.95
 _SURE_RECALL = 0.97
 """What new lists must reach on a sample."""
-_LEAST_PROBES = 128
+_LEAST_PROBES = 64
 """One list in so many is looked into at least: the next queries may lie between lists where the last did not."""
 _JUDGES = 32
 """Queries by which recall is judged."""
