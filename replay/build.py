@@ -21,6 +21,7 @@ from replay.tiers import Tiers
 from replay.whereabouts import CLUSTERS, Whereabouts
 
 _SUFFIX = ".rows"
+_EVENTS_A_CLUSTER = 64
 _ROOMY = 65_536
 """Slots for events that are replaced between cuts, where the disk has them to give."""
 
@@ -86,7 +87,8 @@ def build_store(
     entries = Entries(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
     whereabouts = None
     if dim is not None:
-        neighbours = Neighbours(dim, quotas.limit + MOST_INSERTED, clusters=CLUSTERS - 1)
+        clusters = max(1, min(CLUSTERS - 1, k // _EVENTS_A_CLUSTER))
+        neighbours = Neighbours(dim, quotas.limit + MOST_INSERTED, clusters=clusters)
         whereabouts = Whereabouts(entries, tiers.slots, neighbours)
     company = Company(entries, tiers.slots, schema.label.classes, settings.half_life, whereabouts)
     policies = Policies(admission, quotas, SAMPLERS[settings.sampling](company), whereabouts)

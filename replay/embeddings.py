@@ -43,6 +43,8 @@ _JUDGES = 32
 """Queries by which recall is judged."""
 _RECALL_SHARE = 0.05
 """Part of the time that may go into measuring recall."""
+_OUTLIERS = 200
+"""One vector in so many may be one."""
 _LARGEST = 1e15
 """Squares of larger numbers are no float32."""
 
@@ -213,8 +215,7 @@ class Embeddings:
 
     def _assign(self, rows: Ids, x_nD: Vectors) -> None:
         if self._centres is not None and len(rows):
-            distance_nC = np.square(self._centres).sum(axis=1) - 2 * x_nD @ self._centres.T
-            self._rows.assign(rows, distance_nC.argmin(axis=1).astype(np.int16))
+            self._rows.assign(rows, _distances(x_nD, self._centres).argmin(axis=1).astype(np.int16))
 
     def _move(self, lists: Lists, sample: Vectors) -> Iterator[bool]:
         """Bring everything into other lists; what comes meanwhile goes into both."""
@@ -277,12 +278,39 @@ def _lists_for(rows: int) -> int:
 
 
 def _train(x_nD: Vectors, clusters: int, lists: int) -> tuple[Vectors | None, Vectors | None]:
-    """Return the centres of clusters and of lists; None where there are none, and when the vectors have no clusters."""
+    """Return the centres of clusters and of lists; None where there are none, and when the vectors have no lists."""
     few = x_nD[: _SAMPLE_A_CENTRE * clusters]
     return (
-        train(few, clusters) if len(few) >= clusters else None,
+        spread(few, clusters) if len(few) >= clusters else None,
         train(x_nD, lists) if 1 < lists <= len(x_nD) else None,
     )
+
+
+def spread(x_nD: Vectors, clusters: int) -> Vectors:
+    """Return the centres of clusters that cover the vectors, float32 `[C, D]`, however many lie where.
+
+    The centres of k-means are as dense as the vectors, and as many of each cluster would be a uniform sample again. So
+    each centre is the vector that is farthest from those before it (Gonzalez 1985, "Clustering to minimize the maximum
+    intercluster distance"), but for the farthest few, which may be outliers; then it moves to the mean of its cluster.
+    """
+    chosen = [0]
+    nearest = _distances(x_nD, x_nD[:1])[:, 0]
+    rank = max(0, len(x_nD) - 1 - len(x_nD) // _OUTLIERS)
+    for _ in range(clusters - 1):
+        chosen.append(int(np.argpartition(nearest, rank)[rank]))
+        np.minimum(nearest, _distances(x_nD, x_nD[chosen[-1:]])[:, 0], out=nearest)
+    centres = x_nD[chosen].copy()
+    mine = _distances(x_nD, centres).argmin(axis=1)
+    for each in range(clusters):
+        if (mine == each).any():
+            centres[each] = x_nD[mine == each].mean(axis=0)
+    return centres
+
+
+def _distances(x_nD: Vectors, centres_CD: Vectors) -> Vectors:
+    """Return the squared distance of each vector to each centre, `[n, C]`."""
+    found: Vectors = np.square(x_nD).sum(axis=1)[:, None] + np.square(centres_CD).sum(axis=1) - 2 * x_nD @ centres_CD.T
+    return found
 
 
 def _fit(x_nD: Vectors) -> NDArray[np.bool_]:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from replay.entries import Entries
 from replay.neighbours import Neighbours
 
-CLUSTERS = 256
-"""Groups of events by their embedding, the one for those whose cluster is not known included."""
+CLUSTERS = 65
+"""Groups of events by their embedding at most, the one for those whose cluster is not known included."""
 _NEAREST = 10
 """Neighbours that are looked for of each query."""
 _MOST_QUERIES = 256

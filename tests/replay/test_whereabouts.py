@@ -118,7 +118,7 @@ def test_a_store_that_goes_on_from_a_cut_finds_its_events_again_as_they_are_draw
     store = build(sampling="similar")
     fill(store, schema, 0, 1600)
     resumed = build(sampling="similar", contents=FakeCuts(store).cut(1))
-    assert until(lambda: resumed.neighbours.reports)
+    until(lambda: resumed.neighbours.stats() and resumed.neighbours.reports)
     assert not resumed.neighbours.stats().process.rows
     draw = resumed.fetch(resumed.plan(0, 500))
     resumed.learned(draw, np.zeros(len(draw), np.float32), place(draw.records["offset"]))
