@@ -33,7 +33,7 @@ import torch
 from harness import peers
 from harness.drawing import BATCH, Drawing, Steps
 from harness.events import PARTITIONS, Events
-from harness.memory import beyond_payload
+from harness.memory import beyond_payload, no_room
 from harness.stores import best_admission, drop_page_cache, fill, open_store, valkey, why_no_redis
 from harness.table import Table, Target, options
 from harness.turns import Spread, in_turns, ratio, seconds
@@ -96,6 +96,10 @@ def hot(table: Table, sizes: Sizes, folder: Path) -> None:
         suffix = f"_{rows:.0e}".replace("+0", "") if place else ""
         events = Events(floats)
         table.title(f"hot: {rows:,} events of {events.row_bytes:,} bytes, all in memory; batch {BATCH}")
+        # The store, the array that numpy takes from, and a peer.
+        if (word := no_room(3.3 * rows * events.row_bytes)) is not None:
+            table.word(word)
+            continue
         with open_store(events, rows) as store:
             fill(store, events, rows)
             drawing = Drawing(store, events)

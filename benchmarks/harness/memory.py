@@ -19,6 +19,16 @@ def beyond_payload(rows: int, folder: Path | None, admission: str) -> float:
         return child.submit(_measure, rows, folder, admission).result()
 
 
+def no_room(needed_bytes: float) -> str | None:
+    """Return why so much memory cannot be had here; None: it can."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if free > needed_bytes:
+        return None
+    return f"left out: it needs {needed_bytes / 1e9:.0f} GB of memory, and {free / 1e9:.0f} GB are free"
+
+
 def _measure(rows: int, folder: Path | None, admission: str) -> float:
     events, hot = Events(_FLOATS), 1.0 if folder is None else 0.1
     # What is loaded or allocated once for all stores belongs to none.

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,15 +66,16 @@ def cpprb(events: Events, rows: int, batch: int) -> Iterator[Sample]:
 
 @contextmanager
 def peer(name: str, events: Events, rows: int, batch: int, folder: Path) -> Iterator[Sample]:
-    """Fill the peer of that name, and let go of its memory at the end."""
-    if name == "cpprb":
-        opened = cpprb(events, rows, batch)
-    else:
-        opened = torchrl(events, rows, batch, folder / "memmap" if name == "torchrl_memmap" else None)
-    with opened as sample:
-        yield sample
-    del sample, opened
-    gc.collect()
+    """Fill the peer of that name, and let go of its memory and files, which lie in `folder`, at the end."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        if name == "cpprb":
+            opened = cpprb(events, rows, batch)
+        else:
+            opened = torchrl(events, rows, batch, Path(own) if name == "torchrl_memmap" else None)
+        with opened as sample:
+            yield sample
+        del sample, opened
+        gc.collect()
 
 
 PEERS = {"torchrl": "torchrl", "torchrl_memmap": "torchrl", "cpprb": "cpprb"}
