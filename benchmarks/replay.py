@@ -21,6 +21,7 @@ sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: replay.p
 
 import argparse
 import importlib.util
+import os
 import statistics
 import tempfile
 import time
@@ -67,12 +68,13 @@ class Sizes:
     add: int
     memory: int
     index: int
+    index_seconds: float
     rounds: int
     turns: int
     """Rounds of the cold case, each of some dozen steps an arm."""
 
 
-QUICK = Sizes([(20_000, LARGE)], [(20_000, LARGE)], (100_000, 1_000_000), 20_000, 200_000, 100_000, 15, 3)
+QUICK = Sizes([(20_000, LARGE)], [(20_000, LARGE)], (100_000, 1_000_000), 20_000, 200_000, 50_000, 5.0, 15, 3)
 FULL = Sizes(
     hot=[(100_000, LARGE), (1_000_000, LARGE), (10_000_000, SMALL)],
     cold=[(100_000, LARGE), (1_000_000, LARGE), (10_000_000, SMALL)],
@@ -80,6 +82,7 @@ FULL = Sizes(
     add=100_000,
     memory=1_000_000,
     index=1_000_000,
+    index_seconds=30.0,
     rounds=40,
     turns=10,
 )
@@ -273,8 +276,8 @@ def index(table: Table, sizes: Sizes, _folder: Path) -> None:
         return
     from replay_index import measure
 
-    for key, value in measure(rows=sizes.index, dim=64).items():
-        table.say(key, value)
+    for key, value in measure(sizes.index, 64, sizes.index_seconds).items():
+        table.say(key if key.startswith(("similar", "faiss", "index")) else f"index_{key}", value)
 
 
 PARTS = {"hot": hot, "cold": cold, "growth": growth, "add": add, "memory": memory, "index": index}
@@ -290,6 +293,7 @@ def main() -> None:
     table = Table(TARGETS)
     table.fact("quick", chosen.quick)
     for part in chosen.only:
+        table.fact(f"load_before_{part}", os.getloadavg()[0])
         with tempfile.TemporaryDirectory(dir=".") as folder:
             PARTS[part](table, QUICK if chosen.quick else FULL, Path(folder))
     table.write(chosen.json)
