@@ -1,6 +1,6 @@
 """Neighbours of a batch in a store of embeddings: how many of the true ones are found, and what it costs the step.
 
-    python benchmarks/replay_index.py [--quick] [--rows N] [--dim N] [--seconds S] [--json]
+    python benchmarks/replay_index.py [--quick] [--rows N] [--dim N] [--seconds S] [--json FILE]
 
 The index is filled; then steps of 20 ms of arithmetic on one core each offer 64 new events, remove as many, bring the
 embeddings of 64 others up to date, and ask for the 10 nearest of a batch of 64. The figures:
@@ -15,14 +15,18 @@ Embeddings are by turns a mixture of 1000 Gaussians, and rectified sums of 16 fa
 network's do.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: replay.py would hide the package replay
+
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+from harness.table import Table, options
 
 from replay.neighbours import Neighbours
 
@@ -108,6 +112,7 @@ def _settle(index: Neighbours) -> None:
         before = index.reports
         while index.reports == before:
             index.answers()
+            index.assigned()
             time.sleep(0.01)
         stats = index.stats()
         quiet = quiet + 1 if stats.waiting <= 1 and not stats.process.renewing else 0
@@ -139,6 +144,7 @@ def _steps(
             asked[step] = before
         answers = index.answers()
         index.stale(BATCH)
+        index.assigned()
         index.clusters()
         now = time.perf_counter()
         calls.append((now - before, time.thread_time() - cpu))
@@ -179,22 +185,19 @@ def _resident_bytes(index: Neighbours) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
+    options(parser)
     parser.add_argument("--rows", type=int)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--seconds", type=float)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rows = options.rows or (50_000 if options.quick else 1_000_000)
-    seconds = options.seconds or (5 if options.quick else 60)
-    figures = {kind: measure(rows, options.dim, seconds, kind) for kind in KINDS}
-    if options.json:
-        print(json.dumps(figures))
-        return
-    for kind, found in figures.items():
-        print(f"{kind}: {rows} events of {options.dim} numbers, {seconds:g} s of steps")
-        for name, value in found.items():
-            print(f"  {name:32} {value:.6g}")
+    chosen = parser.parse_args()
+    rows = chosen.rows or (50_000 if chosen.quick else 1_000_000)
+    seconds = chosen.seconds or (5 if chosen.quick else 60)
+    table = Table({})
+    for kind in KINDS:
+        table.title(f"{kind}: {rows} events of {chosen.dim} numbers, {seconds:g} s of steps")
+        for name, value in measure(rows, chosen.dim, seconds, kind).items():
+            table.say(f"{kind}_{name}", value)
+    table.write(chosen.json)
 
 
 if __name__ == "__main__":
