@@ -33,6 +33,7 @@ class Entries:
             slots, _WORDS
         )  # which numpy scatters in a third of the time
         self._records["offset"] = FREE
+        self.limit = limit
         self._seed = seed
         self._slot = np.zeros(limit, np.int32)
         self._priority = np.zeros(limit, np.float64)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ingest.errors import SettingsError
 from replay.entries import Entries
 from replay.groups import Groups
+from replay.seats import Seats
 from replay.sum_tree import SumTree
 from replay.whereabouts import Whereabouts
 
@@ -156,7 +157,8 @@ class Proportional(Uniform):
 
     def __init__(self, entries: Entries, slots: int) -> None:
         super().__init__(entries)
-        self._tree = SumTree(slots)
+        self._seats = Seats(slots, entries.limit)
+        self._tree = SumTree(entries.limit)
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
         """Throw points on the weights; what is still missing after some rounds is drawn uniformly."""
@@ -168,15 +170,34 @@ class Proportional(Uniform):
             chosen = both[np.sort(np.unique(both, return_index=True)[1])]
             if len(chosen) == n:
                 break
-        if len(chosen) < n:
-            rest = np.setdiff1d(self._entries.slots, chosen, assume_unique=True)
-            chosen = np.concatenate([chosen, generator.choice(rest, n - len(chosen), replace=False)])
-        slots = chosen.astype(np.int32)
+        slots = self._seats.slots(chosen)
+        if len(slots) < n:
+            rest = np.setdiff1d(self._entries.slots, slots, assume_unique=True)
+            slots = np.concatenate([slots, generator.choice(rest, n - len(slots), replace=False)])
         return Choice(slots, self._correction(slots))
 
     def leave(self, slots: Slots) -> None:
         """Nothing falls on them any more."""
-        self._tree.set(slots, 0.0)
+        self._tree.set(self._seats.leave(slots), 0.0)
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return the seats by position."""
+        return {"seats": self._seats.of(self._entries.slots)}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take up the seats; a cut that was made with a sampler of another kind has none that fit."""
+        seats, slots = state.get("seats", np.empty(0)).astype(np.int32), self._entries.slots
+        if len(seats) == len(slots) and seats.max(initial=-1) < self._seats.count:
+            weights = self._weights(slots)
+            self._tree.set(self._seats.of(slots), 0.0)
+            self._seats.restore(slots, seats)
+            self._weigh(slots, weights)
+
+    def _weigh(self, slots: Slots, weights: NDArray[np.float64] | float, /) -> None:
+        self._tree.set(self._seats.of(slots), weights)
+
+    def _weights(self, slots: Slots, /) -> NDArray[np.float64]:
+        return self._tree[self._seats.of(slots)]
 
     def _correction(self, _slots: Slots, /) -> NDArray[np.float64] | None:
         return None
@@ -194,59 +215,76 @@ class Recent(Proportional):
         """Weigh events by their record time; the scale moves before numbers overflow."""
         if not len(slots):
             return
-        time_s = self._entries.of("time_s", slots).astype(np.float64)
-        if self._decay * (time_s.max() - self._epoch) > _MOST_EXPONENT:
-            self._epoch = float(time_s.max())
+        self._seats.take(slots)
+        newest = float(self._entries.of("time_s", slots).max())
+        if self._decay * (newest - self._epoch) > _MOST_EXPONENT:
+            self._epoch = newest
             slots = self._entries.slots
-            time_s = self._entries.of("time_s", slots).astype(np.float64)
-        self._tree.set(slots, np.exp(np.maximum(self._decay * (time_s - self._epoch), -_MOST_EXPONENT)))
+        self._weigh_by_age(slots)
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return the seats, and the time that weights are told from."""
+        return {**super().state(), "epoch": np.array([self._epoch])}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take up both; another half-life makes the weights anew all the same."""
+        super().restore(state)
+        if "epoch" in state and len(self._entries):
+            epoch = float(state["epoch"][0])
+            if self._decay * (self._epoch - epoch) <= _MOST_EXPONENT:
+                self._epoch = epoch
+            self._weigh_by_age(self._entries.slots)
+
+    def _weigh_by_age(self, slots: Slots) -> None:
+        age = self._epoch - self._entries.of("time_s", slots).astype(np.float64)
+        self._weigh(slots, np.exp(np.maximum(-self._decay * age, -_MOST_EXPONENT)))
 
 
 class Loss(Proportional):
     """Events of a large last loss are drawn more often, and count less in return: prioritised replay.
 
-    The probability is that of the loss to the power 0.6; an event whose loss is not known has the largest ever known.
-    The correction is (H * probability)**-0.4, divided by the largest of the draw (Schaul et al. 2016, "Prioritized
-    experience replay").
+    The probability is that of the loss to the power 0.6; an event whose loss is not known has the largest that was
+    known when it came. The correction is (H * probability)**-0.4, divided by the largest of the draw (Schaul et al.
+    2016, "Prioritized experience replay").
     """
 
     hears_losses = True
 
     def __init__(self, entries: Entries, slots: int) -> None:
         super().__init__(entries, slots)
-        self._losses = np.full(slots, np.nan, np.float32)
         self._largest = 1.0
 
     def come(self, slots: Slots) -> None:
         """Give new events the largest weight, so that each is drawn soon."""
-        self._losses[slots] = np.nan
-        self._tree.set(slots, self._largest)
+        self._seats.take(slots)
+        self._weigh(slots, self._largest)
 
     def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
         """Weigh events by their losses; one that is not finite changes nothing."""
         finite = np.isfinite(losses)
         slots, losses = slots[finite], losses[finite]
         if len(slots):
-            self._losses[slots] = losses
-            weights = np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA
+            # Rounded to what a cut keeps of them.
+            weights = (np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA).astype(np.float32).astype(np.float64)
             self._largest = max(self._largest, float(weights.max()))
-            self._tree.set(slots, weights)
+            self._weigh(slots, weights)
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Return the losses by position, NaN where none is known, and the largest weight."""
-        return {"losses": self._losses[self._entries.slots], "largest": np.array([self._largest])}
+        """Return the seats, the weights by position, and the largest weight ever."""
+        weights = self._weights(self._entries.slots).astype(np.float32)
+        return {**super().state(), "weights": weights, "largest": np.array([self._largest])}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take up the losses; a cut that was made with another sampler has none."""
-        if "losses" in state:
+        """Take up all of them; a cut that was made with another sampler has no weights."""
+        super().restore(state)
+        if "weights" in state:
             self._largest = float(state["largest"][0])
-            self.come(self._entries.slots)
-            self.learned(self._entries.slots, state["losses"].astype(np.float32))
+            self._weigh(self._entries.slots, state["weights"].astype(np.float64))
 
     def _correction(self, slots: Slots, /) -> NDArray[np.float64] | None:
         if not len(slots):
             return None
-        scarcity: NDArray[np.float64] = (len(self._entries) * self._tree[slots] / self._tree.total) ** -_BETA
+        scarcity: NDArray[np.float64] = (len(self._entries) * self._weights(slots) / self._tree.total) ** -_BETA
         scarcity /= scarcity.max()
         return scarcity
 
