@@ -77,6 +77,7 @@ def unpack(cut: Cut) -> tuple[Contents, Sequence[Segment]] | None:
     index, payload, lost = assemble(segments, lambda segment: cut.tensors.get(_part(segment)))
     standing = Standing(
         cut=state["cut"],
+        policy=state["policy"],
         file=None if state["file"] is None else TierFile(*state["file"]),
         retired=tensors["retired"].numpy(),
         thresholds=tensors["thresholds"].numpy(),
@@ -112,6 +113,7 @@ def _tensors(standing: Standing, segments: Sequence[Segment]) -> dict[str, Tenso
 def _state(standing: Standing, segments: Sequence[Segment]) -> dict[str, Any]:
     return {
         "cut": standing.cut,
+        "policy": standing.policy,
         "file": None if standing.file is None else [standing.file.name, standing.file.id],
         "weight": standing.weight,
         "bases": list(standing.bases),

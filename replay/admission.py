@@ -46,6 +46,8 @@ class Offered:
 class Admission(Protocol):
     """The policy: the priority by which an event competes, and the group that it competes in."""
 
+    name: str
+    """Tells it from every policy under which some event has another priority or group."""
     groups: int
     """How many groups there are, G. The groups share the room evenly; what one does not fill is for the others."""
     by_cluster: bool
@@ -81,6 +83,7 @@ class Admission(Protocol):
 class Reservoir:
     """A uniform sample of all that was offered, weighted by the events' weights."""
 
+    name = "reservoir"
     groups = 1
     by_cluster = False
 
@@ -104,6 +107,7 @@ class ClassBalanced(Reservoir):
     """Of every class as many, and within a class a uniform sample; events without a label count as one more class."""
 
     def __init__(self, classes: int) -> None:
+        self.name = f"class-balanced {classes}"
         self.groups = classes + 1
 
     def group(self, label: NDArray[np.int64], _cluster: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -121,6 +125,7 @@ class Diverse(Reservoir):
     by_cluster = True
 
     def __init__(self, clusters: int) -> None:
+        self.name = f"diverse {clusters}"
         self.groups = clusters
 
     def group(self, _label: NDArray[np.int64], cluster: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -136,6 +141,7 @@ class Recent(Reservoir):
     """
 
     def __init__(self, half_life: timedelta) -> None:
+        self.name = f"recent {half_life.total_seconds()}"
         self._decay = math.log(2) / half_life.total_seconds()
 
     def priorities(self, offered: Offered) -> NDArray[np.float64]:

@@ -64,6 +64,7 @@ class Standing:
 
     Attributes:
         cut: the number of the cut.
+        policy: the name of the admission policy that priorities, groups and thresholds are of.
         file: where the payload is; None where the cut has it.
         retired: int64 `[P, 2]`, slots not to be written yet, each after the number of the last cut that may name it.
         thresholds: of each group, float64 `[G]`; infinity while everything is admitted.
@@ -76,6 +77,7 @@ class Standing:
     """
 
     cut: int
+    policy: str
     file: TierFile | None
     retired: NDArray[np.int64]
     thresholds: NDArray[np.float64]

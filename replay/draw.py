@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         step: the step that it is for.
-        slots: where the events were at that moment, int32 `[n]`; -1 when they were moved since.
+        slots: where the events were at that moment, int32 `[n]`; -1 for one that a restart did not find again.
         records: what is known of them, RECORD `[n]`.
         rates: with `shares`, what their importance is made of, float64 `[n]`; None where events have no weights.
         shares: likewise.
@@ -91,12 +91,15 @@ def planned_rows(plan: Plan) -> PlannedRows:
     return PlannedRows(plan.step, plan.rows.rows().cpu(), events[plan.rows.whole])
 
 
-def resumed(plan: PlannedRows, rows: Staged, *, moved: bool, weighted: bool) -> Plan:
-    """Return a plan of a cut; `moved` says that its events are in other slots now."""
+def resumed(plan: PlannedRows, rows: Staged, places: NDArray[np.int32] | None, *, weighted: bool) -> Plan:
+    """Return a plan of a cut; if events were moved, `places` has the slot of each now, by that of the cut, or -1."""
     events = plan.events
     records = np.empty(len(events), RECORD)
     for name in FIELDS:
         records[name] = events[name]
-    slots = np.full(len(events), -1, np.int32) if moved else events["slot"].copy()
+    slots = events["slot"].copy()
+    if places is not None:
+        known = (slots >= 0) & (slots < len(places))
+        slots[known], slots[~known] = places[slots[known]], -1
     rate, share, correction = (events[name].copy() for name in ("rate", "share", "correction"))
     return Plan(*(plan.step, slots, records, rate if weighted else None, share if weighted else None, correction, rows))

@@ -23,6 +23,7 @@ from ingest.identity import identity_hash
 from replay.admission import Admission, Offered, Quotas
 from replay.changes import Changes
 from replay.contents import Change, Contents, Standing
+from replay.conversion import converted
 from replay.disk import DiskTier
 from replay.draw import Draw, Plan, fetch, planned_rows, resumed
 from replay.entries import FIELDS, Entries
@@ -250,6 +251,7 @@ class Store:
         change = Change(self._changes.base, self._changes.alive, index, None)
         standing = Standing(
             cut=number,
+            policy=self._admission.name,
             file=self.tiers.file,
             retired=self.slots.hold(number),
             thresholds=self._quotas.thresholds.copy(),
@@ -312,15 +314,24 @@ class Store:
         if any(each.shape[1:] != (self._layout.row_bytes,) for each in rows):
             raise SettingsError("the cut's replay contents have another layout than this store")
         moved = payload is not None or source is not None
-        self._take_up_policies(standing)
+        converts = standing.policy != self._admission.name
+        if converts:
+            contents = self._converted(contents, source)
+            standing = contents.standing
+        self._quotas.thresholds, self._offered = standing.thresholds.copy(), standing.offered.copy()
+        self._weight = standing.weight
         self._watermarks = Watermarks(standing.watermarks)
         keep = np.ones(len(contents.index), np.bool_)
         if len(keep) > self._quotas.limit:
             keep = self._quotas.lower(contents.index["priority"], contents.index["group"])
-        index = contents.index[keep]
+        index, places = contents.index[keep], None
         if moved:
             self.slots.restore(contents.index["slot"][:0], standing.retired[:0], standing.cut)
-            index = index[self._copy(index, standing, np.flatnonzero(keep), payload, source)]
+            former = index["slot"].copy()
+            found = self._copy(index, standing, np.flatnonzero(keep), payload, source)
+            index = index[found]
+            places = np.full(former.max(initial=-1) + 1, -1, np.int32)
+            places[former[found]] = index["slot"]
         else:
             self.slots.restore(contents.index["slot"], standing.retired, standing.cut)
             self.slots.leave(contents.index["slot"][~keep])
@@ -334,10 +345,10 @@ class Store:
         self._count_lost(contents.lost)
         if len(index) == len(contents.index) and not contents.lost:
             self._sampler.restore(standing.sampler)
-            if not moved or (payload is not None and not self.tiers.durable):
+            if not converts and (not moved or (payload is not None and not self.tiers.durable)):
                 self._changes.begin(standing.cut, len(self))
         self._plans = deque(
-            resumed(plan, self.tiers.staged(plan.rows), moved=moved, weighted=self._weighted) for plan in standing.plans
+            resumed(plan, self.tiers.staged(plan.rows), places, weighted=self._weighted) for plan in standing.plans
         )
 
     def close(self) -> None:
@@ -346,12 +357,20 @@ class Store:
         if self._whereabouts is not None:
             self._whereabouts.close()
 
-    def _take_up_policies(self, standing: Standing) -> None:
-        """Go on with thresholds and counts; under another policy than the cut's they begin anew."""
-        if len(standing.thresholds) == self._admission.groups:
-            self._quotas.thresholds = standing.thresholds.copy()
-            self._offered = standing.offered.copy()
-        self._weight = standing.weight
+    def _converted(self, contents: Contents, source: DiskTier | None) -> Contents:
+        """Return contents of a cut that was made under another policy, as they are under this one."""
+
+        def rows(chunk: slice, identity: NDArray[np.uint64]) -> Tensor:
+            if contents.payload is not None:
+                return contents.payload[chunk]
+            slots = contents.index["slot"][chunk].astype(np.int64)
+            return (source or self.tiers).read(slots, identity)[0]
+
+        def weights(rows_nR: Tensor) -> Tensor:
+            return self._layout.unpack(rows_nR)["weight"]
+
+        log.info("the events stored compete anew under replay.admission, which was changed")
+        return converted(contents, self._admission, self._seed, weights, rows)
 
     def _copy(
         self,
