@@ -42,7 +42,7 @@ class Groups:
         """Take slots out, in one look at all members."""
         if not len(slots):
             return
-        gone = np.zeros(max(int(m[:size].max(initial=0)) for m, size in self._lists()) + 1, np.bool_)
+        gone = np.zeros(1 + max((int(m[:size].max(initial=0)) for m, size in self._lists()), default=0), np.bool_)
         gone[slots[slots < len(gone)]] = True
         for group, (members, size) in enumerate(self._lists()):
             kept = members[:size][~gone[members[:size]]]

@@ -24,7 +24,7 @@ from replay.whereabouts import Whereabouts
 
 Slots = NDArray[np.int32]
 
-_ROUNDS = 4
+_ROUNDS = 16
 """How often a draw in proportion tries again for events that it has already."""
 _ALPHA, _BETA = 0.6, 0.4
 """How far the last loss decides, and how far the importance makes up for it (Schaul et al. 2016, proportional)."""
