@@ -21,6 +21,7 @@ def learn_config(config: "Config", stop: threading.Event) -> None:
 
     pipeline = config.pipeline
     deployment = Deployment(
+        name=pipeline.name,
         stream=pipeline.stream,
         events=pipeline.events,
         model=pipeline.model,

@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 class Deployment:
     """The sections that the learner takes its settings from, and where things lie."""
 
+    name: str
+    """The pipeline's, which its keys in Redis begin with."""
     stream: StreamSettings
     events: SchemaSettings
     model: ModelSettings
@@ -143,9 +145,15 @@ def _store(
 ) -> Store:
     """Compose the store, with what the newest cut has of it."""
     folder = deployment.state_dir / "replay" / RANK
-    if not cuts.numbers():
+    first = not cuts.numbers()
+    if first:
         discard_files(folder)
-    return build_store(deployment.replay, schema, device, deployment.seed, folder, contents, dim=dim)
+    return build_store(
+        *(deployment.replay, schema, device, deployment.seed, folder, contents),
+        dim=dim,
+        keys=f"{deployment.name}:{RANK}",
+        first=first,
+    )
 
 
 def _embedding(deployment: Deployment, model: nn.Module) -> Embedding | None:

@@ -1,9 +1,10 @@
 """The section `[replay]` of `pipeline.toml`. Imports no torch."""
 
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field
+from pydantic import AfterValidator, ByteSize, Field, SecretStr, model_validator
 
 from ingest.config import Section
 from ingest.units import PositiveDuration
@@ -12,8 +13,23 @@ COMPARING = {"similar", "diverse"}
 """Policies of admission and sampling that need `model.embedding`."""
 
 
+def _url(value: SecretStr) -> SecretStr:
+    if urlsplit(value.get_secret_value()).scheme not in ("redis", "rediss", "unix"):
+        raise ValueError("write redis://HOST:PORT/DB, rediss://... for TLS, or unix://PATH")
+    return value
+
+
+class RedisSettings(Section):
+    """The tier in Redis or Valkey: below the memory tier, a cache of the disk tier or, without one, what holds all."""
+
+    url: Annotated[SecretStr, AfterValidator(_url)]
+    """`redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://...` for TLS, or `unix://PATH`; never printed."""
+    bytes: Annotated[ByteSize, Field(ge=4096)]
+    """Memory that the events may take there, keys and all; less than the server's `maxmemory`."""
+
+
 class DiskSettings(Section):
-    """The disk tier: a file below `state_dir` that holds everything stored, with the memory tier as its cache."""
+    """The disk tier: a file below `state_dir` that holds everything stored, with the other tiers as its caches."""
 
     bytes: Annotated[ByteSize, Field(ge=4096)]
     """Size of the file; its space is taken at the start."""
@@ -34,7 +50,15 @@ class ReplaySettings(Section):
     """For `recent`: an event that is so much older is half as likely."""
     capacity: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1_000_000
     """Events to keep, and up to 1/32 more between two clearings."""
-    device_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(256_000_000)
-    """Bound of the memory tier, on the learner's device; without a disk tier it also bounds what can be kept."""
+    device_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(256_000_000)
+    """Bound of the memory tier, on the learner's device, 0 for none; without Redis and disk it bounds what is kept."""
+    redis: RedisSettings | None = None
+    """The tier in Redis."""
     disk: DiskSettings | None = None
-    """The disk tier; without it, what is kept lies in memory and in cuts."""
+    """The disk tier; without it and Redis, what is kept lies in memory and in cuts."""
+
+    @model_validator(mode="after")
+    def _there_is_a_tier(self) -> Self:
+        if not self.device_bytes and self.redis is None and self.disk is None:
+            raise ValueError("device_bytes = 0 leaves no tier; set replay.disk or replay.redis, or raise device_bytes")
+        return self

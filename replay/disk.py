@@ -11,10 +11,8 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
-import crc32c
 import msgspec
 import numpy as np
 import torch
@@ -22,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ingest.errors import SettingsError
+from replay.record import CHECKSUM, row_sums
 
 _PAGE = 4096
-_CHECKSUM = np.dtype("<u8")
 _FORMAT = 1
 _MOST_AT_ONCE = 256
 """Records of one call; the system takes 1,024 parts."""
@@ -50,7 +48,7 @@ class DiskTier:
         """Tells this file from any other that had its name."""
         self.slots = header.slots
         self.row_bytes = header.row_bytes
-        self.slot_bytes = header.row_bytes + _CHECKSUM.itemsize
+        self.slot_bytes = header.row_bytes + CHECKSUM.itemsize
         self._file = descriptor
         self._pinned = pinned
         self._cold = True
@@ -58,7 +56,7 @@ class DiskTier:
     @staticmethod
     def slots_in(size: int, row_bytes: int) -> int:
         """Return how many slots a file of so many bytes has."""
-        return max(0, size - _PAGE) // (row_bytes + _CHECKSUM.itemsize)
+        return max(0, size - _PAGE) // (row_bytes + CHECKSUM.itemsize)
 
     @classmethod
     def create(cls, path: Path, row_bytes: int, slots: int, *, pinned: bool = False) -> "DiskTier":
@@ -68,7 +66,7 @@ class DiskTier:
             SettingsError: the disk has no room for it, or cannot be written.
         """
         header = _Header(format=_FORMAT, id=uuid.uuid4().hex, row_bytes=row_bytes, slots=slots)
-        size = _PAGE + slots * (row_bytes + _CHECKSUM.itemsize)
+        size = _PAGE + slots * (row_bytes + CHECKSUM.itemsize)
         temporary = path.with_name(f".tmp-{path.name}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +98,7 @@ class DiskTier:
             raise SettingsError(_lost(path, f"cannot be opened: {exc.strerror}")) from exc
         try:
             header = msgspec.json.decode(os.pread(descriptor, _PAGE, 0), type=_Header)
-            whole = os.fstat(descriptor).st_size >= _PAGE + header.slots * (header.row_bytes + _CHECKSUM.itemsize)
+            whole = os.fstat(descriptor).st_size >= _PAGE + header.slots * (header.row_bytes + CHECKSUM.itemsize)
             if header.format != _FORMAT or not whole:
                 raise SettingsError(_lost(path, "is cut short" if not whole else "was written by another release"))
         except (OSError, msgspec.MsgspecError) as exc:
@@ -114,7 +112,7 @@ class DiskTier:
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         """Write n records, neighbours in one call; they are durable after the next `sync`."""
         rows = np.ascontiguousarray(rows_nR).reshape(-1).data
-        sums = (self._sums(rows, range(len(slots))) ^ identity).view(np.uint8).data
+        sums = (row_sums(rows, self.row_bytes, range(len(slots))) ^ identity).view(np.uint8).data
         order = np.argsort(slots)
         ends = np.flatnonzero(np.diff(slots[order]) != 1) + 1
         for run in np.split(order, ends) if len(slots) else ():
@@ -137,7 +135,7 @@ class DiskTier:
         What the disk cannot give is not whole. Where reads have lately waited for the disk, all are asked for before
         the first is waited for.
         """
-        found = np.zeros(len(slots), _CHECKSUM)
+        found = np.zeros(len(slots), CHECKSUM)
         rows, sums = rows_NR.numpy().reshape(-1).data, found.view(np.uint8).data
         offsets = (_PAGE + slots * self.slot_bytes).tolist()
         if self._cold and hasattr(os, "posix_fadvise"):
@@ -149,7 +147,7 @@ class DiskTier:
             with contextlib.suppress(OSError):  # no row has the checksum 0
                 os.preadv(self._file, self._record(rows, place, sums, at), offset)
         self._cold = time.perf_counter() - started > _COLD_SECONDS * len(offsets)
-        whole: NDArray[np.bool_] = found == self._sums(rows, into) ^ identity
+        whole: NDArray[np.bool_] = found == row_sums(rows, self.row_bytes, into) ^ identity
         return whole
 
     def sync(self) -> None:
@@ -162,14 +160,8 @@ class DiskTier:
 
     def _record(self, rows: memoryview, place: int, sums: memoryview, at: int) -> list[memoryview]:
         """Return the two parts of a record, which lie in two arrays here."""
-        row, checksum = self.row_bytes, _CHECKSUM.itemsize
+        row, checksum = self.row_bytes, CHECKSUM.itemsize
         return [rows[place * row : (place + 1) * row], sums[at * checksum : (at + 1) * checksum]]
-
-    def _sums(self, rows: memoryview, places: Sequence[int]) -> NDArray[np.uint64]:
-        """Return the CRC-32C of the rows in n places; xor the event's identity it is the record's checksum."""
-        size = self.row_bytes
-        sums = (crc32c.crc32c(rows[place * size : (place + 1) * size]) for place in places)
-        return np.fromiter(sums, np.uint64, len(places))
 
     def _put(self, parts: list[memoryview], slot: int) -> None:
         offset = _PAGE + int(slot) * self.slot_bytes

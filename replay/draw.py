@@ -15,7 +15,8 @@ from replay.admission import importance
 from replay.contents import PLANNED, PlannedRows
 from replay.entries import FIELDS, RECORD
 from replay.rows import RowLayout
-from replay.tiers import Staged, Tiers
+from replay.staged import Staged
+from replay.tiers import Tiers
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,21 @@ class MemoryTier:
 
     def put(self, slots: NDArray[np.int64], rows_nR: Tensor) -> None:
         """Scatter n rows, from wherever they are."""
+        words = rows_nR.view(torch.int64)
+        if self.device.type == "cpu":
+            # Half the time of index_copy_, which checks more.
+            self._words.numpy()[slots] = words.numpy(force=True)
+            return
         where = torch.from_numpy(slots).to(self.device)
-        self._words.index_copy_(0, where, rows_nR.to(self.device, non_blocking=True).view(torch.int64))
+        self._words.index_copy_(0, where, words.to(self.device, non_blocking=True))
 
     def read(self, slots: NDArray[np.int64], _identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
         """Gather n rows; memory keeps what was written."""
-        words = self._words.index_select(0, torch.from_numpy(slots).to(self.device))
-        return words.view(torch.uint8), np.ones(len(slots), np.bool_)
+        return self.gather(slots), np.ones(len(slots), np.bool_)
+
+    def gather(self, slots: NDArray[np.int64]) -> Tensor:
+        """Return the rows of n slots, uint8 `[n, R]` on the device."""
+        return self._words.index_select(0, torch.from_numpy(slots).to(self.device)).view(torch.uint8)
 
     def close(self) -> None:
         """Let go of the memory."""

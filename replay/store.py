@@ -8,9 +8,8 @@ Legend: N events offered, H events held, n drawn, D dimensions of an embedding.
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,14 +23,15 @@ from replay.admission import Admission, Offered, Quotas
 from replay.changes import Changes
 from replay.contents import Change, Contents, Standing
 from replay.conversion import converted
-from replay.disk import DiskTier
 from replay.draw import Draw, Plan, fetch, planned_rows, resumed
 from replay.entries import FIELDS, Entries
 from replay.neighbours import Neighbours
 from replay.rows import RowLayout
 from replay.sampler import Choice, Sampler
 from replay.slots import Slots
-from replay.tiers import Staged, Tiers
+from replay.staged import Staged
+from replay.tier import Tier
+from replay.tiers import Tiers
 from replay.watermarks import Watermarks
 from replay.whereabouts import Whereabouts
 
@@ -106,7 +106,7 @@ class Store:
         self._weight = 0.0
         self._plans: deque[Plan] = deque()
         self._first_cut: int | None = None
-        self._stale_files: list[Path] = []
+        self._leftovers: list[Callable[[], None]] = []
         self._changes = Changes()
 
     def __len__(self) -> int:
@@ -290,21 +290,20 @@ class Store:
             self._changes.forget()
         self.slots.let_go(oldest)
         if oldest is None or (self._first_cut is not None and oldest >= self._first_cut):
-            for path in self._stale_files:
-                log.info("removing %s, which belongs to no cut any more", path)
-                path.unlink(missing_ok=True)
-            self._stale_files = []
+            for discard in self._leftovers:
+                discard()
+            self._leftovers = []
 
-    def discard_later(self, files: list[Path]) -> None:
-        """Remove files of the disk tier that only cuts of earlier processes can name, once those are gone."""
-        self._stale_files = files
+    def discard_later(self, leftovers: list[Callable[[], None]]) -> None:
+        """Call what removes things that only cuts of earlier processes can name, once those are gone."""
+        self._leftovers = leftovers
 
-    def restore(self, contents: Contents, source: DiskTier | None = None) -> None:
+    def restore(self, contents: Contents, source: Tier | None = None) -> None:
         """Take up what a cut has in place of what is held.
 
         Args:
             contents: of the cut; without payload its slots are those of this store's own tiers ...
-            source: ... or of this file, from which the rows are copied.
+            source: ... or of this tier, from which the rows are copied.
 
         Raises:
             SettingsError: the contents do not fit this store.
@@ -337,8 +336,7 @@ class Store:
             self.slots.leave(contents.index["slot"][~keep])
         self.entries.restore(index, standing.bases)
         if not moved:
-            slots = self.entries.slots
-            self.tiers.take_up(slots.astype(np.int64), self.entries.identity(slots))
+            self.tiers.take_up(self.entries.slots.astype(np.int64))
         if self._whereabouts is not None:
             self._whereabouts.restore(self.entries.slots)
         self._sampler.come(self.entries.slots)
@@ -378,7 +376,7 @@ class Store:
         standing: Standing,
         places: NDArray[np.intp],
         payload: Tensor | None,
-        source: DiskTier | None,
+        source: Tier | None,
     ) -> NDArray[np.bool_]:
         """Write the rows of `index` into new slots, which it then names; return which rows could be had."""
         found = np.ones(len(index), np.bool_)

@@ -1,6 +1,6 @@
 """The contract of a tier: a place where the payload of events lies, a packed row each.
 
-Legend: n rows of a call, R bytes of a row, S slots of the tier.
+Legend: n rows of a call, N rows of an array, R bytes of a row, S slots of the tier.
 """
 
 from typing import Protocol
@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 class Tier(Protocol):
-    """S slots for one row each. Which events are in the store is not its business, only where their payload lies."""
+    """S slots for one row each. Which events are in the store is not its business, only where their payload lies.
+
+    A tier that cannot be asked at the moment raises OSError: that tells nothing of its rows. What it raises in `write`
+    may leave some of the rows written.
+    """
 
     name: str
     """Its label in metrics: device, redis or disk."""
@@ -31,5 +35,24 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of memory and files."""
+        """Let go of memory, files and connections."""
+        ...
+
+
+class SlowTier(Tier, Protocol):
+    """A tier that is read in the background, into rows on the host."""
+
+    def read_into(
+        self,
+        rows_NR: Tensor,
+        places: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        identity: NDArray[np.uint64],
+        /,
+    ) -> NDArray[np.bool_]:
+        """Read n rows into places `[n]` of `rows_NR`, and return which are whole, bool `[n]`."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until what was written outlives the process; raises OSError when it does not."""
         ...

@@ -1,14 +1,16 @@
-"""Where the payload of the events held lies: with a disk tier that has all of it, the device is a cache.
+"""Where the payload of the events held lies: a chain of tiers, of which the last, the *home*, has all of it.
 
-Which tier has a row is decided here, changes freely, and shows in no draw: a miss costs time and nothing else.
+Those above are caches whose loss costs time and nothing else. Which tier has a row is decided here, changes freely, and
+shows in no draw. The memory tier takes what comes as long as there is room. Redis above a disk has the events in the
+first slots of the disk: slots are given out without regard to the event, so that this is a fair part of them, and no
+memory is spent on knowing which.
 
-Legend: n rows of a call, m of them not in the cache, R bytes of a row, S slots.
+Legend: n rows of a call, m of them not in the memory tier, R bytes of a row, S slots.
 """
 
 import logging
-import threading
-import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,117 +18,113 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from replay.cache import Budget, Cache
 from replay.contents import TierFile
 from replay.courier import Courier
 from replay.disk import DiskTier
 from replay.memory import MemoryTier
-from replay.tier import Tier
+from replay.redis_tier import RedisTier
+from replay.staged import Late, Staged
+from replay.tier import SlowTier, Tier
 
-_NOWHERE = -1
-_NONE: NDArray[np.int64] = np.empty(0, np.int64)
+_BYTES_A_SECOND = 64_000_000
+"""At most so much is moved up between two tiers beside what is drawn."""
 
 log = logging.getLogger(__name__)
 
 
-class Staged:
-    """The n rows of a plan on their way to the device.
-
-    What the cache has is read when this is made, so that its slots may be written again at once; the rest arrives from
-    another thread.
-    """
-
-    def __init__(self, rows_nR: Tensor, late: NDArray[np.int64] = _NONE) -> None:
-        """Take rows on the device; those in the places `late`, `[m]`, are still to be brought."""
-        self.n = len(rows_nR)
-        self._rows_nR = rows_nR
-        self._places = late
-        self._late: Tensor | None = None
-        self.whole = np.ones(len(rows_nR), np.bool_)
-        """Which of the n rows could be had; after `wait`."""
-        self._arrived = threading.Event()
-        if not len(late):
-            self._arrived.set()
-        self.source: tuple[NDArray[np.int64], NDArray[np.uint64]] = late, late.astype(np.uint64)
-        """Slots and identities of the rows that are to arrive, `[m]` each."""
-
-    def bring(self, disk: DiskTier) -> None:
-        """Read the rest; in the thread that brings it."""
-        whole = np.zeros(len(self._places), np.bool_)
-        try:
-            if self._rows_nR.device.type == "cpu":
-                whole = disk.read_into(self._rows_nR, self._places, *self.source)
-            else:
-                self._late, whole = disk.read(*self.source)
-        finally:
-            self.whole[self._places[~whole]] = False
-            self._arrived.set()
-
-    def wait(self) -> float:
-        """Wait until all rows are here, and return the seconds that it took."""
-        begin = time.perf_counter()
-        self._arrived.wait()
-        return time.perf_counter() - begin
-
-    def rows(self, n: int | None = None) -> Tensor:
-        """Return those of the first n rows that are whole, uint8 `[<= n, R]`; on the device, and after `wait`."""
-        rows_nR = self._rows_nR
-        if self._late is not None:
-            where = torch.from_numpy(self._places).to(rows_nR.device)
-            rows_nR.index_copy_(0, where, self._late.to(rows_nR.device, non_blocking=True))
-        if self.whole.all():
-            return rows_nR[:n]
-        return rows_nR[torch.from_numpy(np.flatnonzero(self.whole[:n])).to(rows_nR.device)]
-
-    def late(self, which: NDArray[np.bool_]) -> Tensor:
-        """Return those of the m rows that were brought which are asked for, on the device; after `wait` and `rows`."""
-        return self._rows_nR[torch.from_numpy(self._places[which]).to(self._rows_nR.device)]
-
-    @property
-    def brought(self) -> NDArray[np.bool_]:
-        """Which of the m rows that were to be brought are whole; after `wait`."""
-        return self.whole[self._places]
-
-
 @dataclass
 class TierStats:
-    """Running totals.
+    """Running totals. Those of the memory tier are counted by the step's thread, those of others by the courier.
 
     Attributes:
         read: rows that were read for draws, by tier.
+        missed: rows that a cache was to have and had not, by tier.
+        moved: bytes by tier and direction, `read` or `written`.
         stall_seconds: time that the step has waited for a tier.
     """
 
     read: dict[str, int] = field(default_factory=dict)
+    missed: dict[str, int] = field(default_factory=dict)
+    moved: dict[tuple[str, str], int] = field(default_factory=dict)
     stall_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, tiers: Sequence[Tier]) -> "TierStats":
+        """Return totals of nothing."""
+        names = [tier.name for tier in tiers]
+        return cls(
+            dict.fromkeys(names, 0),
+            dict.fromkeys(names[:-1], 0),
+            {(name, direction): 0 for name in names for direction in ("read", "written")},
+        )
 
 
 class Tiers:
     """S slots, one for each event that the store may hold. Used by one thread, but for `read` and `sync`.
 
-    A slot is written again only after every read of it was asked for that is to see what it has now: jobs for the disk
-    are done in the order in which they are asked for.
+    A slot is written again only after every read of it was asked for that is to see what it has now: jobs for the
+    slower tiers are done in the order in which they are asked for.
     """
 
-    def __init__(self, device: MemoryTier, disk: DiskTier | None) -> None:
-        home = disk or device
-        self.slots = home.slots
-        self.durable = disk is not None
-        """Whether the payload outlives the process, so that a cut need not hold it."""
+    def __init__(
+        self, device: MemoryTier, disk: DiskTier | None = None, redis: RedisTier | None = None, *, promote: bool = False
+    ) -> None:
+        """Compose the tiers that there are; a memory tier of no slots only says where rows go.
+
+        Args:
+            device: the memory tier.
+            disk: the home, where it is given.
+            redis: its cache, or without a disk tier the home.
+            promote: whether rows that are drawn take the places of others in the memory tier: where not all events are
+                drawn alike.
+        """
         self.disk = disk
-        self._all: tuple[Tier, ...] = (device,) if disk is None else (device, disk)
-        self.stats = TierStats({tier.name: 0 for tier in self._all})
-        self.ill: str | None = None
+        self._redis = redis
+        self._slow: list[SlowTier] = [tier for tier in (redis, disk) if tier is not None]
+        self._all: list[Tier] = [device, *self._slow]
+        self._home = self._all[-1]
+        self.slots = self._home.slots
+        self.stats = TierStats.of(self._all)
         self._device = device
-        self._courier = Courier("disk-tier") if disk is not None else None
-        self._lost: deque[tuple[NDArray[np.int64], NDArray[np.uint64]]] = deque()
-        if disk is not None:
-            self._tenant = np.zeros(disk.slots, np.uint64)
-            self._cached = np.full(disk.slots, _NOWHERE, np.int32)
-            self._room = np.arange(device.slots, dtype=np.int32)[::-1].copy()
+        self._cache: Cache | None = None
+        self._courier: Courier | None = None
+        self._lost: deque[tuple[NDArray[np.int64], NDArray[np.uint16]]] = deque()
+        self._disk_ill: str | None = None
+        self._refill = Budget(_BYTES_A_SECOND)
+        self._in_redis = 0
+        if self._slow:
+            self._courier = Courier("tiers")
+            self._cache = Cache(device, self.slots, Budget(_BYTES_A_SECOND) if promote else None)
+
+    @property
+    def durable(self) -> bool:
+        """Whether the payload outlives the process, so that a cut need not hold it."""
+        return bool(self._slow)
+
+    @property
+    def file(self) -> TierFile | None:
+        """What a cut names for the payload of its slots to be found again; None where the cut has to hold it."""
+        if self.disk is not None:
+            return TierFile(self.disk.path.name, self.disk.id)
+        return None if self._redis is None else TierFile(self._redis.name, self._redis.id)
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence on what does not work as it should."""
+        said = [self._disk_ill, None if self._redis is None else self._redis.server.ill]
+        return "; ".join(sentence for sentence in said if sentence is not None) or None
+
+    @property
+    def demoted(self) -> int:
+        """Rows of the memory tier that have made way for others."""
+        return 0 if self._cache is None else self._cache.demoted
 
     def rows(self, held: int) -> dict[str, int]:
-        """Return the events by tier, when so many are held."""
-        return {"device": held} if self.disk is None else {"device": self._cache_size, "disk": held}
+        """Return the events by tier, when so many are held; of Redis as a cache, those that it was given."""
+        counts = {"device": 0 if self._cache is None else len(self._cache), "redis": self._in_redis}
+        counts[self._home.name] = held
+        return {tier.name: counts[tier.name] for tier in self._all}
 
     def bytes(self, held: int) -> dict[str, int]:
         """Return the bytes that they take, by tier."""
@@ -139,70 +137,59 @@ class Tiers:
         return {tier.name: tier.slots * tier.slot_bytes for tier in self._all}
 
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
-        """Put the rows of n events into free slots."""
-        if self.disk is None or self._courier is None:
+        """Put the rows of n events into free slots; they must not change until the courier has written them."""
+        if self._courier is None or self._cache is None:
             self._device.write(slots, identity, rows_nR)
+            self._count("device", "written", len(slots))
             return
-        disk = self.disk
-
-        def job() -> None:
-            try:
-                disk.write(slots, identity, rows_nR)
-            except OSError as exc:
-                self._lost.append((slots, identity))
-                self._say(f"replay.disk: {disk.path} cannot be written: {exc.strerror}; events are not stored")
-            else:
-                self.ill = None
-
-        self.stats.stall_seconds += self._courier.send(job, rows_nR.nbytes)
-        self._tenant[slots] = identity
-        self._cache(slots, torch.from_numpy(rows_nR))
+        self.stats.stall_seconds += self._courier.send(
+            lambda: self._bring_down(slots, identity, rows_nR, generation), rows_nR.nbytes
+        )
+        generation = self._cache.generation(slots)
+        self._in_redis += self._redis_share(slots)
+        self._count("device", "written", self._cache.keep(slots, torch.from_numpy(rows_nR)))
 
     def stage(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> Staged:
         """Begin to bring the rows of n events to the device."""
-        if self.disk is None or self._courier is None:
-            self.stats.read["device"] += len(slots)
-            return Staged(self._device.read(slots, identity)[0])
-        disk, places = self.disk, self._cached[slots].astype(np.int64)
-        misses = np.flatnonzero(places == _NOWHERE)
-        # A miss takes the row of slot 0 for the moment: one gather instead of a gather and a scatter.
-        rows_nR = self._device.read(np.maximum(places, 0), identity)[0]
-        staged = Staged(rows_nR, misses)
-        self.stats.read["device"] += len(slots) - len(misses)
-        self.stats.read["disk"] += len(misses)
-        if len(misses):
-            staged.source = slots[misses], identity[misses]
-            size = len(misses) * disk.slot_bytes
-            self.stats.stall_seconds += self._courier.send(lambda: staged.bring(disk), size)
+        if self._courier is None or self._cache is None:
+            self._count_read("device", len(slots))
+            return Staged(self._device.gather(slots))
+        places = self._cache.find(slots)
+        misses = np.flatnonzero(places < 0)
+        self._count_read("device", len(slots) - len(misses))
+        if not len(misses):
+            return Staged(self._device.gather(places))
+        late = Late(misses, slots[misses], identity[misses], self._cache.generation(slots[misses]))
+        staged = Staged(self._gather(places, len(misses)), late, pinned=self._device.device.type == "cuda")
+        size = len(misses) * self._device.slot_bytes
+        self.stats.stall_seconds += self._courier.send(lambda: self._bring_up(staged, late), size)
         return staged
 
     def arrive(self, staged: Staged, n: int | None = None) -> Tensor:
         """Return those of the first n rows, or of all, that could be had, uint8 `[<= n, R]` on the device."""
         self.stats.stall_seconds += staged.wait()
         rows_nR = staged.rows(n)
-        slots, identity = staged.source
-        whole = staged.brought
-        if not whole.all():
-            self._lost.append((slots[~whole], identity[~whole]))
-        if len(slots) and len(self._room):
-            still = whole & (self._tenant[slots] == identity) & (self._cached[slots] == _NOWHERE)
-            self._cache(slots[still], staged.late(still))
+        late = staged.late
+        if late is None or self._cache is None:
+            return rows_nR
+        if staged.lost.any():
+            self._lost.append((late.slots[staged.lost], late.generation[staged.lost]))
+        keep = staged.brought & self._cache.keep_late(late.slots, late.generation)
+        if self._cache.takes(int(keep.sum())):
+            self._count("device", "written", self._cache.keep(late.slots[keep], staged.late_rows(keep)))
         return rows_nR
 
     def lost(self) -> NDArray[np.int64]:
         """Return the slots of events whose rows were found lost since the last time, and that are there yet."""
         found = [self._lost.popleft() for _ in range(len(self._lost))]
-        still = [slots[self._tenant[slots] == identity] for slots, identity in found]
-        return np.unique(np.concatenate([_NONE, *still]))
+        if not found or self._cache is None:
+            return np.empty(0, np.int64)
+        slots, generation = (np.concatenate(each) for each in zip(*found, strict=True))
+        return np.unique(slots[self._cache.generation(slots) == generation])
 
-    def take_up(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> None:
-        """Learn that the disk tier's file has the rows of n events already; the cache fills as they are drawn."""
-        self._tenant[slots] = identity
-
-    @property
-    def file(self) -> TierFile | None:
-        """What has the payload of a cut, if it outlives the process."""
-        return None if self.disk is None else TierFile(self.disk.path.name, self.disk.id)
+    def take_up(self, slots: NDArray[np.int64]) -> None:
+        """Learn that the home has the rows of n events already; the memory tier fills as they are drawn."""
+        self._in_redis += self._redis_share(slots)
 
     def staged(self, rows_nR: Tensor) -> Staged:
         """Return rows that are on the host, uint8 `[n, R]`, as a plan has them."""
@@ -210,43 +197,121 @@ class Tiers:
 
     def free(self, slots: NDArray[np.int64]) -> None:
         """Let go of what caches hold of events that have left."""
-        if self.disk is not None:
-            cached = self._cached[slots]
-            self._room = np.concatenate([self._room, cached[cached != _NOWHERE]])
-            self._cached[slots] = _NOWHERE
-            self._tenant[slots] = 0
+        if self._cache is not None:
+            self._cache.free(slots)
+            self._in_redis -= self._redis_share(slots)
 
     def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Return rows that are written, uint8 `[n, R]` on the host, and which are whole. In any thread."""
-        rows_nR, whole = (self.disk or self._device).read(slots, identity)
+        """Return rows that are written, uint8 `[n, R]` on the host, and which are whole. In any thread.
+
+        Raises:
+            OSError: the home cannot be asked.
+        """
+        rows_nR, whole = self._home.read(slots, identity)
         return rows_nR.cpu(), whole
 
     def sync(self) -> None:
-        """Wait until all that was written before is durable; raises OSError when it is not. In any thread."""
-        if self.disk is not None and self._courier is not None:
+        """Wait until all that was written before is where a restart finds it; raises OSError when it is not.
+
+        In any thread. Rows that Redis did not take are lost, not an error.
+        """
+        if self._courier is not None:
             self._courier.drain()
-            self.disk.sync()
+            for tier in self._slow:
+                tier.sync()
 
     def close(self) -> None:
-        """Let go of memory and files."""
+        """Let go of memory, files and connections."""
         if self._courier is not None:
             self._courier.close()
         for tier in self._all:
             tier.close()
+        if self._redis is not None:
+            self._redis.server.close()
 
-    @property
-    def _cache_size(self) -> int:
-        return self._device.slots - len(self._room)
+    def _gather(self, places: NDArray[np.int64], misses: int) -> Tensor:
+        if misses == len(places):
+            shape = (misses, self._device.slot_bytes)
+            return torch.empty(shape, dtype=torch.uint8, device=self._device.device)
+        # A miss takes the row of place 0 for the moment: one gather instead of a gather and a scatter.
+        return self._device.gather(np.maximum(places, 0))
 
-    def _cache(self, slots: NDArray[np.int64], rows_nR: Tensor) -> None:
-        """Keep as many of the rows on the device as there is room for."""
-        n = min(len(slots), len(self._room))
-        if n:
-            places, self._room = self._room[len(self._room) - n :], self._room[: len(self._room) - n]
-            self._cached[slots[:n]] = places
-            self._device.put(places.astype(np.int64), rows_nR[:n])
+    def _bring_down(
+        self,
+        slots: NDArray[np.int64],
+        identity: NDArray[np.uint64],
+        rows_nR: NDArray[np.uint8],
+        generation: NDArray[np.uint16],
+    ) -> None:
+        """Write new rows to the slower tiers; in the courier."""
+        for tier in self._slow:
+            mine = np.flatnonzero(slots < tier.slots)
+            whose = slots, identity, rows_nR
+            try:
+                tier.write(*(whose if len(mine) == len(slots) else (each[mine] for each in whose)))
+            except OSError as exc:
+                if tier is self._home:
+                    self._lost.append((slots, generation))
+                if tier is self.disk:
+                    self._say(f"replay.disk: {self.disk.path} cannot be written: {exc.strerror}; events are not stored")
+            else:
+                self._count(tier.name, "written", len(mine))
+                if tier is self.disk:
+                    self._disk_ill = None
+
+    def _bring_up(self, staged: Staged, late: Late) -> None:
+        """Read what the memory tier has not, from the first tier that has it; in the courier."""
+        m = len(late.slots)
+        whole, lost, missed = np.zeros(m, np.bool_), np.zeros(m, np.bool_), np.zeros(m, np.bool_)
+        refill = np.empty((0, self._device.slot_bytes), np.uint8)
+        try:
+            rows_NR, places = staged.basket()
+            for tier in self._slow:
+                asked = ~whole & (late.slots < tier.slots)
+                if not asked.any():
+                    continue
+                try:
+                    whole[asked] = tier.read_into(rows_NR, places[asked], late.slots[asked], late.identity[asked])
+                except OSError:
+                    continue  # what cannot be asked may still have them
+                came = int((asked & whole).sum())
+                self._count_read(tier.name, came)
+                if tier is self._home:
+                    lost = asked & ~whole
+                else:
+                    missed = asked & ~whole
+                    self.stats.missed[tier.name] += int(missed.sum())
+            missed &= whole
+            missed[np.flatnonzero(missed)[self._refill.take(int(missed.sum()), self._device.slot_bytes) :]] = False
+            # Copied before it lands: what draws hold may be changed by whoever draws.
+            refill = rows_NR.numpy()[places[missed]]
+        finally:
+            staged.land(whole, lost)
+        if len(refill) and self._redis is not None:
+            self._put_back(self._redis, late.slots[missed], late.identity[missed], refill)
+
+    def _put_back(
+        self, cache: RedisTier, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]
+    ) -> None:
+        try:
+            cache.write(slots, identity, rows_nR)
+        except OSError:
+            return  # it says so itself, and misses them the next time
+        self._count(cache.name, "written", len(slots))
+
+    def _redis_share(self, slots: NDArray[np.int64]) -> int:
+        if self._redis is None or self._redis is self._home:
+            return 0
+        return int(np.count_nonzero(slots < self._redis.slots))
+
+    def _count_read(self, name: str, rows: int) -> None:
+        self.stats.read[name] += rows
+        self._count(name, "read", rows)
+
+    def _count(self, name: str, direction: str, rows: int) -> None:
+        self.stats.moved[name, direction] += rows * self._device.slot_bytes
 
     def _say(self, sentence: str) -> None:
-        if self.ill != sentence:
+        if self._disk_ill != sentence:
             log.error("%s", sentence)
-        self.ill = sentence
+        self._disk_ill = sentence

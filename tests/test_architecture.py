@@ -47,7 +47,8 @@ KEYS_OF_THE_DESIGN = words("""
     model.factory model.args model.task model.embedding
     learner.batch_size learner.replay_ratio learner.strategy learner.optimizer.name learner.optimizer.lr
     learner.precision learner.device learner.stop_timeout learner.status
-    replay.admission replay.sampling replay.capacity replay.device_bytes replay.disk.bytes
+    replay.admission replay.sampling replay.capacity replay.device_bytes replay.redis.url replay.redis.bytes
+    replay.disk.bytes
     versions.publish_every versions.keep versions.keep_hourly
     cuts.every cuts.keep gate.guard_fraction gate.guard_rows
     serving.host serving.port serving.max_batch serving.max_delay

@@ -1,0 +1,120 @@
+"""The memory tier as a cache of the slots of a slower one: which rows it has, and which make way for others.
+
+Six bytes a slot, and nine for each row that the cache holds; no call takes longer with more slots.
+
+Legend: n rows of a call, S slots, C rows of the cache.
+"""
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from replay.memory import MemoryTier
+
+_NOWHERE = -1
+_LOOKED_AT = 4
+"""Rows that are looked at for each one that is to make way."""
+
+
+class Budget:
+    """A bound of bytes a second, of which up to a second's may be spent at once."""
+
+    def __init__(self, bytes_a_second: int) -> None:
+        self._rate = bytes_a_second
+        self._left = float(bytes_a_second)
+        self._at = time.monotonic()
+
+    def take(self, n: int, size: int) -> int:
+        """Return how many of n things of `size` bytes may be moved now, and reckon with them."""
+        now = time.monotonic()
+        self._left = min(self._rate, self._left + (now - self._at) * self._rate)
+        self._at = now
+        n = min(n, int(self._left // max(1, size)))
+        self._left -= n * size
+        return n
+
+
+class Cache:
+    """Which of S slots are in the C rows of a memory tier. Used by one thread.
+
+    Where `budget` is given, rows that nobody has drawn for a while make way for those that are drawn (CLOCK, Corbato
+    1968), as fast as it allows; else what is in the cache stays until its event leaves, which is as good where all
+    events are drawn alike.
+    """
+
+    def __init__(self, memory: MemoryTier, slots: int, budget: Budget | None = None) -> None:
+        self.demoted = 0
+        """Rows that have made way, in all."""
+        self._memory = memory
+        self._budget = budget
+        self._place = np.full(slots, _NOWHERE, np.int32)
+        self._generation = np.zeros(slots, np.uint16)
+        self._slot = np.zeros(memory.slots, np.int32)
+        self._drawn = np.zeros(memory.slots, np.bool_)
+        self._room = np.arange(memory.slots, dtype=np.int32)[::-1].copy()
+        self._free = memory.slots
+        self._hand = 0
+
+    def __len__(self) -> int:
+        return self._memory.slots - self._free
+
+    def find(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places of n slots' rows in the memory tier, -1 for those that are not there; they are drawn."""
+        places = self._place[slots].astype(np.int64)
+        if self._budget is not None:
+            self._drawn[places[places != _NOWHERE]] = True
+        return places
+
+    def generation(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """Return how often events have left n slots, which tells whether a slot is still the same event's."""
+        return self._generation[slots]
+
+    def keep(self, slots: NDArray[np.int64], rows_nR: Tensor) -> int:
+        """Put the rows of n slots that are not there into the memory tier, as many as there is room; return how many.
+
+        Rows come from any device.
+        """
+        room = min(len(slots), self._free)
+        self._free -= room
+        places = self._room[self._free : self._free + room]
+        if self._budget is not None and not room:
+            places = self._victims(self._budget.take(len(slots), self._memory.slot_bytes))
+            self._place[self._slot[places]] = _NOWHERE
+            self.demoted += len(places)
+        n = len(places)
+        if n:
+            self._place[slots[:n]] = places
+            self._slot[places] = slots[:n]
+            self._memory.put(places.astype(np.int64), rows_nR[:n])
+        return n
+
+    def takes(self, n: int) -> bool:
+        """Whether any of n rows could be kept now: so that nobody copies them in vain."""
+        return n > 0 and self._memory.slots > 0 and (self._free > 0 or self._budget is not None)
+
+    def keep_late(self, slots: NDArray[np.int64], generation: NDArray[np.uint16]) -> NDArray[np.bool_]:
+        """Return which of n slots still are whose they were at `generation`, and are not there, bool `[n]`."""
+        same: NDArray[np.bool_] = (self._generation[slots] == generation) & (self._place[slots] == _NOWHERE)
+        return same
+
+    def free(self, slots: NDArray[np.int64]) -> None:
+        """Let go of the rows of n different slots, whose events have left."""
+        places = self._place[slots]
+        places = places[places != _NOWHERE]
+        self._room[self._free : self._free + len(places)] = places
+        self._free += len(places)
+        self._drawn[places] = False
+        self._place[slots] = _NOWHERE
+        self._generation[slots] += 1
+
+    def _victims(self, n: int) -> NDArray[np.int32]:
+        """Return n places at most whose rows were not drawn since the hand passed them last; only of a full cache."""
+        size = self._memory.slots
+        seen = (self._hand + np.arange(min(_LOOKED_AT * n, size))) % max(1, size)
+        idle = np.flatnonzero(~self._drawn[seen])[:n]
+        passed = int(idle[-1]) + 1 if n and len(idle) == n else len(seen)
+        self._drawn[seen[:passed]] = False
+        self._hand = (self._hand + passed) % max(1, size)
+        return seen[idle].astype(np.int32)

@@ -1,0 +1,235 @@
+"""The server of the tier `redis`, which may be Redis or Valkey: reached, asked, left alone while it is away, swept.
+
+Nothing here waits longer than a quarter of a second for it. A server that has not answered is *away*: it is not asked
+again until a thread of its own has reached it, so that a reader pays for an outage once. Every error of the client
+becomes an OSError here. KEYS and FLUSHDB are never sent: others may use the same server.
+"""
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import OutOfMemoryError
+from redis.retry import Retry
+
+from ingest.errors import DependencyError, SettingsError
+
+_TIMEOUT_SECONDS = 0.25
+_FIRST_DELAY_SECONDS = 0.1
+_LONGEST_DELAY_SECONDS = 5.0
+_MOST_AT_ONCE = 256
+"""Keys of one command, and ..."""
+_MOST_BYTES = 1_000_000
+"""... their bytes: others wait while the server is at it."""
+_SWEPT_AT_ONCE = 500
+_SWEEP_PAUSE_SECONDS = 0.005
+_PROBE_LIFE_MS = 10_000
+
+Sweep = Callable[[str], bool]
+"""Tells of a key, without the prefix, whether it is an orphan."""
+
+log = logging.getLogger(__name__)
+
+
+class RedisServer:
+    """The keys of one pipeline and rank: those that begin with `prefix`. May be used by any thread."""
+
+    def __init__(self, url: str, prefix: str) -> None:
+        """Prepare; nothing is sent before `open`.
+
+        Raises:
+            SettingsError: the URL cannot be used.
+        """
+        self.prefix = prefix
+        try:
+            self._client = redis.Redis.from_url(
+                url,
+                socket_timeout=_TIMEOUT_SECONDS,
+                socket_connect_timeout=_TIMEOUT_SECONDS,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as exc:
+            raise SettingsError(f"replay.redis.url cannot be used: {exc}") from exc
+        options = self._client.connection_pool.connection_kwargs
+        self.address = str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+        """Where it is, without user and password."""
+        self._away: str | None = None
+        self._refusal: str | None = None
+        self._delay = _FIRST_DELAY_SECONDS
+        self._back_at = 0.0
+        self._sweeps: collections.deque[Sweep] = collections.deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._keeper = threading.Thread(target=self._keep, name="redis-keeper", daemon=True)
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence on why it is not what it should be."""
+        return self._away or self._refusal
+
+    def open(self, *, needed: bool) -> None:
+        """Reach it, and begin to look after it.
+
+        Args:
+            needed: whether it must be there now; else a server that is away is waited for in the background.
+
+        Raises:
+            SettingsError: it answers, and refuses the user, the password or the commands.
+            DependencyError: it cannot be reached, and is needed.
+        """
+        try:
+            self._probe()
+        except redis.AuthenticationError as exc:
+            raise SettingsError(f"replay.redis: {self.address} refuses user or password of url: {exc}") from exc
+        except OutOfMemoryError as exc:
+            self._refuse(exc)
+        except redis.ResponseError as exc:
+            raise SettingsError(f"replay.redis: {self.address} cannot be used: {exc}") from exc
+        except TypeError as exc:
+            raise SettingsError(f"replay.redis.url has an option that the client does not know: {exc}") from exc
+        except redis.RedisError as exc:
+            if needed:
+                raise DependencyError(
+                    f"replay.redis: {self.address} does not answer: {exc}; start it, or mend replay.redis.url"
+                ) from exc
+            self._leave(exc)
+        self._keeper.start()
+
+    def get(self, keys: Sequence[str], value_bytes: int) -> list[bytes | None]:
+        """Return the values of keys, `prefix` not included, of so many bytes each; None where there is none.
+
+        Raises:
+            OSError: it is away.
+        """
+        found: list[bytes | None] = []
+        for chunk in _chunks(len(keys), value_bytes):
+            found += self._ask(self._client.mget, [self.prefix + key for key in keys[chunk]])
+        return found
+
+    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:
+        """Set keys, `prefix` not included, to values of one size.
+
+        Raises:
+            OSError: it is away, or refuses to write because its memory is full or it is a replica. Some may be set.
+        """
+        for chunk in _chunks(len(keys), len(values[0]) if values else 1):
+            pairs = {self.prefix + key: value for key, value in zip(keys[chunk], values[chunk], strict=True)}
+            self._ask(self._client.mset, pairs)
+        if self._refusal is not None and keys:
+            log.info("replay.redis: %s takes rows again", self.address)
+            self._refusal = None
+
+    def sweep_later(self, is_orphan: Sweep) -> None:
+        """Remove orphans in the background, some hundred at a time; those of a server that is away, when it is back."""
+        with self._changed:
+            self._sweeps.append(is_orphan)
+            self._changed.notify()
+
+    def memory(self) -> tuple[int, str]:
+        """Return its bound in bytes, 0 for none, and what it does when that is reached; raises OSError."""
+        found = self._ask(self._client.info, "memory")
+        return int(found.get("maxmemory", 0)), str(found.get("maxmemory_policy", "noeviction"))
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._keeper.is_alive():
+            self._keeper.join()
+        self._client.close()
+
+    def _ask(self, command: Callable[..., Any], *arguments: object) -> Any:
+        if self._away is not None:
+            raise OSError(self._away)
+        try:
+            return command(*arguments)
+        except redis.ResponseError as exc:
+            self._refuse(exc)
+            raise OSError(self._refusal) from exc
+        except redis.RedisError as exc:
+            self._leave(exc)
+            raise OSError(self._away) from exc
+
+    def _refuse(self, exc: redis.RedisError) -> None:
+        """Note that it answers, and does not do what it is asked."""
+        sentence = f"replay.redis: {self.address} refuses rows: {exc}"
+        if isinstance(exc, OutOfMemoryError):
+            sentence = f"replay.redis: {self.address} is full; raise its maxmemory, or lower replay.redis.bytes"
+        if sentence != self._refusal:
+            log.warning("%s", sentence)
+        self._refusal = sentence
+
+    def _leave(self, exc: redis.RedisError) -> None:
+        """Note that it is away; one that was back for a moment only is tried less and less often."""
+        with self._changed:
+            if self._away is None:
+                if time.monotonic() - self._back_at > _LONGEST_DELAY_SECONDS:
+                    self._delay = _FIRST_DELAY_SECONDS
+                self._away = f"replay.redis: {self.address} does not answer ({exc}); the store goes on without it"
+                log.warning("%s", self._away)
+                self._changed.notify()
+
+    def _keep(self) -> None:
+        """Reach it when it is away, and sweep when it is not, until `close`."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._away is not None or bool(self._sweeps))
+            if self._closes_within(self._delay if self._away is not None else _SWEEP_PAUSE_SECONDS):
+                return
+            if self._away is not None:
+                self._try_again()
+            else:
+                self._sweep(self._sweeps[0])
+
+    def _closes_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closing, seconds)
+
+    def _try_again(self) -> None:
+        try:
+            self._probe()
+        except redis.ResponseError:
+            pass  # it answers
+        except redis.RedisError:
+            self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS)
+            return
+        log.info("replay.redis: %s answers again", self.address)
+        self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS)
+        self._back_at, self._away = time.monotonic(), None
+
+    def _probe(self) -> None:
+        """Write a key that goes away by itself: a server whose writers are paused answers a PING."""
+        self._client.set(f"{self.prefix}probe", b"", px=_PROBE_LIFE_MS)
+
+    def _sweep(self, is_orphan: Sweep) -> None:
+        removed, cursor = 0, 0
+        try:
+            while True:
+                cursor, keys = self._client.scan(cursor, match=f"{self.prefix}*", count=_SWEPT_AT_ONCE)
+                names = [str(key, "utf-8", "replace") if isinstance(key, bytes) else key for key in keys]
+                orphans = [name for name in names if is_orphan(name.removeprefix(self.prefix))]
+                if orphans:
+                    removed += int(self._client.unlink(*orphans))
+                if not cursor:
+                    break
+                if self._closes_within(_SWEEP_PAUSE_SECONDS):
+                    return
+        except redis.ResponseError as exc:
+            log.warning("replay.redis: %s lets no orphans be removed: %s", self.address, exc)
+        except redis.RedisError as exc:
+            self._leave(exc)
+            return
+        if removed:
+            log.info("removed %d rows from %s that belong to no cut", removed, self.address)
+        self._sweeps.popleft()
+
+
+def _chunks(n: int, value_bytes: int) -> Iterator[slice]:
+    step = max(1, min(_MOST_AT_ONCE, _MOST_BYTES // max(1, value_bytes)))
+    return (slice(begin, begin + step) for begin in range(0, n, step))

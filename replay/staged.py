@@ -1,0 +1,100 @@
+"""The rows of a plan on their way to the device.
+
+Legend: n rows of a plan, m of them brought later, R bytes of a row.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Late:
+    """The m rows of a plan that the device does not have: their places among the n, and who they are, `[m]` each."""
+
+    places: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    identity: NDArray[np.uint64]
+    generation: NDArray[np.uint16]
+    """Of the slots, when the plan was made."""
+
+
+class Staged:
+    """The n rows of a plan.
+
+    What the device has is read before this is made, so that its slots may be written again at once; the rest arrives
+    from another thread.
+    """
+
+    def __init__(self, rows_nR: Tensor, late: Late | None = None, *, pinned: bool = False) -> None:
+        """Take rows on the device, those of `late` still to be brought; `pinned`: by way of pinned memory."""
+        self.n = len(rows_nR)
+        self.late = late
+        self._rows_nR = rows_nR
+        self._pinned = pinned
+        self._brought_mR: Tensor | None = None
+        self._arrived: threading.Event | None = None
+        self.whole = np.ones(self.n, np.bool_)
+        """Which of the n rows could be had; after `wait`."""
+        self._lost: NDArray[np.bool_] | None = None
+        if late is not None:
+            self._arrived = threading.Event()
+
+    def basket(self) -> tuple[Tensor, NDArray[np.int64]]:
+        """Return rows on the host and the m places in them that are to be filled; in the thread that brings them."""
+        assert self.late is not None
+        if self._rows_nR.device.type == "cpu":
+            return self._rows_nR, self.late.places
+        m = len(self.late.places)
+        self._brought_mR = torch.empty((m, self._rows_nR.shape[1]), dtype=torch.uint8, pin_memory=self._pinned)
+        return self._brought_mR, np.arange(m)
+
+    def land(self, whole: NDArray[np.bool_], lost: NDArray[np.bool_]) -> None:
+        """Say which of the m rows have come and which are lost; the others could not be had now. Ends the wait."""
+        assert self._arrived is not None
+        assert self.late is not None
+        self.whole[self.late.places[~whole]] = False
+        self._lost = lost
+        self._arrived.set()
+
+    def wait(self) -> float:
+        """Wait until all rows are here, and return the seconds that it took."""
+        if self._arrived is None or self._arrived.is_set():
+            return 0.0
+        begin = time.perf_counter()
+        self._arrived.wait()
+        return time.perf_counter() - begin
+
+    def rows(self, n: int | None = None) -> Tensor:
+        """Return those of the first n rows that came, uint8 `[<= n, R]`; on the device, and after `wait`."""
+        rows_nR = self._rows_nR
+        if self.late is None:
+            return rows_nR[:n]
+        if self._brought_mR is not None:
+            where = torch.from_numpy(self.late.places).to(rows_nR.device)
+            rows_nR.index_copy_(0, where, self._brought_mR.to(rows_nR.device, non_blocking=True))
+        if self.whole.all():
+            return rows_nR[:n]
+        return rows_nR[torch.from_numpy(np.flatnonzero(self.whole[:n])).to(rows_nR.device)]
+
+    def late_rows(self, which: NDArray[np.bool_]) -> Tensor:
+        """Return those of the m rows that are asked for, on the device; after `wait` and `rows`."""
+        assert self.late is not None
+        return self._rows_nR[torch.from_numpy(self.late.places[which]).to(self._rows_nR.device)]
+
+    @property
+    def brought(self) -> NDArray[np.bool_]:
+        """Which of the m rows came; after `wait`."""
+        assert self.late is not None
+        return self.whole[self.late.places]
+
+    @property
+    def lost(self) -> NDArray[np.bool_]:
+        """Which of the m rows no tier has any more; after `wait`."""
+        assert self._lost is not None
+        return self._lost
