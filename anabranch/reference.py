@@ -115,6 +115,7 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
   `anabranch_replay_capacity_rows`, `anabranch_replay_read_rows_total`, `anabranch_replay_lost_rows_total`,
+  `anabranch_replay_missed_rows_total`, `anabranch_replay_moved_bytes_total`, `anabranch_replay_demoted_rows_total`,
   `anabranch_replay_index_rows`, `anabranch_replay_index_tombstone_rows`, `anabranch_replay_index_trained_rows`,
   `anabranch_replay_index_recall_ratio`, `anabranch_replay_index_age_steps`, `anabranch_replay_index_stale_rows`,
   `anabranch_replay_index_bytes`, `anabranch_replay_index_waiting_requests`, `anabranch_replay_index_answer_seconds`,

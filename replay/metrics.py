@@ -32,6 +32,21 @@ class ReplayMetrics:
         self.lost = Counter(
             "anabranch_replay_lost_rows", "Events that a tier could not keep, or not give back.", registry=registry
         )
+        self.missed = Counter(
+            "anabranch_replay_missed_rows",
+            "Events that a cache was to have and had not: they came from a slower tier, and are put back.",
+            ["tier"],
+            registry=registry,
+        )
+        self.moved = Counter(
+            "anabranch_replay_moved_bytes",
+            "Bytes of payload read from a tier for draws, or written to it.",
+            ["tier", "direction"],
+            registry=registry,
+        )
+        self.demoted = Counter(
+            "anabranch_replay_demoted_rows", "Events in the memory tier that made way for others.", registry=registry
+        )
         self.index = IndexMetrics(registry)
         self._told: dict[str, float] = {}
 
@@ -44,6 +59,11 @@ class ReplayMetrics:
         self.capacity.set(store.capacity)
         for tier, rows in store.tiers.stats.read.items():
             self._count(self.read.labels(tier), f"read {tier}", rows)
+        for tier, rows in store.tiers.stats.missed.items():
+            self._count(self.missed.labels(tier), f"missed {tier}", rows)
+        for (tier, direction), size in store.tiers.stats.moved.items():
+            self._count(self.moved.labels(tier, direction), f"{direction} {tier} bytes", size)
+        self._count(self.demoted, "demoted", store.tiers.demoted)
         self._count(self.stall, "stall", store.tiers.stats.stall_seconds)
         self._count(self.lost, "lost", store.lost)
         if store.neighbours is not None:

@@ -54,7 +54,7 @@ class RedisTier:
         records = np.empty((n, size), np.uint8)
         records[:, : self.row_bytes] = rows_nR
         sums = row_sums(np.ascontiguousarray(rows_nR).reshape(-1).data, self.row_bytes, range(n)) ^ identity
-        records[:, self.row_bytes :] = sums.astype(CHECKSUM).view(np.uint8).reshape(n, -1)
+        records[:, self.row_bytes :] = sums.astype(CHECKSUM).view(np.uint8).reshape(n, CHECKSUM.itemsize)
         flat = records.reshape(-1).data
         self.server.put(self._keys(slots), [flat[at * size : (at + 1) * size] for at in range(n)])
 

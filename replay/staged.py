@@ -74,7 +74,7 @@ class Staged:
         """Return those of the first n rows that came, uint8 `[<= n, R]`; on the device, and after `wait`."""
         rows_nR = self._rows_nR
         if self.late is None:
-            return rows_nR[:n]
+            return rows_nR if n is None or n >= self.n else rows_nR[:n]
         if self._brought_mR is not None:
             where = torch.from_numpy(self.late.places).to(rows_nR.device)
             rows_nR.index_copy_(0, where, self._brought_mR.to(rows_nR.device, non_blocking=True))

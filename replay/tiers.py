@@ -142,12 +142,13 @@ class Tiers:
             self._device.write(slots, identity, rows_nR)
             self._count("device", "written", len(slots))
             return
-        self.stats.stall_seconds += self._courier.send(
-            lambda: self._bring_down(slots, identity, rows_nR, generation), rows_nR.nbytes
-        )
         generation = self._cache.generation(slots)
         self._in_redis += self._redis_share(slots)
         self._count("device", "written", self._cache.keep(slots, torch.from_numpy(rows_nR)))
+        # Last, since the courier's thread competes for the interpreter from now on.
+        self.stats.stall_seconds += self._courier.send(
+            lambda: self._bring_down(slots, identity, rows_nR, generation), rows_nR.nbytes
+        )
 
     def stage(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> Staged:
         """Begin to bring the rows of n events to the device."""
@@ -167,11 +168,11 @@ class Tiers:
 
     def arrive(self, staged: Staged, n: int | None = None) -> Tensor:
         """Return those of the first n rows, or of all, that could be had, uint8 `[<= n, R]` on the device."""
-        self.stats.stall_seconds += staged.wait()
-        rows_nR = staged.rows(n)
         late = staged.late
         if late is None or self._cache is None:
-            return rows_nR
+            return staged.rows(n)
+        self.stats.stall_seconds += staged.wait()
+        rows_nR = staged.rows(n)
         if staged.lost.any():
             self._lost.append((late.slots[staged.lost], late.generation[staged.lost]))
         keep = staged.brought & self._cache.keep_late(late.slots, late.generation)

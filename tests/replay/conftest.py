@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,18 +28,36 @@ def schema() -> Schema:
     )
 
 
-@pytest.fixture(params=["device", "disk", "disk with a small cache"])
+ARRANGEMENTS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "disk": {"disk": {"bytes": "20MB"}},
+    "disk with a small cache": {"disk": {"bytes": "20MB"}, "device_bytes": "1kB"},
+    "redis": {"redis": {"bytes": "20MB"}, "device_bytes": "0"},
+    "all": {"disk": {"bytes": "20MB"}, "redis": {"bytes": "30kB"}, "device_bytes": "1kB"},
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.services if "redis" in ARRANGEMENTS[name] else ()) for name in ARRANGEMENTS
+    ]
+)
 def make_store(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Store]]:
     """`make_store(capacity, seed=0, contents=None)` on the CPU, once for each arrangement of tiers."""
     stores: list[Store] = []
+    keys: dict[str, str] = {}
 
     def make(capacity: int, seed: int = 0, contents: Contents | None = None) -> Store:
-        options = {"device": {}, "disk": {"disk": {"bytes": "20MB"}}}.get(request.param)
-        if options is None:
-            options = {"disk": {"bytes": "20MB"}, "device_bytes": "1kB"}
+        options = dict(ARRANGEMENTS[request.param])
+        if "redis" in options:
+            options["redis"] = {"url": request.getfixturevalue("mortal_redis").url, **options["redis"]}
         settings = ReplaySettings.model_validate({"capacity": capacity, **options})
+        file = contents.file if contents is not None else None
+        mine = keys[file.id] if file is not None and file.id in keys else f"store-{len(stores)}:rank-0"
         # One folder for all: files of the disk tier never get in each other's way.
-        stores.append(build_store(settings, schema, torch.device("cpu"), seed, tmp_path / "replay", contents))
+        stores.append(build_store(settings, schema, torch.device("cpu"), seed, tmp_path / "replay", contents, mine))
+        if (home := stores[-1].tiers.home_file) is not None:
+            keys[home.id] = mine
         return stores[-1]
 
     yield make

@@ -26,17 +26,23 @@ MEMORY: dict[str, Any] = {}
 DISK: dict[str, Any] = {"disk": {"bytes": "200kB"}}
 LARGER: dict[str, Any] = {"disk": {"bytes": "400kB"}}
 SMALLER: dict[str, Any] = {"disk": {"bytes": "60kB"}}
+REDIS: dict[str, Any] = {"redis": {"bytes": "1MB"}}
+LARGER_REDIS: dict[str, Any] = {"redis": {"bytes": "2MB"}}
+SMALLER_REDIS: dict[str, Any] = {"redis": {"bytes": "450kB"}}
+BOTH: dict[str, Any] = {"redis": {"bytes": "50kB"}, "disk": {"bytes": "200kB"}, "device_bytes": "1kB"}
 Build = Callable[..., Store]
 
 
 @pytest.fixture
-def build(schema: Schema, tmp_path: Path) -> Iterator[Build]:
+def build(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
     """`build(options, contents=None, capacity=1000)`: stores in one folder, as restarts of one learner make them."""
     stores: list[Store] = []
 
     def make(options: dict[str, Any], contents: Contents | None = None, capacity: int = 1000) -> Store:
+        if "redis" in options:
+            options = {**options, "redis": {"url": request.getfixturevalue("mortal_redis").url, **options["redis"]}}
         settings = ReplaySettings.model_validate({"capacity": capacity, **options})
-        stores.append(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, contents))
+        stores.append(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, contents, "test:rank-0"))
         return stores[-1]
 
     yield make
@@ -64,8 +70,22 @@ def payload(store: Store) -> dict[int, list[float]]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(MEMORY, DISK), (DISK, MEMORY), (DISK, LARGER), (LARGER, DISK), (DISK, DISK)],
-    ids=["memory to disk", "disk to memory", "larger disk", "smaller disk", "as it was"],
+    [
+        pytest.param(MEMORY, DISK, id="memory to disk"),
+        pytest.param(DISK, MEMORY, id="disk to memory"),
+        pytest.param(DISK, LARGER, id="larger disk"),
+        pytest.param(LARGER, DISK, id="smaller disk"),
+        pytest.param(DISK, DISK, id="as it was"),
+        pytest.param(MEMORY, REDIS, id="memory to redis", marks=pytest.mark.services),
+        pytest.param(REDIS, BOTH, id="redis to both", marks=pytest.mark.services),
+        pytest.param(DISK, REDIS, id="disk to redis", marks=pytest.mark.services),
+        pytest.param(BOTH, DISK, id="both to disk", marks=pytest.mark.services),
+        pytest.param(DISK, BOTH, id="disk to both", marks=pytest.mark.services),
+        pytest.param(REDIS, REDIS, id="redis as it was", marks=pytest.mark.services),
+        pytest.param(REDIS, LARGER_REDIS, id="larger redis", marks=pytest.mark.services),
+        pytest.param(LARGER_REDIS, SMALLER_REDIS, id="smaller redis", marks=pytest.mark.services),
+        pytest.param(BOTH, BOTH, id="both as they were", marks=pytest.mark.services),
+    ],
 )
 def test_contents_move_to_another_arrangement_with_their_plans(
     schema: Schema, build: Build, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]

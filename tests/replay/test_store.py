@@ -19,6 +19,7 @@ from replay.admission import exponentials
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCuts
+from replay.redis_tier import RedisTier
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
@@ -87,7 +88,8 @@ def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: 
         assert len(store) <= 330
     assert len(store) >= 320
     assert max(store.rows.values()) == len(store)
-    row_bytes = {"device": store._layout.row_bytes, "disk": store._layout.row_bytes + 8}
+    size = store._layout.row_bytes
+    row_bytes = {"device": size, "disk": size + 8, "redis": RedisTier.bytes_of(size)}
     assert store.bytes == {tier: rows * row_bytes[tier] for tier, rows in store.rows.items()}
 
 

@@ -1,0 +1,316 @@
+"""What becomes of a store when its Redis stops, restarts empty, hangs, is full, or forgets."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ingest.block import TopicPartition
+from ingest.errors import DependencyError, SettingsError
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.contents import Contents
+from replay.redis import RedisServer
+from replay.redis_tier import RedisTier
+from replay.store import Store
+
+PARTITIONS = [TopicPartition("events", 0)]
+CAPACITY = 2000
+ROW_BYTES = 40
+Build = Callable[..., Store]
+
+
+@pytest.fixture
+def build(schema: Schema, tmp_path: Path, mortal_redis: Any) -> Iterator[Build]:
+    """`build(disk=False, contents=None, **redis)`: stores without a memory tier, whose rows are all read from Redis."""
+    stores: list[Store] = []
+
+    def make(*, disk: bool = False, contents: Contents | None = None, first: bool = False, **redis: object) -> Store:
+        settings = ReplaySettings.model_validate(
+            {
+                "capacity": CAPACITY,
+                "device_bytes": 0,
+                "redis": {"url": mortal_redis.url, "bytes": "2MB", **redis},
+                **({"disk": {"bytes": "1MB"}} if disk else {}),
+            }
+        )
+        cpu = torch.device("cpu")
+        stores.append(build_store(settings, schema, cpu, 0, tmp_path, contents, "test:rank-0", first=first))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
+    for offset in range(begin, end, 100):
+        store.add(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+        store._drop_lost()
+    store.tiers.sync()
+
+
+def drawn(store: Store) -> int:
+    """Draw everything, and return how many events came."""
+    return len(store.fetch(store.plan(0, len(store))))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
+
+
+def missed(store: Store) -> int:
+    return store.tiers.stats.missed["redis"]
+
+
+def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_is_there_again(
+    schema: Schema, build: Build, mortal_redis: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    store = build(disk=True)
+    fill(store, schema, 0, 1500)
+    assert drawn(store) == 1500 == store.tiers.stats.read["redis"]
+    mortal_redis.stop()
+    begin = time.monotonic()
+    for _ in range(20):
+        assert drawn(store) == len(store)
+    fill(store, schema, 1500, 1800)
+    assert time.monotonic() - begin < 3
+    assert f"replay.redis: 127.0.0.1:{mortal_redis.port} does not answer" in str(store.tiers.ill)
+    mortal_redis.start()
+    until(lambda: store.tiers.ill is None)
+    assert "answers again" in caplog.text
+    assert missed(store) == 0
+    assert drawn(store) == len(store)
+    store.tiers.sync()
+    assert missed(store) == len(store) == mortal_redis.keys() - 1  # beside the probe
+    read = store.tiers.stats.read["redis"]
+    assert drawn(store) == len(store)
+    assert store.tiers.stats.read["redis"] - read == len(store)
+    assert store.lost == 0
+
+
+def test_above_a_disk_a_pause_costs_one_wait_and_no_event(schema: Schema, build: Build, mortal_redis: Any) -> None:
+    store = build(disk=True)
+    fill(store, schema, 0, 1000)
+    mortal_redis.pause(1500)
+    begin = time.monotonic()
+    for _ in range(30):
+        assert drawn(store) == 1000
+    assert time.monotonic() - begin < 1.2
+    assert store.tiers.ill is not None
+    until(lambda: store.tiers.ill is None)
+    read = store.tiers.stats.read["redis"]
+    assert drawn(store) == 1000
+    assert store.tiers.stats.read["redis"] > read
+    assert store.lost == 0
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-random"])
+def test_above_a_disk_a_full_one_costs_no_event(schema: Schema, build: Build, mortal_redis: Any, policy: str) -> None:
+    store = build(disk=True)
+    fill(store, schema, 0, 500)
+    mortal_redis.bound(mortal_redis.used_bytes + 50_000, policy)
+    fill(store, schema, 500, 2000)
+    for _ in range(3):
+        assert drawn(store) == len(store)
+    store.tiers.sync()
+    assert store.lost == 0
+    assert missed(store) > 0
+    if policy == "noeviction":
+        assert "is full; raise its maxmemory, or lower replay.redis.bytes" in str(store.tiers.ill)
+        mortal_redis.bound(0, policy)
+        drawn(store)
+        store.tiers.sync()
+        assert store.tiers.ill is None
+        assert drawn(store) == len(store) == mortal_redis.keys() - 1
+
+
+def test_as_the_home_it_can_be_away_without_an_event_being_lost(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    store = build()
+    fill(store, schema, 0, 1000)
+    mortal_redis.pause(1000)
+    assert drawn(store) == 0
+    store._drop_lost()
+    assert (len(store), store.lost) == (1000, 0)
+    until(lambda: store.tiers.ill is None)
+    assert drawn(store) == 1000
+
+
+def test_as_the_home_what_came_while_it_was_away_is_counted_as_lost(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    store = build()
+    fill(store, schema, 0, 1000)
+    mortal_redis.stop()
+    fill(store, schema, 1000, 1500)
+    store._drop_lost()
+    assert (len(store), store.lost) == (1000, 500)
+
+
+def test_as_the_home_it_is_filled_again_by_the_stream_after_it_came_back_empty(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    store = build()
+    fill(store, schema, 0, 1500)
+    mortal_redis.stop()
+    mortal_redis.start()
+    assert drawn(store) == 0
+    until(lambda: store.tiers.ill is None)
+    drawn(store)
+    store._drop_lost()
+    assert (len(store), store.lost) == (0, 1500)
+    fill(store, schema, 1500, 4000)
+    assert drawn(store) == len(store) >= 900
+
+
+def test_as_the_home_what_it_evicts_is_a_hole(schema: Schema, build: Build, mortal_redis: Any) -> None:
+    store = build()
+    fill(store, schema, 0, 500)
+    mortal_redis.bound(mortal_redis.used_bytes + 50_000, "allkeys-random")
+    fill(store, schema, 500, 2000)
+    came = drawn(store)
+    store._drop_lost()
+    assert 0 < came < 2000
+    assert store.lost + len(store) == 2000
+    assert drawn(store) >= 0.9 * len(store)
+
+
+def test_as_the_home_a_full_one_turns_events_away(schema: Schema, build: Build, mortal_redis: Any) -> None:
+    store = build()
+    fill(store, schema, 0, 500)
+    mortal_redis.bound(mortal_redis.used_bytes, "noeviction")
+    fill(store, schema, 500, 1000)
+    store._drop_lost()
+    assert store.lost > 0
+    assert len(store) + store.lost == 1000
+    assert drawn(store) == len(store) >= 500
+
+
+def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal_redis: Any) -> None:
+    store = build()
+    fill(store, schema, 0, 1500)
+    contents = store.contents(store.hold(1))
+    store.let_go(1)
+    again = build(contents=contents)
+    assert drawn(again) == 1500
+    mortal_redis.stop()
+    mortal_redis.start()
+    third = build(contents=contents)
+    drawn(third)
+    third._drop_lost()
+    assert (len(third), third.lost) == (0, 1500)
+
+
+def test_as_a_cache_it_is_warm_after_a_restart(schema: Schema, build: Build, mortal_redis: Any) -> None:
+    store = build(disk=True)
+    fill(store, schema, 0, 1500)
+    contents = store.contents(store.hold(1))
+    store.let_go(1)
+    again = build(disk=True, contents=contents)
+    assert drawn(again) == 1500 == again.tiers.stats.read["redis"] == again.rows["redis"]
+
+
+def test_what_no_cut_can_name_is_swept_and_what_others_have_is_not(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    mortal_redis.say("SET anabranch:other:rank-0:x:1 theirs")
+    mortal_redis.say("SET anabranch:test:rank-10:x:1 theirs")
+    store = build()
+    fill(store, schema, 0, 1500)
+    contents = store.contents(store.hold(3))
+    store.let_go(3)
+    moved = build(contents=contents, bytes="200kB")
+    moved.tiers.sync()
+    assert mortal_redis.keys() == 1500 + len(moved) + 3  # those two, and the probe
+    moved.hold(4)
+    moved.let_go(3)
+    assert drawn(moved) == len(moved)
+    moved.hold(5)
+    moved.let_go(5)
+    until(lambda: bool(mortal_redis.keys() == len(moved) + 3))
+    assert drawn(moved) == len(moved) > 500
+    build(first=True)
+    until(lambda: bool(mortal_redis.keys() <= 3))
+
+
+def test_it_takes_no_more_memory_than_it_may(schema: Schema, mortal_redis: Any) -> None:
+    server = RedisServer(mortal_redis.url, "anabranch:a-pipeline-with-a-name:rank-0:")
+    server.open(needed=True)
+    for row_bytes in (40, 1000, 3144):
+        mortal_redis.say("CONFIG SET maxmemory 0")
+        tier = RedisTier(server, f"{row_bytes:016d}", row_bytes, 1 << 20)
+        used, n = mortal_redis.used_bytes, 8000
+        for begin in range(0, n, 1000):
+            slots = torch.arange(begin, begin + 1000).numpy()
+            tier.write(slots, slots.astype("u8"), torch.zeros((1000, row_bytes), dtype=torch.uint8).numpy())
+        assert 0.6 < (mortal_redis.used_bytes - used) / (n * tier.slot_bytes) <= 1.05
+    server.close()
+
+
+def test_a_cut_whose_rows_are_in_redis_needs_it(
+    schema: Schema, build: Build, mortal_redis: Any, tmp_path: Path
+) -> None:
+    store = build()
+    fill(store, schema, 0, 500)
+    contents = store.contents(store.hold(1))
+    with pytest.raises(SettingsError, match=r"contents of cut 1 are in Redis, and replay.redis is not set"):
+        build_store(ReplaySettings(), schema, torch.device("cpu"), 0, tmp_path, contents)
+    mortal_redis.stop()
+    with pytest.raises(DependencyError, match=r"replay.redis: 127.0.0.1:\d+ does not answer: .*; start it"):
+        build(disk=True, contents=contents)
+
+
+class TestStart:
+    def test_a_server_that_is_away_is_needed_as_the_home_alone(
+        self, schema: Schema, build: Build, mortal_redis: Any
+    ) -> None:
+        mortal_redis.stop()
+        with pytest.raises(DependencyError, match="does not answer"):
+            build()
+        store = build(disk=True)
+        assert "does not answer" in str(store.tiers.ill)
+        fill(store, schema, 0, 500)
+        mortal_redis.start()
+        until(lambda: store.tiers.ill is None)
+        assert drawn(store) == 500
+
+    def test_a_password_is_wanted_and_never_shown(self, build: Build, mortal_redis: Any) -> None:
+        mortal_redis.stop()
+        mortal_redis.start("--requirepass", "opensesame")
+        right = mortal_redis.url.replace("redis://", "redis://:opensesame@")
+        build(url=right)
+        for wrong in (mortal_redis.url, right.replace("opensesame", "sesame-open")):
+            with pytest.raises(SettingsError, match="refuses user or password of url") as caught:
+                build(url=wrong)
+            assert "sesame" not in str(caught.value)
+        assert "sesame" not in repr(ReplaySettings.model_validate({"redis": {"url": right, "bytes": "2MB"}}))
+
+    @pytest.mark.parametrize(
+        ("url", "said"),
+        [
+            ("redis://localhost:port/0", "replay.redis.url cannot be used"),
+            ("redis://127.0.0.1:{port}/99", "cannot be used: DB index is out of range"),
+            ("redis://127.0.0.1:{port}/0?colour=red", "replay.redis.url has an option that the client does not know"),
+        ],
+    )
+    def test_a_url_that_cannot_work_is_refused(self, build: Build, mortal_redis: Any, url: str, said: str) -> None:
+        with pytest.raises(SettingsError, match=said):
+            build(disk=True, url=url.format(port=mortal_redis.port))
+
+    def test_a_replica_is_refused(self, build: Build, mortal_redis: Any) -> None:
+        mortal_redis.say("REPLICAOF 127.0.0.1 1")
+        with pytest.raises(SettingsError, match="cannot be used: You can't write against a read only replica"):
+            build()

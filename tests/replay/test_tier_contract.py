@@ -1,0 +1,140 @@
+"""What every tier promises, whatever it is made of."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from replay.disk import DiskTier
+from replay.memory import MemoryTier
+from replay.redis import RedisServer
+from replay.redis_tier import RedisTier
+from replay.tier import SlowTier, Tier
+
+ROW_BYTES = 40
+SLOTS = 3000
+Open = Callable[..., Tier]
+REDIS = pytest.param("redis", marks=pytest.mark.services)
+
+
+def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[Open]:
+    """`open(row_bytes=ROW_BYTES, slots=SLOTS)`: a tier; the second time the same one anew."""
+    tiers: list[Tier] = []
+    servers: list[RedisServer] = []
+
+    def make(row_bytes: int = ROW_BYTES, slots: int = SLOTS) -> Tier:
+        if kind == "device":
+            tiers.append(MemoryTier(row_bytes, slots, torch.device("cpu")))
+        elif kind == "disk":
+            file = path / f"{row_bytes}.rows"
+            tiers.append(DiskTier.open(file) if file.exists() else DiskTier.create(file, row_bytes, slots))
+        else:
+            servers.append(RedisServer(request.getfixturevalue("mortal_redis").url, "anabranch:test:rank-0:"))
+            servers[-1].open(needed=True)
+            tiers.append(RedisTier(servers[-1], f"g{row_bytes}", row_bytes, slots))
+        return tiers[-1]
+
+    yield make
+    for each in [*tiers, *servers]:
+        each.close()
+
+
+@pytest.fixture(params=["device", "disk", REDIS])
+def open_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    yield from opened(request.param, tmp_path, request)
+
+
+@pytest.fixture(params=["disk", REDIS])
+def open_slow(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., SlowTier]]:
+    yield from opened(request.param, tmp_path, request)  # type: ignore[misc]
+
+
+def rows(n: int, row_bytes: int = ROW_BYTES, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (n, row_bytes), np.uint8)
+
+
+def names(n: int, seed: int = 0) -> NDArray[np.uint64]:
+    return np.random.default_rng((7, seed)).integers(0, 2**64, n, np.uint64)
+
+
+def some(n: int, seed: int = 0) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).choice(SLOTS, n, replace=False)
+
+
+@pytest.mark.parametrize("n", [1, 2, 255, 2500])
+def test_rows_come_back_as_they_were_written_in_the_order_asked_for(open_tier: Open, n: int) -> None:
+    tier = open_tier()
+    slots, identity, written = some(n), names(n), rows(n)
+    tier.write(slots, identity, written)
+    order = np.random.default_rng(1).permutation(n)
+    read, whole = tier.read(slots[order], identity[order])
+    assert whole.all()
+    assert read.dtype == torch.uint8
+    assert np.array_equal(read.numpy(), written[order])
+
+
+def test_rows_longer_than_one_command_may_carry_come_back(open_tier: Open) -> None:
+    tier = open_tier(120_000, 40)
+    slots, identity, written = np.arange(40)[::2], names(20), rows(20, 120_000)
+    tier.write(slots, identity, written)
+    read, whole = tier.read(slots, identity)
+    assert whole.all()
+    assert np.array_equal(read.numpy(), written)
+
+
+def test_a_call_of_no_rows_does_nothing(open_tier: Open) -> None:
+    tier = open_tier()
+    tier.write(some(0), names(0), rows(0))
+    read, whole = tier.read(some(0), names(0))
+    assert read.shape == (0, ROW_BYTES)
+    assert whole.shape == (0,)
+
+
+def test_what_is_written_last_is_what_a_slot_holds(open_tier: Open) -> None:
+    tier = open_tier()
+    slots = some(50)
+    for seed in range(3):
+        tier.write(slots, names(50, seed), rows(50, seed=seed))
+    tier.write(slots[:10], names(10, 9), rows(10, seed=9))
+    read, whole = tier.read(slots, np.concatenate([names(10, 9), names(50, 2)[10:]]))
+    assert whole.all()
+    assert np.array_equal(read.numpy(), np.concatenate([rows(10, seed=9), rows(50, seed=2)[10:]]))
+
+
+def test_a_tier_says_what_it_takes(open_tier: Open) -> None:
+    tier = open_tier()
+    assert tier.slots == SLOTS
+    assert ROW_BYTES <= tier.slot_bytes <= ROW_BYTES + 256
+
+
+def test_another_events_row_and_one_that_was_never_written_are_not_whole(open_slow: Callable[..., SlowTier]) -> None:
+    tier = open_slow()
+    slots, identity = np.arange(60), names(60)
+    tier.write(slots[:40], identity[:40], rows(40))
+    tier.write(slots[:10], names(10, 5), rows(10, seed=5))
+    _, whole = tier.read(slots, identity)
+    assert whole.tolist() == [False] * 10 + [True] * 30 + [False] * 20
+
+
+def test_rows_are_read_into_their_places_and_no_others(open_slow: Callable[..., SlowTier]) -> None:
+    tier = open_slow()
+    slots, identity, written = some(30), names(30), rows(30)
+    tier.write(slots, identity, written)
+    into = torch.full((100, ROW_BYTES), 7, dtype=torch.uint8)
+    places = np.random.default_rng(3).choice(100, 30, replace=False)
+    assert tier.read_into(into, places, slots, identity).all()
+    assert np.array_equal(into.numpy()[places], written)
+    assert (np.delete(into.numpy(), places, axis=0) == 7).all()
+
+
+def test_a_tier_that_is_opened_again_has_what_was_written(open_slow: Callable[..., SlowTier]) -> None:
+    tier = open_slow()
+    slots, identity, written = some(700), names(700), rows(700)
+    tier.write(slots, identity, written)
+    tier.sync()
+    read, whole = open_slow().read(slots, identity)
+    assert whole.all()
+    assert np.array_equal(read.numpy(), written)
