@@ -254,7 +254,7 @@ def _sentence(path: Path, document: Mapping[str, Any], error: ErrorDetails, secr
     if isinstance(error["input"], Mapping):
         return f"{path}: {key}: {message}"
     shared = any(secret[: len(place)] == place[: len(secret)] for secret in secrets)
-    hidden = shared or isinstance(error["input"], SecretStr) or "tokens" in place or "properties" in place
+    hidden = shared or isinstance(error["input"], SecretStr) or bool({"tokens", "properties", "url"} & set(place))
     return f"{path}: {key} = {'(hidden)' if hidden else repr(error['input'])}: {message}"
 
 

@@ -79,7 +79,7 @@ def build_store(
         server = None
         if settings.redis is not None:
             server = _reached(settings.redis, keys, needed=settings.disk is None or _in_redis(contents))
-            opened.callback(server.close)
+            opened.enter_context(server)
         source = _source_of(contents, folder, server, row_bytes, pinned=pinned)
         disk = redis = None
         if settings.disk is not None:

@@ -72,6 +72,12 @@ class RedisServer:
         """One sentence on why it is not what it should be."""
         return self._away or self._refusal
 
+    def __enter__(self) -> "RedisServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def open(self, *, needed: bool) -> None:
         """Reach it, and begin to look after it.
 

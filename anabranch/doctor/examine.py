@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console
@@ -21,6 +22,7 @@ from anabranch.doctor.finding import Finding, Patient, found, ok
 from anabranch.doctor.machine import check_install, check_limits
 from anabranch.doctor.model import check_model
 from anabranch.doctor.ports import check_ports, check_tls
+from anabranch.doctor.redis import check_redis
 from anabranch.doctor.saved import check_cuts, check_versions
 from anabranch.doctor.schema import check_schema
 from anabranch.doctor.state import check_state
@@ -45,6 +47,7 @@ CHECKS: Sequence[Check] = (
     Check("schema", check_schema, ("schema", "stream")),
     Check("model", check_model, ("schema", "model", "learner", "replay", "serving")),
     Check("broker", check_broker, ("stream", "schema")),
+    Check("redis", check_redis, ("replay", "name")),
     Check("state", check_state, ("state_dir", "learner", "replay", "cuts", "versions", "schema")),
     Check("cuts", check_cuts, ("state_dir", "schema")),
     Check("versions", check_versions, ("state_dir", "schema")),
@@ -152,6 +155,9 @@ def _check_config(patient: Patient, faulty: set[str]) -> Iterator[Finding]:
         ]
         hidden += [settings.serving.tokens.read, settings.serving.tokens.admin]
         patient.secrets |= {value.get_secret_value() for value in hidden}
+        if settings.replay.redis is not None:
+            url = settings.replay.redis.url.get_secret_value()
+            patient.secrets |= {url, urlsplit(url).password or url}
     for place, sentence in faults:
         faulty.add(place[0])
         yield found("config.invalid", f"{sentence}.", path=patient.path)

@@ -79,6 +79,14 @@ FINDINGS: dict[str, Kind] = {
     "message.unusable": Kind("problem", "Mend whoever writes to the topic, or [schema] and stream.format."),
     "message.unlabelled": Kind("warning", 'Send labels, or set stream.unlabelled = "store".'),
     "message.unknown": Kind("note", "Nothing, if they are not meant to be features."),
+    "redis.connect": Kind("problem", "Start it, or mend replay.redis.url.", unreachable=True),
+    "redis.away": Kind("warning", "Start it, or mend replay.redis.url; the store does without it meanwhile."),
+    "redis.refused": Kind("problem", "Mend replay.redis.url, or the rights of its user on anabranch:*."),
+    "redis.memory": Kind("warning", 'Raise it: "CONFIG SET maxmemory {wanted}"; or lower replay.redis.bytes.'),
+    "redis.policy": Kind(
+        "warning", 'Set it to noeviction, or add replay.disk: "CONFIG SET maxmemory-policy noeviction".'
+    ),
+    "redis.unseen": Kind("note", "Let the user of replay.redis.url say INFO, or nothing."),
     "state.unwritable": Kind("problem", "Mend the rights of the directory, or set state_dir."),
     "state.full": Kind("problem", "Make room, set state_dir elsewhere, or lower replay.device_bytes or replay.disk."),
     "state.filling": Kind("warning", "Make room, or lower cuts.keep, versions.keep and versions.keep_hourly."),

@@ -23,6 +23,8 @@ def check_install(patient: Patient) -> Iterator[Finding]:
         if stream is not None and getattr(stream, key) == value and not _imports(module):
             matter = f'stream.{key} = "{value}" needs {module}, which cannot be imported.'
             faults.append(found("install.extra", matter, extra=extra))
+    if patient.pipeline is not None and patient.pipeline.pipeline.replay.redis is not None and not _imports("redis"):
+        faults.append(found("install.extra", "replay.redis needs redis, which cannot be imported.", extra="redis"))
     yield from faults or [ok(f"Python {platform.python_version()} has what the config needs.")]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from anabranch.doctor.finding import Finding, Patient, found
+from replay.config import ReplaySettings
 
 _SHARE = 0.9
 """Of a check's time: the rest is for telling that it is over."""
@@ -45,6 +46,14 @@ class Asked(msgspec.Struct):
     folder: str
 
 
+def _without_secret(replay: ReplaySettings) -> str:
+    """Return `[replay]` as JSON, with a URL that says nothing but can be read back."""
+    section = replay.model_dump(mode="json")
+    if replay.redis is not None:
+        section["redis"]["url"] = "redis://hidden"
+    return msgspec.json.encode(section).decode()
+
+
 def check_model(patient: Patient) -> Iterator[Finding]:
     """Import torch, find the device, build the model, run it forward, and build the optimizer."""
     pipeline = patient.config.pipeline
@@ -52,7 +61,7 @@ def check_model(patient: Patient) -> Iterator[Finding]:
         pipeline.events.model_dump_json(),
         pipeline.model.model_dump_json(),
         pipeline.learner.model_dump_json(),
-        pipeline.replay.model_dump_json(),
+        _without_secret(pipeline.replay),
         pipeline.serving.device,
         str(patient.config.folder),
     )

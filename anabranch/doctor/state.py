@@ -88,6 +88,8 @@ def _check_space(patient: Patient, folder: Path) -> Iterator[Finding]:
     capacity, disk, file = pipeline.replay.capacity, pipeline.replay.disk, 0
     if pipeline.learner.strategy == "none":
         replay = 0
+    elif disk is None and pipeline.replay.redis is not None:
+        replay = min(capacity, int(pipeline.replay.redis.bytes) // row) * _ROW_BYTES
     elif disk is not None:
         file = max(0, int(disk.bytes) - _used(state_dir / "replay"))
         replay = min(capacity, int(disk.bytes) // row) * _ROW_BYTES

@@ -525,6 +525,63 @@ class TestTopics:
         assert consume_all(kafka.bootstrap, f"{topic}.dead") == []
 
 
+class TestRedis:
+    @pytest.fixture
+    def redis(self, mortal_redis, edit):
+        """Adds the tier to the example, which has a disk tier: `redis(password="")`."""
+
+        def add(*, password=""):
+            url = mortal_redis.url.replace("redis://", f"redis://:{password}@") if password else mortal_redis.url
+            edit("[replay]\n", f'[replay]\nredis = {{url = "{url}", bytes = "50MB"}}\n')
+
+        return add
+
+    def test_without_the_tier_there_is_nothing_to_say(self, diagnose):
+        assert diagnose("redis") == []
+
+    def test_one_that_is_well_keeps_nothing_of_the_look(self, diagnose, redis, mortal_redis):
+        redis()
+        (finding,) = diagnose("redis")
+        assert finding.level == "ok"
+        assert mortal_redis.say("KEYS *").count(b"probe") == 1  # for ten seconds
+
+    @pytest.mark.finds("redis.connect", "redis.away")
+    def test_one_that_is_away(self, diagnose, redis, edit, mortal_redis):
+        redis()
+        mortal_redis.stop()
+        assert only(diagnose("redis"), "redis.away").level == "warning"
+        edit("\ndisk = ", "\n# disk = ")
+        assert "does not answer" in only(diagnose("redis"), "redis.connect").matter
+
+    @pytest.mark.finds("redis.refused")
+    def test_a_wrong_password(self, diagnose, redis, mortal_redis):
+        mortal_redis.stop()
+        mortal_redis.start("--requirepass", "opensesame")
+        redis(password="sesame-open")
+        finding = only(diagnose("redis"), "redis.refused")
+        assert "refuses user or password" in finding.matter
+        assert "sesame" not in finding.matter
+
+    @pytest.mark.finds("redis.memory", "redis.policy")
+    def test_too_little_memory_and_a_policy_that_evicts(self, diagnose, redis, edit, mortal_redis):
+        redis()
+        mortal_redis.bound(40_000_000, "allkeys-lru")
+        assert kinds(diagnose("redis")) == ["redis.memory"]
+        edit("\ndisk = ", "\n# disk = ")
+        assert kinds(diagnose("redis")) == ["redis.memory", "redis.policy"]
+        assert "maxmemory 62mb" in only(diagnose("redis"), "redis.memory").mend
+
+    @pytest.mark.finds("redis.unseen")
+    def test_a_user_that_may_not_look_at_the_memory(self, diagnose, redis, mortal_redis):
+        mortal_redis.say("ACL SETUSER default -info")
+        redis()
+        assert "no permissions" in only(diagnose("redis"), "redis.unseen").matter
+
+    def test_the_model_is_looked_at_without_the_password(self, diagnose, redis):
+        redis(password="sesame")
+        assert all(finding.level == "ok" for finding in diagnose("model"))
+
+
 class TestStateDirectory:
     @pytest.mark.finds("state.unwritable")
     def test_a_file_in_the_way(self, diagnose, setting, tmp_path):
