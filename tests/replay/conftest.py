@@ -52,11 +52,12 @@ def make_store(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -
         if "redis" in options:
             options["redis"] = {"url": request.getfixturevalue("mortal_redis").url, **options["redis"]}
         settings = ReplaySettings.model_validate({"capacity": capacity, **options})
-        file = contents.file if contents is not None else None
+        file = contents.standing.file if contents is not None else None
         mine = keys[file.id] if file is not None and file.id in keys else f"store-{len(stores)}:rank-0"
         # One folder for all: files of the disk tier never get in each other's way.
-        stores.append(build_store(settings, schema, torch.device("cpu"), seed, tmp_path / "replay", contents, mine))
-        if (home := stores[-1].tiers.home_file) is not None:
+        cpu, folder = torch.device("cpu"), tmp_path / "replay"
+        stores.append(build_store(settings, schema, cpu, seed, folder, contents, keys=mine))
+        if (home := stores[-1].tiers.file) is not None:
             keys[home.id] = mine
         return stores[-1]
 

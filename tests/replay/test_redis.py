@@ -17,6 +17,7 @@ from ingest.schema import Schema
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents
+from replay.fake import FakeCuts
 from replay.redis import RedisServer
 from replay.redis_tier import RedisTier
 from replay.store import Store
@@ -42,7 +43,7 @@ def build(schema: Schema, tmp_path: Path, mortal_redis: Any) -> Iterator[Build]:
             }
         )
         cpu = torch.device("cpu")
-        stores.append(build_store(settings, schema, cpu, 0, tmp_path, contents, "test:rank-0", first=first))
+        stores.append(build_store(settings, schema, cpu, 0, tmp_path, contents, keys="test:rank-0", first=first))
         return stores[-1]
 
     yield make
@@ -202,8 +203,7 @@ def test_as_the_home_a_full_one_turns_events_away(schema: Schema, build: Build, 
 def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build()
     fill(store, schema, 0, 1500)
-    contents = store.contents(store.hold(1))
-    store.let_go(1)
+    contents = FakeCuts(store).cut(1)
     again = build(contents=contents)
     assert drawn(again) == 1500
     mortal_redis.stop()
@@ -217,8 +217,7 @@ def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal
 def test_as_a_cache_it_is_warm_after_a_restart(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build(disk=True)
     fill(store, schema, 0, 1500)
-    contents = store.contents(store.hold(1))
-    store.let_go(1)
+    contents = FakeCuts(store).cut(1)
     again = build(disk=True, contents=contents)
     assert drawn(again) == 1500 == again.tiers.stats.read["redis"] == again.rows["redis"]
 
@@ -228,10 +227,12 @@ def test_what_no_cut_can_name_is_swept_and_what_others_have_is_not(
 ) -> None:
     mortal_redis.say("SET anabranch:other:rank-0:x:1 theirs")
     mortal_redis.say("SET anabranch:test:rank-10:x:1 theirs")
-    store = build()
+    store = build(first=True)
     fill(store, schema, 0, 1500)
-    contents = store.contents(store.hold(3))
-    store.let_go(3)
+    contents = FakeCuts(store).cut(3)
+    assert store.tiers._redis is not None
+    server = store.tiers._redis.server
+    until(lambda: not server._sweeps)
     moved = build(contents=contents, bytes="200kB")
     moved.tiers.sync()
     assert mortal_redis.keys() == 1500 + len(moved) + 3  # those two, and the probe
@@ -265,7 +266,7 @@ def test_a_cut_whose_rows_are_in_redis_needs_it(
 ) -> None:
     store = build()
     fill(store, schema, 0, 500)
-    contents = store.contents(store.hold(1))
+    contents = FakeCuts(store).cut(1)
     with pytest.raises(SettingsError, match=r"contents of cut 1 are in Redis, and replay.redis is not set"):
         build_store(ReplaySettings(), schema, torch.device("cpu"), 0, tmp_path, contents)
     mortal_redis.stop()
