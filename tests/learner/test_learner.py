@@ -371,3 +371,52 @@ def test_metrics_want_the_token_where_there_is_one(
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": "Bearer secret"})
     with urllib.request.urlopen(request) as reply:
         assert reply.status == 200
+
+
+@pytest.mark.parametrize("disk", [True, False], ids=["above a disk", "as the last tier"])
+def test_training_goes_on_whatever_becomes_of_redis(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+    mortal_redis: Any,
+    disk: bool,
+) -> None:
+    topic = make_topic()
+    extra = f'[replay]\ndevice_bytes = 0\nredis = {{url = "{mortal_redis.url}", bytes = "20MB"}}\n'
+    learner = start(pipeline(kafka.bootstrap, topic, extra + ('disk = {bytes = "20MB"}\n' if disk else "")))
+    sent = 0
+
+    def learn(more: int = 200) -> LearnerReport:
+        nonlocal sent
+        produce(kafka.bootstrap, topic, events(more))
+        sent += more
+        return learner.wait_for(lambda each: total(each) == sent)
+
+    def redis_is_ill(report: LearnerReport) -> bool:
+        return any("replay.redis" in sentence for sentence in report.ill)
+
+    def healed() -> LearnerReport:
+        return learner.wait_for(lambda report: not redis_is_ill(report))
+
+    assert learn().replay_lost == 0
+    mortal_redis.stop()
+    learn()
+    learner.wait_for(redis_is_ill)
+    mortal_redis.start()
+    healed()
+    learn()
+    mortal_redis.pause(1500)
+    learn()
+    healed()
+    mortal_redis.bound(mortal_redis.used_bytes, "noeviction")
+    learn()
+    learner.wait_for(redis_is_ill)
+    mortal_redis.bound(0, "noeviction")
+    report = learn(400)
+    healed()
+    assert report.outcomes["trained"] + report.outcomes["held_out"] == sent
+    assert report.replay_rows["disk" if disk else "redis"] + report.replay_lost == report.outcomes["trained"]
+    assert (report.replay_lost == 0) == disk
+    assert learner.stop() == 0
