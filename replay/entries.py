@@ -29,7 +29,9 @@ class Entries:
 
     def __init__(self, slots: int, limit: int, seed: int, groups: int = 1) -> None:
         self._records = np.zeros(slots, RECORD)
-        self._words = self._records.view(np.uint64).reshape(slots, _WORDS)  # which numpy scatters in a third of the time
+        self._words = self._records.view(np.uint64).reshape(
+            slots, _WORDS
+        )  # which numpy scatters in a third of the time
         self._records["offset"] = FREE
         self.limit = limit
         self._seed = seed

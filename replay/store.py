@@ -355,7 +355,7 @@ class Store:
         if self._whereabouts is not None:
             self._whereabouts.close()
 
-    def _converted(self, contents: Contents, source: DiskTier | None) -> Contents:
+    def _converted(self, contents: Contents, source: Tier | None) -> Contents:
         """Return contents of a cut that was made under another policy, as they are under this one."""
 
         def rows(chunk: slice, identity: NDArray[np.uint64]) -> Tensor:

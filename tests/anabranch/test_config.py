@@ -349,6 +349,8 @@ class TestSecrets:
             ("serving.tokens", 'read = ["hunter 2"]'),
             ("stream.properties", '"sasl.password" = ["hunter 2"]'),
             ("stream.properties", '"sasl.passwort" = "hunter 2"'),
+            ("replay", 'redis = {url = "http://me:hunter 2@host", bytes = "1MB"}'),
+            ("replay", 'redis = {url = ["hunter 2"], bytes = "1MB"}'),
         ],
     )
     def test_are_never_printed(self, load, section, body):
