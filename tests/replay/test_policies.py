@@ -1,0 +1,199 @@
+"""What every admission policy and every sampler promises, under whatever name: also those that docs/replay.md adds."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from ingest.block import TopicPartition
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from replay import admission, sampler
+from replay.admission import ADMISSIONS, Quotas
+from replay.build import build_store
+from replay.config import COMPARING, ReplaySettings
+from replay.contents import Contents
+from replay.fake import FakeCuts
+from replay.sampler import SAMPLERS
+from replay.store import Store
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGE = (DOCS / "replay.md").read_text(encoding="utf-8")
+FILES: dict[str, str] = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+BUILDS: dict[str, str] = dict(
+    re.findall(r"<!-- builds: (\S+) -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+)
+PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
+DAY_MS = 86_400_000
+samplers = pytest.mark.parametrize("name", [*sorted(SAMPLERS.keys() - COMPARING), "weekly"])
+admissions = pytest.mark.parametrize("name", [*sorted(ADMISSIONS.keys() - COMPARING), "fresh-classes"])
+Open = Callable[..., Store]
+
+
+def added(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return a module that docs/replay.md shows, as if it were a file of the package."""
+    module = ModuleType(name)
+    exec(compile(FILES[name.replace(".", "/") + ".py"], name, "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _the_page_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add to the dicts what the page says."""
+    for name, owner, known in (("weekly", sampler, SAMPLERS), ("fresh-classes", admission, ADMISSIONS)):
+        function = "_" + name.replace("-", "_")
+        added(f"replay.{function[1:]}", monkeypatch)
+        namespace = dict(vars(owner))
+        exec(compile(BUILDS[name], name, "exec"), namespace)
+        monkeypatch.setitem(known, name, namespace[function])
+
+
+@pytest.fixture
+def open_store(schema: Schema, tmp_path: Path) -> Any:
+    stores: list[Store] = []
+
+    def make(capacity: int, contents: Contents | None = None, **policies: str) -> Store:
+        settings = ReplaySettings.model_validate({"capacity": capacity, "disk": {"bytes": "2MB"}})
+        settings = settings.model_copy(update=policies)
+        stores.append(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, contents))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def fill(store: Store, schema: Schema, batches: list[int], partition: int = 0) -> None:
+    """Offer batches of 100 events by number: classes 0 to 3 by turns, an event each quarter of an hour."""
+    for number in batches:
+        offsets = range(100 * number, 100 * number + 100)
+        columns = fake_columns(schema, offsets, partition=partition, label=[0, 0, 0, 0, 0, 1, 1, 2, 2, 3])
+        columns["time_ms"][:] = np.array(offsets) * (DAY_MS // 96)
+        store.add(columns, PARTITIONS)
+
+
+def held(store: Store) -> list[tuple[int, int]]:
+    """Return who is held once all that is too much has left."""
+    index = store.entries.copy()
+    quotas = Quotas(store.capacity, len(store._quotas.thresholds))
+    stays = quotas.lower(index["priority"], index["group"])
+    return sorted(zip(index["partition"][stays].tolist(), index["offset"][stays].tolist(), strict=True))
+
+
+def drawn(store: Store, step: int, n: int) -> list[int]:
+    offsets: list[int] = store.plan(step, n).records["offset"].tolist()
+    return offsets
+
+
+@samplers
+class TestSamplers:
+    def test_a_draw_is_of_different_events_that_are_held(self, name: str, schema: Schema, open_store: Open) -> None:
+        store = open_store(200, sampling=name)
+        fill(store, schema, list(range(20)))
+        there = set(store.entries.copy()["offset"].tolist())
+        for step in range(50):
+            offsets = drawn(store, step, 60)
+            assert len(set(offsets)) == 60
+            assert set(offsets) <= there
+
+    def test_a_draw_is_of_all_when_few_are_held(self, name: str, schema: Schema, open_store: Open) -> None:
+        store = open_store(200, sampling=name)
+        assert drawn(store, 0, 10) == []
+        fill(store, schema, [0])
+        assert sorted(drawn(store, 0, 1000)) == list(range(100))
+
+    def test_a_draw_follows_from_contents_and_step(self, name: str, schema: Schema, open_store: Open) -> None:
+        one, two = open_store(200, sampling=name), open_store(200, sampling=name)
+        for store in (one, two):
+            fill(store, schema, list(range(20)))
+        drawn(two, 3, 60)
+        assert drawn(one, 9, 60) == drawn(two, 9, 60) != drawn(one, 10, 60)
+
+    def test_draws_go_on_alike_after_a_restart(self, name: str, schema: Schema, open_store: Open) -> None:
+        store = open_store(200, sampling=name)
+        fill(store, schema, list(range(20)))
+        draw = store.fetch(store.plan(0, 100))
+        store.learned(draw, np.linspace(0, 5, 100, dtype=np.float32))
+        again = open_store(200, FakeCuts(store).cut(1), sampling=name)
+        for each in (store, again):
+            fill(each, schema, [20, 21])
+        assert [drawn(store, step, 30) for step in range(5)] == [drawn(again, step, 30) for step in range(5)]
+
+
+@admissions
+class TestAdmissions:
+    def test_no_more_is_held_than_capacity_and_a_little(self, name: str, schema: Schema, open_store: Open) -> None:
+        store = open_store(320, admission=name)
+        for number in range(40):
+            fill(store, schema, [number])
+            assert len(store) <= 330
+        assert len(store) > 300
+
+    def test_offering_again_changes_nothing(self, name: str, schema: Schema, open_store: Open) -> None:
+        store = open_store(200, admission=name)
+        fill(store, schema, list(range(20)))
+        before = held(store)
+        fill(store, schema, [3, 19, 4])
+        assert held(store) == before
+
+    def test_the_order_of_offers_does_not_matter(self, name: str, schema: Schema, open_store: Open) -> None:
+        one, two = open_store(200, admission=name), open_store(200, admission=name)
+        fill(one, schema, list(range(20)))
+        fill(one, schema, list(range(5)), partition=1)
+        fill(two, schema, list(range(5)), partition=1)
+        fill(two, schema, list(range(20))[::-1])
+        assert held(one) == held(two)
+
+
+def test_every_name_can_be_written_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    fields = ReplaySettings.model_fields
+    assert set(get_args(fields["admission"].annotation)) == set(ADMISSIONS)
+    assert set(get_args(fields["sampling"].annotation)) == set(SAMPLERS)
+
+
+class TestThePage:
+    def test_its_sampler_has_weeks_come_alike(self, schema: Schema, open_store: Open) -> None:
+        store = open_store(2000, sampling="weekly")
+        for week, count in enumerate([1000, 100, 300]):
+            columns = fake_columns(schema, range(1000 * week, 1000 * week + count))
+            columns["time_ms"][:] = 7 * DAY_MS * (week + 20) + DAY_MS
+            store.add(columns, PARTITIONS)
+        assert np.bincount(np.array(drawn(store, 0, 240)) // 1000).tolist() == [80, 80, 80]
+
+    def test_its_admission_has_classes_alike_and_fresh(self, schema: Schema, open_store: Open) -> None:
+        fresh, fair = (open_store(160, admission=name) for name in ("fresh-classes", "class-balanced"))
+        for store in (fresh, fair):
+            fill(store, schema, list(range(20)))
+            index = store.entries.copy()
+            assert np.ptp(np.bincount(index["label"])) <= 5  # those up to the next clearing
+        assert np.median(fresh.entries.copy()["offset"]) > 1700 > np.median(fair.entries.copy()["offset"])
+
+    def test_its_tier_gives_back_what_was_written_for_an_event(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tier = added("replay.host", monkeypatch).HostTier(40, 100)
+        rng = np.random.default_rng(0)
+        slots, identity = rng.permutation(100)[:50], rng.integers(0, 2**64, 50, np.uint64)
+        rows = rng.integers(0, 256, (50, 40), np.uint8)
+        tier.write(slots, identity, rows)
+        tier.write(slots[:10], identity[:10] + np.uint64(1), rows[:10])
+        tier.erase(slots[10:20])
+        read, whole = tier.read(slots, identity)
+        assert whole.tolist() == [False] * 20 + [True] * 30
+        assert np.array_equal(read.numpy()[20:], rows[20:])
+        into = torch.full((90, 40), 7, dtype=torch.uint8)
+        assert tier.read_into(into, np.arange(60, 90), slots[20:], identity[20:]).all()
+        assert np.array_equal(into.numpy(), np.concatenate([np.full((60, 40), 7), rows[20:]]))
+
+    def test_its_picture_is_what_the_policies_do(self) -> None:
+        """When they change: python docs/images/draw_policies.py > docs/images/replay-policies.svg."""
+        script = DOCS / "images" / "draw_policies.py"
+        made = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=60).stdout
+        assert made == (DOCS / "images" / "replay-policies.svg").read_text(encoding="utf-8")
