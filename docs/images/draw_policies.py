@@ -114,6 +114,10 @@ class Map:
         clusters: NDArray[np.int16] = _distances(at, self._centres).argmin(axis=1).astype(np.int16)
         return clusters
 
+    def stale(self, _n: int) -> NDArray[np.int32]:
+        """All embeddings are of one model."""
+        return np.empty(0, np.int32)
+
     def nearest(self) -> NDArray[np.int32]:
         """Return the slots of the nearest to the new events, nearest first."""
         return np.argsort(_distances(self._held, next(self._batches)).min(axis=1), kind="stable").astype(np.int32)
