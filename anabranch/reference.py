@@ -160,8 +160,8 @@ def settings(place: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tup
 def metrics() -> dict[str, MetricWrapperBase]:
     """Return every collector by its name in the exposition."""
     registry = CollectorRegistry()
-    parts = (IngestMetrics, LearnerMetrics, ReplayMetrics, ServingMetrics)
-    owners = [part(registry) for part in parts]
+    replay = ReplayMetrics(registry)
+    owners = [IngestMetrics(registry), LearnerMetrics(registry), replay, replay.index, ServingMetrics(registry)]
     collectors = [item for owner in owners for item in vars(owner).values() if isinstance(item, MetricWrapperBase)]
     return {_name(collector): collector for collector in collectors}
 

@@ -10,7 +10,6 @@ Legend: N events offered, H events held, n events drawn, G groups.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -19,8 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from ingest.errors import SettingsError
 
 _SLACK = 32
 """One in so many of k are held beyond k, so that one scan evicts many."""
@@ -156,43 +153,6 @@ class Recent(Reservoir):
         """Only the weight is made up for, not the age: an event of the mean weight counts as that."""
         rate = np.exp(np.minimum(threshold + self._decay * time_s, 700.0))
         return rate, -np.expm1(-rate * weight)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What an admission policy may depend on.
-
-    Attributes:
-        classes: of the label; None for regression.
-        half_life: `replay.half_life`.
-        clusters: of the embeddings; None where there are none.
-    """
-
-    classes: int | None
-    half_life: timedelta
-    clusters: int | None
-
-
-def _class_balanced(around: Surroundings) -> Admission:
-    if around.classes is None or around.classes >= _MOST_GROUPS:
-        raise SettingsError(
-            'replay.admission = "class-balanced" needs schema.label.classes, fewer than 32767; write "reservoir"'
-        )
-    return ClassBalanced(around.classes)
-
-
-def _diverse(around: Surroundings) -> Admission:
-    if around.clusters is None:
-        raise SettingsError('replay.admission = "diverse" needs model.embedding: the module whose output is compared')
-    return Diverse(around.clusters)
-
-
-ADMISSIONS: dict[str, Callable[[Surroundings], Admission]] = {
-    "reservoir": lambda _: Reservoir(),
-    "class-balanced": _class_balanced,
-    "recent": lambda around: Recent(around.half_life),
-    "diverse": _diverse,
-}
 
 
 def exponentials(identity: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -12,16 +12,16 @@ import torch
 
 from ingest.errors import DependencyError, SettingsError
 from ingest.schema import Schema
-from replay.admission import ADMISSIONS, Quotas, Surroundings
+from replay.admission import Quotas
 from replay.config import RedisSettings, ReplaySettings
 from replay.contents import Contents
 from replay.disk import DiskTier
 from replay.entries import Entries
 from replay.memory import MemoryTier
 from replay.neighbours import Neighbours
+from replay.policies import ADMISSIONS, SAMPLERS, Company, Surroundings
 from replay.redis_tier import RedisTier
 from replay.rows import Fields, RowLayout
-from replay.sampler import SAMPLERS, Company
 from replay.store import MOST_INSERTED, Policies, Store
 from replay.tiers import Tiers
 from replay.whereabouts import CLUSTERS, Whereabouts

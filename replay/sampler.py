@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.errors import SettingsError
 from replay.entries import Entries
 from replay.groups import Groups
 from replay.seats import Seats
@@ -310,47 +309,3 @@ class Similar(Uniform):
         rest = super().choose(n, generator).slots
         slots = np.concatenate([found, rest[~np.isin(rest, found)]])[: min(n, len(self._entries))]
         return Choice(generator.permutation(slots))
-
-
-@dataclass(frozen=True)
-class Company:
-    """What a sampler may depend on.
-
-    Attributes:
-        entries: the index of the store.
-        slots: how many slots it has.
-        classes: of the label; None for regression.
-        half_life: `replay.half_life`.
-        whereabouts: what knows where events lie in the model's embedding; None where there is none.
-    """
-
-    entries: Entries
-    slots: int
-    classes: int | None
-    half_life: timedelta
-    whereabouts: Whereabouts | None
-
-
-def _class_balanced(company: Company) -> Sampler:
-    if company.classes is None:
-        raise SettingsError('replay.sampling = "class-balanced" needs schema.label.classes; write "uniform"')
-    # A label of -1, for none, is a group as any other.
-    return Even(company.entries, lambda slots: company.entries.of("label", slots).astype(np.int64) + 1)
-
-
-def _whereabouts(company: Company, name: str) -> Whereabouts:
-    if company.whereabouts is None:
-        raise SettingsError(
-            f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'
-        )
-    return company.whereabouts
-
-
-SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
-    "uniform": lambda company: Uniform(company.entries),
-    "class-balanced": _class_balanced,
-    "recent": lambda company: Recent(company.entries, company.slots, company.half_life),
-    "loss": lambda company: Loss(company.entries, company.slots),
-    "similar": lambda company: Similar(company.entries, _whereabouts(company, "similar")),
-    "diverse": lambda company: Diverse(company.entries, _whereabouts(company, "diverse")),
-}

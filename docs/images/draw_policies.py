@@ -16,10 +16,10 @@ from datetime import timedelta
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.admission import ADMISSIONS, Offered, Quotas, Surroundings
+from replay.admission import Offered, Quotas
 from replay.contents import ENTRY
 from replay.entries import FIELDS, Entries
-from replay.sampler import SAMPLERS, Company
+from replay.policies import ADMISSIONS, SAMPLERS, Company, Surroundings
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

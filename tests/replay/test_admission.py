@@ -12,18 +12,17 @@ from hypothesis import strategies as st
 
 from ingest.errors import SettingsError
 from replay.admission import (
-    ADMISSIONS,
     Admission,
     ClassBalanced,
     Offered,
     Quotas,
     Recent,
     Reservoir,
-    Surroundings,
     exponentials,
     kth_smallest,
     level,
 )
+from replay.policies import ADMISSIONS, Surroundings
 
 HOUR = timedelta(hours=1)
 CLASSES = 4

@@ -15,21 +15,21 @@ import torch
 from ingest.block import TopicPartition
 from ingest.fake import fake_columns
 from ingest.schema import Schema
-from replay import admission, sampler
-from replay.admission import ADMISSIONS, Quotas
+from replay import policies
+from replay.admission import Quotas
 from replay.build import build_store
 from replay.config import COMPARING, ReplaySettings
 from replay.contents import Contents
 from replay.fake import FakeCuts
-from replay.sampler import SAMPLERS
+from replay.policies import ADMISSIONS, SAMPLERS
 from replay.store import Store
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PAGE = (DOCS / "replay.md").read_text(encoding="utf-8")
 FILES: dict[str, str] = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-BUILDS: dict[str, str] = dict(
-    re.findall(r"<!-- builds: (\S+) -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-)
+LINES: dict[str, str] = {
+    name: line for line, name in re.findall(r'^```python\n(    "(\S+)": .*?,)\n```$', PAGE, re.MULTILINE)
+}
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 DAY_MS = 86_400_000
 samplers = pytest.mark.parametrize("name", [*sorted(SAMPLERS.keys() - COMPARING), "weekly"])
@@ -48,12 +48,10 @@ def added(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture(autouse=True)
 def _the_page_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add to the dicts what the page says."""
-    for name, owner, known in (("weekly", sampler, SAMPLERS), ("fresh-classes", admission, ADMISSIONS)):
-        function = "_" + name.replace("-", "_")
-        added(f"replay.{function[1:]}", monkeypatch)
-        namespace = dict(vars(owner))
-        exec(compile(BUILDS[name], name, "exec"), namespace)
-        monkeypatch.setitem(known, name, namespace[function])
+    for name, kind, known in (("weekly", "Weekly", SAMPLERS), ("fresh-classes", "FreshClasses", ADMISSIONS)):
+        module = added(f"replay.{name.replace('-', '_')}", monkeypatch)
+        namespace = {**vars(policies), kind: vars(module)[kind]}
+        monkeypatch.setitem(known, name, eval("{" + LINES[name] + "}", namespace)[name])
 
 
 @pytest.fixture

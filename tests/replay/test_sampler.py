@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ingest.block import TopicPartition
 from ingest.errors import SettingsError
 from replay.entries import Entries
-from replay.sampler import SAMPLERS, Choice, Company, Sampler
+from replay.policies import SAMPLERS, Company
+from replay.sampler import Choice, Sampler
 
 HOUR = timedelta(hours=1)
 PLAIN = ["uniform", "class-balanced", "recent", "loss"]

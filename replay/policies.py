@@ -1,0 +1,97 @@
+"""The policies of `[replay]` by name: a new one is a class in a file of its own, and one line here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+
+from ingest.errors import SettingsError
+from replay import admission, sampler
+from replay.admission import Admission
+from replay.entries import Entries
+from replay.sampler import Sampler
+from replay.whereabouts import Whereabouts
+
+_MOST_GROUPS = 2**15 - 1
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an admission policy may depend on.
+
+    Attributes:
+        classes: of the label; None for regression.
+        half_life: `replay.half_life`.
+        clusters: of the embeddings; None where there are none.
+    """
+
+    classes: int | None
+    half_life: timedelta
+    clusters: int | None
+
+
+def _classes_kept(around: Surroundings) -> Admission:
+    if around.classes is None or around.classes >= _MOST_GROUPS:
+        raise SettingsError(
+            'replay.admission = "class-balanced" needs schema.label.classes, fewer than 32767; write "reservoir"'
+        )
+    return admission.ClassBalanced(around.classes)
+
+
+def _clusters_kept(around: Surroundings) -> Admission:
+    if around.clusters is None:
+        raise SettingsError('replay.admission = "diverse" needs model.embedding: the module whose output is compared')
+    return admission.Diverse(around.clusters)
+
+
+ADMISSIONS: dict[str, Callable[[Surroundings], Admission]] = {
+    "reservoir": lambda _: admission.Reservoir(),
+    "class-balanced": _classes_kept,
+    "recent": lambda around: admission.Recent(around.half_life),
+    "diverse": _clusters_kept,
+}
+
+
+@dataclass(frozen=True)
+class Company:
+    """What a sampler may depend on.
+
+    Attributes:
+        entries: the index of the store.
+        slots: how many slots it has.
+        classes: of the label; None for regression.
+        half_life: `replay.half_life`.
+        whereabouts: what knows where events lie in the model's embedding; None where there is none.
+    """
+
+    entries: Entries
+    slots: int
+    classes: int | None
+    half_life: timedelta
+    whereabouts: Whereabouts | None
+
+
+def _classes_drawn(company: Company) -> Sampler:
+    if company.classes is None:
+        raise SettingsError('replay.sampling = "class-balanced" needs schema.label.classes; write "uniform"')
+    # A label of -1, for none, is a group as any other.
+    return sampler.Even(company.entries, lambda slots: company.entries.of("label", slots).astype(np.int64) + 1)
+
+
+def _whereabouts(company: Company, name: str) -> Whereabouts:
+    if company.whereabouts is None:
+        raise SettingsError(
+            f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'
+        )
+    return company.whereabouts
+
+
+SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
+    "uniform": lambda company: sampler.Uniform(company.entries),
+    "class-balanced": _classes_drawn,
+    "recent": lambda company: sampler.Recent(company.entries, company.slots, company.half_life),
+    "loss": lambda company: sampler.Loss(company.entries, company.slots),
+    "similar": lambda company: sampler.Similar(company.entries, _whereabouts(company, "similar")),
+    "diverse": lambda company: sampler.Diverse(company.entries, _whereabouts(company, "diverse")),
+}
