@@ -4,6 +4,7 @@ Legend: n rows of a call, R bytes of a row.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +20,17 @@ Fields = Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]
 """Columns by name, each with its dtype and the shape of one event's."""
 
 
+@dataclass(frozen=True)
+class _Field:
+    begin: int
+    end: int
+    room: int
+    dtype: np.dtype[np.generic]
+    torch_dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
 class RowLayout:
     """Where each field of the payload lies in a row of `row_bytes`.
 
@@ -26,12 +38,17 @@ class RowLayout:
     """
 
     def __init__(self, payload: Fields) -> None:
-        self._fields: dict[str, tuple[int, int, np.dtype[np.generic], torch.dtype, tuple[int, ...]]] = {}
+        self._fields: dict[str, _Field] = {}
         place = 0
         for name, (dtype, shape) in sorted(payload.items()):
             size = dtype.itemsize * int(np.prod(shape))
-            self._fields[name] = (place, place + size, dtype, getattr(torch, dtype.name), shape)
-            place += -(-size // _ALIGNMENT) * _ALIGNMENT
+            room = -(-size // _ALIGNMENT) * _ALIGNMENT
+            strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+            self._fields[name] = _Field(
+                *(place, place + size, room, dtype, getattr(torch, dtype.name), tuple(shape), strides)
+            )
+            place += room
+        self._dtypes = {field.torch_dtype for field in self._fields.values()}
         self.row_bytes = place
 
     @property
@@ -41,15 +58,20 @@ class RowLayout:
 
     def pack(self, columns: Mapping[str, Array], which: NDArray[np.intp]) -> NDArray[np.uint8]:
         """Copy what n events have in columns `[N, ...]`, those in the places `which`, into rows, uint8 `[n, R]`."""
-        rows_nR = np.zeros((len(which), self.row_bytes), np.uint8)
-        for name, (begin, end, dtype, _, _) in self._fields.items():
-            column = np.ascontiguousarray(columns[name], dtype)
-            rows_nR[:, begin:end] = column.reshape(len(column), -1).view(np.uint8)[which]
+        rows_nR = np.empty((len(which), self.row_bytes), np.uint8)
+        for name, field in self._fields.items():
+            column = np.ascontiguousarray(columns[name], field.dtype)
+            rows_nR[:, field.begin : field.end] = column.reshape(len(column), -1).view(np.uint8)[which]
+            rows_nR[:, field.end : field.begin + field.room] = 0
         return rows_nR
 
     def unpack(self, rows_nR: Tensor) -> dict[str, Tensor]:
         """View the fields in rows, each `[n, ...]`: nothing is copied."""
+        n, views = len(rows_nR), {dtype: rows_nR.view(dtype) for dtype in self._dtypes}
         columns: dict[str, Tensor] = {}
-        for name, (begin, end, _, dtype, shape) in self._fields.items():
-            columns[name] = rows_nR[:, begin:end].view(dtype).reshape(len(rows_nR), *shape)
+        for name, field in self._fields.items():
+            view, size = views[field.torch_dtype], field.dtype.itemsize
+            strides = (self.row_bytes // size, *field.strides)
+            begin = view.storage_offset() + field.begin // size
+            columns[name] = view.as_strided((n, *field.shape), strides, begin)
         return columns

@@ -216,7 +216,7 @@ class Store:
         self._regroup()
         choice = self._sampler.choose(n, np.random.default_rng((self._seed, step)))
         slots = choice.slots
-        rows = self.tiers.stage(slots.astype(np.int64), self.entries.identity(slots))
+        rows = self.tiers.stage(slots.astype(np.int64), self.entries.identity)
         return self._plan(step, choice, rows)
 
     def fetch(self, plan: Plan, n: int | None = None) -> Draw:

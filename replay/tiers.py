@@ -10,7 +10,7 @@ Legend: n rows of a call, m of them not in the memory tier, R bytes of a row, S 
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,9 @@ from replay.memory import MemoryTier
 from replay.redis_tier import RedisTier
 from replay.staged import Late, Staged
 from replay.tier import SlowTier, Tier
+
+Identify = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
+"""Returns the identities of the events in n slots."""
 
 _BYTES_A_SECOND = 64_000_000
 """At most so much is moved up between two tiers beside what is drawn."""
@@ -150,8 +153,8 @@ class Tiers:
             lambda: self._bring_down(slots, identity, rows_nR, generation), rows_nR.nbytes
         )
 
-    def stage(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> Staged:
-        """Begin to bring the rows of n events to the device."""
+    def stage(self, slots: NDArray[np.int64], identify: Identify) -> Staged:
+        """Begin to bring the rows of n events to the device; their identities are asked for only where need be."""
         if self._courier is None or self._cache is None:
             self._count_read("device", len(slots))
             return Staged(self._device.gather(slots))
@@ -160,7 +163,8 @@ class Tiers:
         self._count_read("device", len(slots) - len(misses))
         if not len(misses):
             return Staged(self._device.gather(places))
-        late = Late(misses, slots[misses], identity[misses], self._cache.generation(slots[misses]))
+        missed = slots[misses]
+        late = Late(misses, missed, identify(missed), self._cache.generation(missed))
         staged = Staged(self._gather(places, len(misses)), late, pinned=self._device.device.type == "cuda")
         size = len(misses) * self._device.slot_bytes
         self.stats.stall_seconds += self._courier.send(lambda: self._bring_up(staged, late), size)
