@@ -7,6 +7,7 @@ Legend: N events offered, H events held, n drawn, D dimensions of an embedding.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ AHEAD = 4
 MOST_INSERTED = 1024
 """Events that are inserted at once."""
 _LATEST = 2**32 - 1
+_QUIET_SECONDS = 10.0
+"""Between two lines in the log on what is lost."""
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +96,7 @@ class Store:
         self.slots = Slots(tiers.slots, durable=tiers.durable)
         self.lost = 0
         """Events that were to be held, and are not: no slot could be written, or the payload not be read back."""
+        self._told_lost, self._tell_lost_at = 0, 0.0
         self._admission = policies.admission
         self._quotas = policies.quotas
         self._sampler = policies.sampler
@@ -491,6 +495,7 @@ class Store:
             self._keep(stays)
 
     def _count_lost(self, rows: int) -> None:
-        if rows:
-            self.lost += rows
-            log.warning("%d events could not be kept in the store, %d in all since the start", rows, self.lost)
+        self.lost += rows
+        if self.lost > self._told_lost and time.monotonic() >= self._tell_lost_at:
+            log.warning("%d events could not be kept, %d since the start", self.lost - self._told_lost, self.lost)
+            self._told_lost, self._tell_lost_at = self.lost, time.monotonic() + _QUIET_SECONDS
