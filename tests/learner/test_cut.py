@@ -163,12 +163,28 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
-@each_arrangement
+POLICIES = {
+    **{sampling: {"sampling": sampling} for sampling in ("class-balanced", "recent", "loss")},
+    **{f"{admission} kept": {"admission": admission} for admission in ("class-balanced", "recent")},
+}
+
+
+@pytest.mark.parametrize(
+    ("replay", "policies"),
+    [
+        *(pytest.param(tiers, {}, id=name) for name, tiers in TIERS.items()),
+        *(
+            pytest.param(TIERS["disk with a small cache"], policies, id=f"{name}, disk with a small cache")
+            for name, policies in POLICIES.items()
+        ),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    make_bench: Callable[..., Bench], replay: dict[str, Any]
+    make_bench: Callable[..., Bench], replay: dict[str, Any], policies: dict[str, Any]
 ) -> None:
     """Weights, running statistics, optimizer, dropout's generator, draws, guard set, ledger and windows."""
-    whole = make_bench(60)
+    replay = {**replay, **policies}
+    whole = make_bench(60, replay=policies)
     whole.run()
     half = make_bench(25, replay=replay)
     half.run()
