@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -420,3 +422,39 @@ def test_training_goes_on_whatever_becomes_of_redis(
     assert report.replay_rows["disk" if disk else "redis"] + report.replay_lost == report.outcomes["trained"]
     assert (report.replay_lost == 0) == disk
     assert learner.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "policies", ['sampling = "similar"', 'sampling = "diverse"\nadmission = "diverse"'], ids=["similar", "diverse"]
+)
+def test_events_are_compared_where_the_model_puts_them(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+    policies: str,
+) -> None:
+    topic = make_topic()
+    model = (
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))\n"
+    )
+    config = pipeline(kafka.bootstrap, topic, f"[replay]\n{policies}\n", model)
+    learner = start(config, ANABRANCH__MODEL__EMBEDDING="1")
+    produce(kafka.bootstrap, topic, events(800))
+    report = learner.wait_for(lambda each: total(each) == 800)
+    address = tomllib.loads(config.read_text())["learner"]["status"]
+
+    def indexed() -> float:
+        with urllib.request.urlopen(f"http://{address}/metrics") as reply:
+            (line,) = re.findall(r"^anabranch_replay_index_rows (\S+)$", reply.read().decode(), re.MULTILINE)
+        return float(line)
+
+    learner.wait_for(lambda _: indexed() == report.outcomes["trained"])
+    assert learner.stop() == 0
+    resumed = start(config, ANABRANCH__MODEL__EMBEDDING="1")
+    produce(kafka.bootstrap, topic, events(100))
+    resumed.wait_for(lambda each: total(each) == 900)
+    assert not resumed.wait_for(lambda _: True).ill
+    assert resumed.stop() == 0
+    assert ended(config)[1].startswith("anabranch: replay.")
