@@ -4,7 +4,7 @@ Legend: K rows of the block.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -15,6 +15,7 @@ from ingest.block import Array, BlockLayout, Outcome, SkipReason
 from ingest.client import DeadLetter, Messages
 from ingest.config import HoldOut, StreamSettings
 from ingest.decoded import WHOLE_MESSAGE, Decoded, Reject, joined
+from ingest.encoder import hash_texts
 from ingest.format import FORMATS
 from ingest.identity import identity_hash, partition_base, seeded_hash
 from ingest.messages import Position
@@ -61,6 +62,7 @@ class Assembler:
         self._most_bytes = int(stream.max_message_bytes)
         self._skip_unlabelled = stream.unlabelled == "skip"
         self._hold_out = hold_out
+        self._keyed = schema.key is not None
 
     def assemble(self, incoming: Sequence[Incoming]) -> Assembled:
         """Make the rows of messages; those before their partition's `begin` have an outcome already and are left out.
@@ -71,10 +73,14 @@ class Assembler:
         part = np.repeat(np.arange(len(incoming)), lengths)
         decoded, fault = self._decode([value for each in incoming for value in each.messages.values])
         columns, message = self._rows(decoded, incoming)
+        tombstones = self._tombstones(incoming) if self._keyed else {}
+        _bury(columns, message, tombstones)
         self._settle(columns, incoming, part[message])
         firsts = (np.cumsum(lengths) - lengths).tolist()
         letters = []
         for rejects in _by_message(decoded.rejects):
+            if rejects[0].message in tombstones:
+                continue
             place = int(part[rejects[0].message])
             letters.append(_letter(incoming[place].messages, rejects[0].message - firsts[place], rejects))
         begin = np.array([(each.begin.offset, each.begin.row) for each in incoming], np.int64).reshape(-1, 2)
@@ -84,6 +90,11 @@ class Assembler:
             columns, message = {name: column[fresh] for name, column in columns.items()}, message[fresh]
         rows = np.bincount(part[message], minlength=len(incoming)).tolist()
         return Assembled(columns, rows, letters, decoded.unknown_fields, fault)
+
+    def _tombstones(self, incoming: Sequence[Incoming]) -> dict[int, bytes]:
+        """Return the keys of messages with a key and a null value, by the index of the message among all."""
+        pairs = chain.from_iterable(zip(each.messages.keys, each.messages.values, strict=True) for each in incoming)
+        return {place: key for place, (key, value) in enumerate(pairs) if value is None and key is not None}
 
     def _decode(self, values: Sequence[bytes | None]) -> tuple[Decoded, str | None]:
         """Decode the messages that have a value of a fair size; the others are rejects. Also tell what was raised."""
@@ -171,6 +182,15 @@ class Assembler:
 
     def _threshold(self) -> np.uint64:
         return np.uint64(int(self._hold_out.fraction * 2**64))
+
+
+def _bury(columns: dict[str, Array], message: NDArray[np.int32], tombstones: Mapping[int, bytes]) -> None:
+    """Settle the rows of tombstones, and give them the hash of their key: whoever reads them knows what to forget."""
+    if tombstones:
+        rows = np.flatnonzero(np.isin(message, list(tombstones)))
+        columns["outcome"][rows] = np.uint8(Outcome.SKIPPED)
+        columns["reason"][rows] = np.uint8(SkipReason.TOMBSTONE)
+        columns["key_hash"][rows] = hash_texts([tombstones[int(message[row])] for row in rows.tolist()])
 
 
 def _of_all(numbers: Sequence[Sequence[int]]) -> NDArray[np.int64]:

@@ -40,6 +40,8 @@ class SkipReason(IntEnum):
     NONE = 0
     UNLABELLED = 1
     NON_FINITE = 2
+    FORGOTTEN = 3
+    TOMBSTONE = 4
 
     @property
     def label(self) -> str:

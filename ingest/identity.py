@@ -13,8 +13,17 @@ _ROW = np.uint64(0xD6E8FEB86659FD93)
 
 def partition_base(partition: TopicPartition) -> int:
     """Return the 64-bit hash that tells events of one topic partition and incarnation from those of others."""
-    text = f"{partition.topic}#{partition.incarnation}[{partition.partition}]"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return base_of(partition_name(partition))
+
+
+def partition_name(partition: TopicPartition) -> str:
+    """Return `topic#incarnation[partition]`, with which identities begin."""
+    return f"{partition.topic}#{partition.incarnation}[{partition.partition}]"
+
+
+def base_of(name: str) -> int:
+    """Return `partition_base` of the partition of that name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def identity_hash(

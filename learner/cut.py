@@ -6,24 +6,28 @@
 
 Files first, fsync, manifest last, one rename, as with versions. Nothing is unpickled. A part that is the same as in an
 earlier cut is linked to: each cut is whole by itself, whichever others are deleted.
+
+Only what is forgotten changes a cut: a part without it is written as <part>.<n>.safetensors, then the manifest is
+replaced, then the old file is deleted.
 """
 
 import hashlib
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from learner.errors import CutError
-from learner.files import sync_directory, write_durably
+from learner.files import replace_file, sync_directory, write_durably
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -31,6 +35,7 @@ FORMAT = 2
 SEGMENT = "segment-"
 """What the names of parts begin with that cuts share: events of the store, without which a cut can do."""
 RANK = "rank-0"
+SUFFIX = ".safetensors"
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +65,26 @@ class Cut:
     carried: Mapping[str, int] = field(default_factory=dict)
 
 
+class _Lazy(Mapping[str, Tensor]):
+    """The tensors of a file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with safe_open(path, "pt") as file:
+            self._names = list(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._path, "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class Cuts:
     """The directory `var/cuts`, written and read by the learner that holds the lock."""
 
@@ -85,7 +110,7 @@ class Cuts:
         """Return the newest cut; a lenient look, when there is no other, takes one that has lost stored events."""
         for number in reversed(self.numbers()):
             try:
-                manifest = self._manifest(number)
+                manifest = self.manifest(number)
                 contents = self._verified(manifest, lenient=lenient)
             except CutError as exc:
                 log.warning("%s; the one before it is taken", exc)
@@ -114,8 +139,8 @@ class Cuts:
                 payload = save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
                 files[f"{RANK}/{part}.safetensors"] = _write(temporary / RANK / f"{part}.safetensors", payload)
             for part, source in cut.carried.items():
-                name = f"{RANK}/{part}.safetensors"
-                files[name] = self._digest(source, name)
+                name, files_there = self.name(source, part), self.manifest(source).files
+                files[name] = files_there[name]
                 _link(self.path / str(source) / name, temporary / name)
             files[f"{RANK}/{STATE}"] = _write(temporary / RANK / STATE, msgspec.json.encode(cut.state))
             manifest = CutManifest(
@@ -139,10 +164,69 @@ class Cuts:
 
     def part(self, number: int, part: str) -> dict[str, Tensor]:
         """Read one part of a cut; raises CutError when it is not what was written."""
-        return load_tensors(self._read(self._manifest(number), f"{RANK}/{part}.safetensors"))
+        return load_tensors(self.read(self.manifest(number), self.name(number, part)))
 
-    def _digest(self, number: int, name: str) -> str:
-        return self._manifest(number).files[name]
+    def open(self, manifest: CutManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
+        """Return the parts of a cut, whose tensors are read when they are looked at, and its state.
+
+        Segments that are not there are left out. Digests are not looked at.
+
+        Raises:
+            CutError: a file cannot be read.
+        """
+        folder, parts = self.path / str(manifest.number), dict[str, Mapping[str, Tensor]]()
+        try:
+            for name in manifest.files:
+                lost = part_of(name).startswith(SEGMENT) and not (folder / name).exists()
+                if name.endswith(SUFFIX) and not lost:
+                    parts[part_of(name)] = _Lazy(folder / name)
+            return parts, msgspec.json.decode((folder / RANK / STATE).read_bytes())
+        except (OSError, SafetensorError, msgspec.MsgspecError) as exc:
+            raise CutError(f"cut {manifest.number}: a part of it cannot be read: {exc}") from exc
+
+    def replace(
+        self, manifest: CutManifest, parts: Mapping[str, Mapping[str, Tensor]], known: dict[str, tuple[Path, str]]
+    ) -> None:
+        """Put other tensors in place of parts of a cut, so that a crash leaves the old cut or the new one.
+
+        Args:
+            manifest: of the cut.
+            parts: the new tensors.
+            known: new files and their digests, by the digest of the old one, which cuts may share; more are added.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        folder = self.path / str(manifest.number)
+        files = dict(manifest.files)
+        for part, tensors in parts.items():
+            old = self.name(manifest.number, part)
+            digest, name = files.pop(old), _next_name(folder, part)
+            if (same := known.get(digest)) is not None:
+                _link(same[0], folder / name)
+                files[name] = same[1]
+            else:
+                payload = save_tensors({key: tensor.contiguous() for key, tensor in tensors.items()})
+                files[name] = _write(folder / name, payload)
+                known[digest] = folder / name, files[name]
+        sync_directory(folder / RANK)
+        changed = msgspec.structs.replace(manifest, files=files)
+        replace_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(changed), indent=1))
+        self.sweep(changed)
+
+    def sweep(self, manifest: CutManifest) -> None:
+        """Delete what is in a cut's directory and not in its manifest."""
+        folder = self.path / str(manifest.number)
+        for entry in (folder / RANK).iterdir():
+            if f"{RANK}/{entry.name}" not in manifest.files:
+                entry.unlink()
+
+    def name(self, number: int, part: str) -> str:
+        """Return the name of the file that has a part of a cut; raises CutError when there is none."""
+        for name in self.manifest(number).files:
+            if part_of(name) == part:
+                return name
+        raise CutError(f"cut {number}: it has no part {part}")
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep`; what a crash leaves of one that was renamed is for `clean`."""
@@ -159,7 +243,8 @@ class Cuts:
             for leftover in self.path.glob(".tmp-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _manifest(self, number: int) -> CutManifest:
+    def manifest(self, number: int) -> CutManifest:
+        """Read what a cut says of itself; raises CutError when it cannot be read."""
         path = self.path / str(number) / MANIFEST
         try:
             return msgspec.json.decode(path.read_bytes(), type=CutManifest)
@@ -170,14 +255,15 @@ class Cuts:
         contents: dict[str, bytes] = {}
         for name in manifest.files:
             try:
-                contents[name] = self._read(manifest, name)
+                contents[name] = self.read(manifest, name)
             except CutError as exc:
                 if not lenient or not name.startswith(f"{RANK}/{SEGMENT}"):
                     raise
                 log.error("%s; going on without the events that were stored in it", exc)  # noqa: TRY400
         return contents
 
-    def _read(self, manifest: CutManifest, name: str) -> bytes:
+    def read(self, manifest: CutManifest, name: str) -> bytes:
+        """Read a file of a cut; raises CutError when it does not have its digest."""
         path = self.path / str(manifest.number) / name
         try:
             contents = path.read_bytes()
@@ -186,6 +272,16 @@ class Cuts:
         if hashlib.sha256(contents).hexdigest() != manifest.files[name]:
             raise CutError(f"cut {manifest.number}: {path} does not have its digest")
         return contents
+
+
+def part_of(name: str) -> str:
+    """Return the part that a file of a cut has, by its name in the manifest."""
+    return name.removeprefix(f"{RANK}/").partition(".")[0]
+
+
+def _next_name(folder: Path, part: str) -> str:
+    """Return a name for a part that no file has yet."""
+    return next(name for n in count(1) if not (folder / (name := f"{RANK}/{part}.{n}{SUFFIX}")).exists())
 
 
 def _write(path: Path, payload: bytes) -> str:
@@ -207,9 +303,8 @@ def _parse(manifest: CutManifest, contents: Mapping[str, bytes]) -> Cut:
     tensors: dict[str, dict[str, Tensor]] = {}
     try:
         for name, payload in contents.items():
-            part = name.removeprefix(f"{RANK}/")
-            if part.endswith(".safetensors"):
-                tensors[part.removesuffix(".safetensors")] = load_tensors(payload)
+            if name.endswith(SUFFIX):
+                tensors[part_of(name)] = load_tensors(payload)
         return Cut(manifest.step, tensors, msgspec.json.decode(contents[f"{RANK}/{STATE}"]))
     except (SafetensorError, KeyError, msgspec.MsgspecError) as exc:
         raise CutError(f"cut {manifest.number}: a part of it cannot be read: {exc}") from exc

@@ -94,6 +94,23 @@ class Cutter:
             self._background.wait(deadline)
             self._end()
 
+    def run(self, work: Callable[[], object]) -> bool:
+        """Begin to do something else with the cuts, in the thread that writes them; False while it is busy."""
+        self._end()
+        if self._background.busy:
+            return False
+        self._background.start(work)
+        return True
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until what was begun is done, or the deadline is over."""
+        self._background.wait(deadline)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a cut is written, or what `run` was given is done."""
+        return self._background.busy
+
     def _begin(self, take: Callable[[int], Moment]) -> None:
         number = self._highest = self._highest + 1  # a number that failed is not used again
         moment = take(number)

@@ -17,6 +17,7 @@ from ingest.identity import identity_hash, partition_base
 from ingest.schema import Schema
 from learner.model import forward
 from learner.task import Task
+from replay.forgotten import Forgotten
 
 _YOUNG = 4
 """One in so many of the events held is young: the newest, by which accuracy on what is new is told."""
@@ -46,7 +47,7 @@ class GuardSet:
     def __init__(self, schema: Schema, rows: int) -> None:
         self._most = rows
         self._classes = schema.label.classes
-        self._names = [*schema.payload(), "time_ms"]
+        self._names = [*schema.payload(), "time_ms", "partition", "offset", "key_hash"]
         self.held = GuardRows({})
 
     def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
@@ -64,6 +65,21 @@ class GuardSet:
             stays = self._stays(joined["label"].astype(np.float64), joined["hash"].astype(np.uint64))
             joined = {name: column[stays] for name, column in joined.items()}
         self.held = GuardRows(joined)
+
+    def forget(self, forgotten: Forgotten, bases: NDArray[np.uint64]) -> int:
+        """Let forgotten events leave, and return how many.
+
+        Args:
+            forgotten: what is.
+            bases: `partition_base` of each partition by its index.
+        """
+        if not len(self.held):
+            return 0
+        columns = self.held.columns
+        covered = forgotten.covers(bases, columns)
+        if covered.any():
+            self.held = GuardRows({name: column[~covered] for name, column in columns.items()})
+        return int(np.count_nonzero(covered))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The set, for a cut: it shares memory with `held`, which is immutable."""

@@ -79,6 +79,7 @@ class PartitionLedger:
             removed=self.removed,
             pending=max(self.end, here) - here,
             trained_through=here - 1,
+            incarnation=self.name.incarnation,
         )
 
 

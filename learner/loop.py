@@ -17,6 +17,7 @@ from learner.config import LearnerSettings
 from learner.cut import Cut
 from learner.cutter import Cutter, Moment
 from learner.deadline import Deadline
+from learner.forgetting import Forgetting
 from learner.guard import GuardSet
 from learner.ledger import Ledger
 from learner.metrics import LearnerMetrics
@@ -45,6 +46,7 @@ class Parts:
     guard: GuardSet
     publisher: Publisher
     cutter: Cutter
+    forgetting: Forgetting
 
 
 @dataclass(frozen=True)
@@ -85,35 +87,43 @@ class Loop:
             self._meet_partitions()
             if batch is not None:
                 self._settle(batch)
+            self._parts.forgetting.look_if_due()
             self._parts.publisher.publish_if_due(self._progress(), self._snapshot)
-            self._parts.cutter.cut_if_due(self._moment)
+            if self._parts.forgetting.settled:
+                self._parts.cutter.cut_if_due(self._moment)
             self._commit_if_due()
             at_boundary()
 
     def finish(self, deadline: Deadline) -> None:
         """Publish what was learned since the last version, cut, and commit positions, before the deadline."""
-        self._parts.cutter.cut_last(self._moment, deadline)
+        self._parts.forgetting.look()
+        if self._parts.forgetting.settled:
+            self._parts.cutter.cut_last(self._moment, deadline)
         self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
         self._next_commit = 0.0
         self._commit_if_due()
+        self._parts.forgetting.finish(deadline)
 
     def _settle(self, batch: Batch) -> None:
         """Do all that a batch is about, in an order in which a crash costs nothing.
 
-        Nothing here is durable, so a crash anywhere loses the batch whole; a restart learns it again from the cut.
+        Only the first is durable, and may be done again: a crash anywhere loses the batch whole, and a restart learns
+        it again from the cut.
 
-        1. Take the old events that were chosen some steps ago: no event is replayed in the step that learns it.
-        2. Test, then train. A step that is not finite leaves the weights as they were.
-        3. Offer the events to the store: after the step, and only if they were learned. Choose for a later step.
-        4. Put held-out events into the guard set.
-        5. Settle outcomes and positions: from here on a version says that it has learned them.
+        1. Write down what tombstones forget, which alone is durable, and leave out what is forgotten.
+        2. Take the old events that were chosen some steps ago: no event is replayed in the step that learns it.
+        3. Test, then train. A step that is not finite leaves the weights as they were.
+        4. Offer the events to the store: after the step, and only if they were learned. Choose for a later step.
+        5. Put held-out events into the guard set.
+        6. Settle outcomes and positions: from here on a version says that it has learned them.
         """
+        names = [partition.name for partition in self._parts.source.partitions]
+        batch = self._parts.forgetting.filter(batch, self.ledger.positions)
         outcome, reason = Outcome.TRAINED, SkipReason.NONE
         if len(batch):
             result = self._step(batch)
             if not result.finite:
                 outcome, reason = Outcome.SKIPPED, SkipReason.NON_FINITE
-        names = [partition.name for partition in self._parts.source.partitions]
         if self._parts.store is not None:
             columns = _in_order(batch.new if outcome is Outcome.TRAINED else {}, batch.stored_only)
             if columns:
@@ -205,6 +215,7 @@ class Loop:
 
     def _meet_partitions(self) -> None:
         """Open an account for each partition that was added, and note how far the broker is."""
+        self._parts.forgetting.meet([partition.name for partition in self._parts.source.partitions])
         for index, partition in enumerate(self._parts.source.partitions):
             if index == len(self.ledger.partitions):
                 self.ledger.take_up(partition.name, partition.start)

@@ -88,6 +88,7 @@ def unpack(cut: Cut) -> tuple[Contents, Sequence[Segment]] | None:
         plans=[
             PlannedRows(step, tensors[f"plan.{step}"], _array(tensors[f"planned.{step}"], PLANNED))
             for step in state["plans"]
+            if f"plan.{step}" in tensors  # those that named forgotten events are planned anew
         ],
         sampler={name: tensors[f"sampler.{name}"].numpy() for name in state["sampler"]},
     )

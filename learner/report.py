@@ -24,6 +24,7 @@ class PartitionReport(msgspec.Struct, frozen=True):
     removed: int
     pending: int
     trained_through: int
+    incarnation: int = 0
 
 
 class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +71,10 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     replay_lost: int = 0
     """Events of the store whose payload a tier could not keep or give back, since the start of the process."""
     guard_rows: int = 0
+    forgotten: int = 0
+    """Records of what is forgotten; none of it is trained on or stored from then on."""
+    forgotten_through: int = 0
+    """The last of them of which nothing is left in store, guard set and cuts."""
     version: int | None = None
     """The newest version published."""
     versions_published: int = 0

@@ -10,6 +10,7 @@ import msgspec
 from ingest.source import Source
 from learner.cut import MANIFEST, CutManifest
 from learner.cutter import Cutter
+from learner.forgetting import Forgetting
 from learner.guard import GuardSet
 from learner.heartbeat import Heartbeat
 from learner.loop import Loop, Metrics
@@ -35,6 +36,7 @@ class Reporter:
         guard: GuardSet,
         publisher: Publisher,
         cutter: Cutter,
+        forgetting: Forgetting,
         metrics: Metrics,
         *,
         strategy: str,
@@ -48,6 +50,7 @@ class Reporter:
         self._guard = guard
         self._publisher = publisher
         self._cutter = cutter
+        self._forgetting = forgetting
         self._resumed_at = loop.steps
         self._metrics = metrics
         self._strategy = strategy
@@ -68,6 +71,7 @@ class Reporter:
             self._source.ill,
             self._publisher.ill,
             self._cutter.ill,
+            self._forgetting.ill,
             replay,
             self._ill,
             self._spoiled(),
@@ -115,6 +119,8 @@ class Reporter:
             replay_bounds=store.bounds if store is not None else {},
             replay_lost=store.lost if store is not None else 0,
             guard_rows=len(self._guard.held),
+            forgotten=self._forgetting.records,
+            forgotten_through=self._forgetting.through,
             version=publisher.number,
             versions_published=publisher.published,
             publish_skipped=publisher.skipped,

@@ -24,6 +24,8 @@ from learner.cut import RANK, Cut, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.embedding import Embedding
+from learner.forgetting import Forgetting
+from learner.forgotten_cut import remembered
 from learner.guard import GuardSet
 from learner.lock import hold_state_directory
 from learner.loop import Loop, Metrics, Parts
@@ -40,6 +42,9 @@ from learner.version import Versions
 from replay.build import build_store, discard_files
 from replay.config import COMPARING, ReplaySettings
 from replay.contents import Contents
+from replay.forgotten import Forgotten
+from replay.forgotten_log import NAME as LOG
+from replay.forgotten_log import ForgottenLog
 from replay.metrics import ReplayMetrics
 from replay.store import Store
 
@@ -105,7 +110,12 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         guard = GuardSet(schema, deployment.gate.guard_rows)
         cuts = Cuts(deployment.state_dir / "cuts", schema.digest, epoch)
         cuts.clean()
-        found = cuts.newest()
+        written = ForgottenLog(deployment.state_dir / LOG)
+        written.refresh()
+        found, less = cuts.newest(), (0, 0)
+        if found is not None:
+            cut, less = remembered(found[1], Forgotten(written.records))
+            found = found[0], cut
         replayed = unpack(found[1]) if found is not None else None
         contents, segments = replayed if replayed is not None else (None, ())
         dim = embedding.heard().shape[1] if embedding is not None else None
@@ -113,10 +123,13 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         if store is not None:
             stack.callback(store.close)
         cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, segments)
-        loop = Loop(deployment.learner, Parts(source, trainer, store, guard, publisher, cutter), metrics)
+        forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, store, guard, cutter)
+        forgetting.take_note(*less)
+        parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting)
+        loop = Loop(deployment.learner, parts, metrics)
         _resume(loop, cuts, found)
         reporter = Reporter(
-            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, metrics),
+            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, metrics),
             strategy=deployment.learner.strategy,
             classification=schema.label.classes is not None,
         )

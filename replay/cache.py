@@ -1,6 +1,6 @@
 """The memory tier as a cache of the slots of a slower one: which rows it has, and which make way for others.
 
-Six bytes a slot, and nine for each row that the cache holds; no call takes longer with more slots.
+Six bytes a slot, and ten for each row that the cache holds; no call takes longer with more slots.
 
 Legend: n rows of a call, S slots, C rows of the cache.
 """
@@ -53,6 +53,7 @@ class Cache:
         self._generation = np.zeros(slots, np.uint16)
         self._slot = np.zeros(memory.slots, np.int32)
         self._drawn = np.zeros(memory.slots, np.bool_)
+        self._left = np.zeros(memory.slots, np.bool_)
         self._room = np.arange(memory.slots, dtype=np.int32)[::-1].copy()
         self._free = memory.slots
         self._hand = 0
@@ -87,6 +88,7 @@ class Cache:
         if n:
             self._place[slots[:n]] = places
             self._slot[places] = slots[:n]
+            self._left[places] = False
             self._memory.put(places.astype(np.int64), rows_nR[:n])
         return n
 
@@ -105,9 +107,16 @@ class Cache:
         places = places[places != _NOWHERE]
         self._room[self._free : self._free + len(places)] = places
         self._free += len(places)
-        self._drawn[places] = False
+        self._drawn[places], self._left[places] = False, True
         self._place[slots] = _NOWHERE
         self._generation[slots] += 1
+
+    def erase(self, slots: NDArray[np.int64]) -> None:
+        """Overwrite the rows of n slots, and all that events have left in places that are free."""
+        places = self._place[slots]
+        self._left[places[places != _NOWHERE]] = True
+        self._memory.erase(np.flatnonzero(self._left))
+        self._left[:] = False
 
     def _victims(self, n: int) -> NDArray[np.int32]:
         """Return n places at most whose rows were not drawn since the hand passed them last; only of a full cache."""

@@ -150,6 +150,13 @@ class DiskTier:
         whole: NDArray[np.bool_] = found == row_sums(rows, self.row_bytes, into) ^ identity
         return whole
 
+    def erase(self, slots: NDArray[np.int64]) -> None:
+        """Overwrite n records with zeros, those that are not zeros yet: no event's row has the checksum 0 with them."""
+        zeros = bytes(self.slot_bytes)
+        for slot in slots.tolist():
+            if os.pread(self._file, self.slot_bytes, _PAGE + slot * self.slot_bytes) != zeros:
+                self._put([memoryview(zeros)], slot)
+
     def sync(self) -> None:
         """Wait until what was written is on the disk; raises OSError when it is not."""
         os.fsync(self._file)

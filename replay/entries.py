@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ingest.block import Array, TopicPartition
 from ingest.identity import identity_hash, partition_base
 from replay.contents import ENTRY
+from replay.forgotten import Forgotten
 
 FIELDS = ("offset", "key_hash", "time_s", "partition", "row", "label")
 RECORD = np.dtype([(name, ENTRY[name]) for name in FIELDS])
@@ -21,7 +22,11 @@ RECORD = np.dtype([(name, ENTRY[name]) for name in FIELDS])
 _WORDS = RECORD.itemsize // 8
 
 FREE = -1
-"""The offset of a slot that no event is in."""
+"""The offset of a slot that no event was in since the start; what its payload is, is not known."""
+_ERASED = -2
+"""The offset of a slot that no event is in, and whose payload is erased."""
+_LEFT = -3
+"""The offset of a slot that an event has left is this less the event's: its payload is there until it is written."""
 
 
 class Entries:
@@ -79,9 +84,26 @@ class Entries:
         column: Array = self._records[name][slots]
         return column
 
+    def covered(self, forgotten: Forgotten) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
+        """Return which of the events held are forgotten, bool `[H]`, and the slots that forgotten ones have left."""
+        held = forgotten.covers(self.bases, columns_of(self._records[self.slots]))
+        left = np.flatnonzero(self._records["offset"] <= _LEFT)
+        records = columns_of(self._records[left])
+        records["offset"] = _LEFT - records["offset"]
+        return held, left[forgotten.covers(self.bases, records)].astype(np.int32)
+
+    def unknown(self) -> NDArray[np.int32]:
+        """Return the slots that no event is in and whose payload may be that of one before the start."""
+        return np.flatnonzero(self._records["offset"] == FREE).astype(np.int32)
+
+    def erase(self, slots: NDArray[np.int32]) -> None:
+        """Forget who has left n slots, whose payload is erased."""
+        self._records[slots] = np.zeros(1, RECORD)
+        self._records["offset"][slots] = _ERASED
+
     def holds(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return in which of n slots there is an event."""
-        held: NDArray[np.bool_] = self._records["offset"][slots] != FREE
+        held: NDArray[np.bool_] = self._records["offset"][slots] >= 0
         return held
 
     def meet(self, partitions: Sequence[TopicPartition]) -> None:
@@ -120,7 +142,7 @@ class Entries:
         for column in (self._slot, self._priority, self._group):
             column[:kept] = column[: self._held][stays]
         self._held = kept
-        self._records["offset"][left] = FREE
+        self._records["offset"][left] = _LEFT - self._records["offset"][left]
         return left
 
     def copy(self, begin: int = 0) -> NDArray[np.void]:
@@ -153,3 +175,8 @@ class Entries:
     def nbytes(self) -> int:
         """Memory that the index takes."""
         return self._records.nbytes + sum(each.nbytes for each in (self._slot, self._priority, self._group))
+
+
+def columns_of(records: NDArray[np.void]) -> dict[str, Array]:
+    """Return what `Forgotten.covers` looks at of n records."""
+    return {name: records[name] for name in ("partition", "offset", "key_hash")}

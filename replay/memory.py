@@ -52,6 +52,10 @@ class MemoryTier:
             return words.view(torch.uint8)
         return self._words.index_select(0, torch.from_numpy(slots).to(self.device)).view(torch.uint8)
 
+    def erase(self, slots: NDArray[np.int64]) -> None:
+        """Overwrite n rows with zeros."""
+        self._words.index_fill_(0, torch.from_numpy(slots).to(self.device), 0)
+
     def close(self) -> None:
         """Let go of the memory."""
         self._words = self._words.new_empty((0, self.slot_bytes // 8))

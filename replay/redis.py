@@ -130,6 +130,11 @@ class RedisServer:
             log.info("replay.redis: %s takes rows again", self.address)
             self._refusal = None
 
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove keys, `prefix` not included, those that are there; raises OSError when it is away, or refuses."""
+        for chunk in _chunks(len(keys), 1):
+            self._ask(self._client.unlink, *(self.prefix + key for key in keys[chunk]))
+
     def sweep_later(self, is_orphan: Sweep) -> None:
         """Remove orphans in the background, some hundred at a time; those of a server that is away, when it is back."""
         with self._changed:

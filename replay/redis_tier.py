@@ -79,6 +79,10 @@ class RedisTier:
         whole[found] = sums == row_sums(rows.reshape(-1).data, self.row_bytes, into.tolist()) ^ identity[found]
         return whole
 
+    def erase(self, slots: NDArray[np.int64]) -> None:
+        """Remove n records; raises OSError when the server is away, and then some may be removed."""
+        self.server.remove(self._keys(slots))
+
     def sync(self) -> None:
         """What the server has outlives the process as far as the server does."""
 

@@ -23,6 +23,9 @@ from replay.whereabouts import Whereabouts
 
 Slots = NDArray[np.int32]
 
+BY_POSITION = frozenset({"losses"})
+"""What of a sampler's state has a value for each event held, in logical order."""
+
 _ROUNDS = 16
 """How often a draw in proportion tries again for events that it has already."""
 _ALPHA, _BETA = 0.6, 0.4

@@ -70,6 +70,13 @@ class Staged:
         self._arrived.wait()
         return time.perf_counter() - begin
 
+    def clear(self) -> None:
+        """Overwrite the rows, once they are here: nobody is to have them."""
+        self.wait()
+        for rows in (self._rows_nR, self._brought_mR):
+            if rows is not None:
+                rows.zero_()
+
     def rows(self, n: int | None = None) -> Tensor:
         """Return those of the first n rows that came, uint8 `[<= n, R]`; on the device, and after `wait`."""
         rows_nR = self._rows_nR

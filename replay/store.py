@@ -25,7 +25,8 @@ from replay.changes import Changes
 from replay.contents import Change, Contents, Standing
 from replay.conversion import converted
 from replay.draw import Draw, Plan, fetch, planned_rows, resumed
-from replay.entries import FIELDS, Entries
+from replay.entries import FIELDS, Entries, columns_of
+from replay.forgotten import Forgotten
 from replay.neighbours import Neighbours
 from replay.rows import RowLayout
 from replay.sampler import Choice, Sampler
@@ -352,6 +353,42 @@ class Store:
         self._plans = deque(
             resumed(plan, self.tiers.staged(plan.rows), places, weighted=self._weighted) for plan in standing.plans
         )
+
+    def forget(self, forgotten: Forgotten) -> int:
+        """Let forgotten events leave, overwrite their payload in all tiers, and plan anew what names one.
+
+        Also that of events which have left already. Returns how many of the events held were forgotten.
+        """
+        covered, left = self.entries.covered(forgotten)
+        slots = np.concatenate([self.entries.slots[covered], left])
+        self.tiers.erase(slots.astype(np.int64))
+        if covered.any():
+            self._keep(~covered)
+        self.entries.erase(slots)
+        for place, plan in enumerate(self._plans):
+            if forgotten.covers(self.entries.bases, columns_of(plan.records)).any():
+                plan.rows.clear()
+                self._plans[place] = self.plan(plan.step, len(plan))
+        return int(np.count_nonzero(covered))
+
+    def erase_unknown(self, named: NDArray[np.bool_], most: int) -> bool:
+        """Erase up to `most` slots of which it is not known who has left them, and return whether there were any.
+
+        Args:
+            named: which slots a cut names, bool by slot; they stay.
+            most: at once.
+        """
+        if not self.tiers.durable:
+            return False
+        unknown = self.entries.unknown()
+        unknown = unknown[~named[unknown]][:most]
+        self.tiers.erase(unknown.astype(np.int64))
+        self.entries.erase(unknown)
+        return bool(len(unknown))
+
+    def erase_again(self) -> None:
+        """Try to erase what tiers could not."""
+        self.tiers.erase_again(self.entries.holds(np.arange(self.tiers.slots)))
 
     def close(self) -> None:
         """Let go of the tiers, and end the index process."""

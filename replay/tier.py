@@ -34,6 +34,10 @@ class Tier(Protocol):
         """
         ...
 
+    def erase(self, slots: NDArray[np.int64], /) -> None:
+        """Overwrite the rows of slots `[n]`, which are no event's afterwards; raises OSError when it cannot."""
+        ...
+
     def close(self) -> None:
         """Let go of memory, files and connections."""
         ...

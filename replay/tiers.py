@@ -93,6 +93,7 @@ class Tiers:
         self._cache: Cache | None = None
         self._courier: Courier | None = None
         self._lost: deque[tuple[NDArray[np.int64], NDArray[np.uint16]]] = deque()
+        self._unerased: list[tuple[SlowTier, NDArray[np.int64]]] = []
         self._disk_ill: str | None = None
         self._refill = Budget(_BYTES_A_SECOND)
         self._in_redis = 0
@@ -224,6 +225,46 @@ class Tiers:
             self._courier.drain()
             for tier in self._slow:
                 tier.sync()
+
+    def erase(self, slots: NDArray[np.int64]) -> None:
+        """Overwrite what all tiers have in n slots, which no event may be in afterwards, in turn with what is written.
+
+        Also what events have left behind in the memory tier as a cache. What a slower tier cannot erase is kept for
+        `erase_again`.
+        """
+        if self._courier is None or self._cache is None:
+            self._device.erase(slots)
+            return
+        self._cache.erase(slots)
+        for tier in self._slow:
+            self._send_erasure(tier, slots[slots < tier.slots])
+
+    def erase_again(self, held: NDArray[np.bool_]) -> None:
+        """Try to erase what could not be.
+
+        Args:
+            held: in which slots there is an event by now, bool by slot: the home has that in place of the other.
+        """
+        left, self._unerased = self._unerased, []
+        for tier, slots in left:
+            self._send_erasure(tier, slots[~held[slots]] if tier is self._home else slots)
+
+    def _send_erasure(self, tier: SlowTier, slots: NDArray[np.int64]) -> None:
+        def job() -> None:
+            try:
+                tier.erase(slots)
+            except OSError as exc:
+                self._unerased.append((tier, slots))
+                if tier is self.disk:
+                    self._say(f"replay.disk: {self.disk.path} cannot be written: {exc.strerror}; events are not erased")
+
+        assert self._courier is not None
+        self._courier.send(job, 0)
+
+    @property
+    def unerased(self) -> bool:
+        """Whether there is something that could not be erased; after `sync`."""
+        return bool(self._unerased)
 
     def close(self) -> None:
         """Let go of memory, files and connections."""

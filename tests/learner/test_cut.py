@@ -31,6 +31,7 @@ from learner.cut import MANIFEST, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.errors import CutError
+from learner.forgetting import Forgetting
 from learner.guard import GuardSet
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
@@ -43,6 +44,7 @@ from learner.trainer import Trainer
 from learner.version import Versions
 from replay.build import build_store
 from replay.config import ReplaySettings
+from replay.forgotten_log import ForgottenLog
 from replay.metrics import ReplayMetrics
 from replay.store import Store
 
@@ -117,7 +119,10 @@ class Bench:
         )
         guard = GuardSet(schema, 100)
         source = cast("Source", self.stream)
-        self.loop = Loop(settings, Parts(source, trainer, self.store, guard, publisher, self.cutter), self.metrics)
+        log = ForgottenLog(path / "forgotten.log")
+        forgetting = Forgetting(log, self.cuts, path / "replay", self.store, guard, self.cutter)
+        parts = Parts(source, trainer, self.store, guard, publisher, self.cutter, forgetting)
+        self.loop = Loop(settings, parts, self.metrics)
         self.trainer, self.guard = trainer, guard
 
     def run(self) -> None:

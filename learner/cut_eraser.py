@@ -1,0 +1,110 @@
+"""Takes what is forgotten out of all cuts that lie on the disk, and out of the disk tier's files."""
+
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.errors import SettingsError
+from learner.cut import SEGMENT, CutManifest, Cuts
+from learner.errors import CutError
+from learner.forgotten_cut import Tensors, named_slots, without
+from replay.disk import DiskTier
+from replay.forgotten import Forgotten
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Erased:
+    """What was done.
+
+    Attributes:
+        cuts: how many were rewritten.
+        named: the slots that cuts name afterwards, by the id of the tier's file.
+    """
+
+    cuts: int = 0
+    named: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+
+
+class Eraser:
+    """Used while no cut is written or deleted, by whoever holds the state directory."""
+
+    def __init__(self, cuts: Cuts, folder: Path, forgotten: Forgotten) -> None:
+        """Take the cuts, the folder of the disk tier's files, and what is forgotten."""
+        self._cuts = cuts
+        self._folder = folder
+        self._forgotten = forgotten
+        self._known: dict[str, tuple[Path, str]] = {}
+
+    def run(self, current: str | None = None) -> Erased:
+        """Rewrite all cuts that have forgotten events; a cut of which that cannot be told is deleted.
+
+        Done again after a crash it does what is left.
+
+        Args:
+            current: id of the file that a store is at work in, which erases there itself what no cut names.
+
+        Raises:
+            OSError: something cannot be written.
+        """
+        done = Erased()
+        for number in self._cuts.numbers():
+            try:
+                self._rewrite(self._cuts.manifest(number), done)
+            except CutError as exc:
+                log.error("%s; it is deleted, since what was forgotten may be in it", exc)  # noqa: TRY400
+                shutil.rmtree(self._cuts.path / str(number))
+        for path in sorted(self._folder.glob("*.rows")):
+            _erase_unnamed(path, done.named, current)
+        return done
+
+    def _rewrite(self, manifest: CutManifest, done: Erased) -> None:
+        self._cuts.sweep(manifest)
+        tensors, state = self._cuts.open(manifest)
+        changed = without(tensors, state, self._forgotten)
+        file = state.get("replay", {}).get("file")
+        if changed:
+            whole = {part: self._whole(manifest, part) for part in changed}
+            lost = {part for part, each in whole.items() if each is None}
+            tensors = {part: each for part, each in tensors.items() if part not in lost}
+            verified = {**tensors, **{part: each for part, each in whole.items() if each is not None}}
+            changed = without(verified, state, self._forgotten)
+            self._cuts.replace(manifest, changed, self._known)
+            tensors = {**tensors, **changed}
+            done.cuts += 1
+        if file is not None:
+            before = done.named.get(file[1], np.empty(0, np.int64))
+            done.named[file[1]] = np.union1d(before, named_slots(tensors, state))
+
+    def _whole(self, manifest: CutManifest, part: str) -> Tensors | None:
+        """Read a part that has its digest; a segment without it is deleted, since a cut can do without: None."""
+        try:
+            return self._cuts.part(manifest.number, part)
+        except CutError as exc:
+            if not part.startswith(SEGMENT):
+                raise
+            log.error("%s; it is deleted, since what was forgotten is in it", exc)  # noqa: TRY400
+            (self._cuts.path / str(manifest.number) / self._cuts.name(manifest.number, part)).unlink()
+            return None
+
+
+def _erase_unnamed(path: Path, named: Mapping[str, NDArray[np.int64]], current: str | None) -> None:
+    """Overwrite all slots of a disk tier's file that no cut names, but for the file with the id `current`."""
+    try:
+        tier = DiskTier.open(path)
+    except SettingsError as exc:
+        log.warning("%s", exc)
+        return
+    try:
+        if tier.id != current:
+            free = np.setdiff1d(np.arange(tier.slots), named.get(tier.id, np.empty(0, np.int64)))
+            tier.erase(free)
+            tier.sync()
+    finally:
+        tier.close()

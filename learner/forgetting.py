@@ -1,0 +1,302 @@
+"""Forgetting in a learner at work: what the log says is applied to everything that it holds.
+
+Tombstones are written into the log before the batch that has them is learned. From then on nothing that a record covers
+is trained on or stored; between steps, a few times a second, what is held is looked through.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.block import Array, Outcome, SkipReason, TopicPartition
+from ingest.identity import partition_base, partition_name
+from ingest.messages import Position
+from learner.batches import Batch, Span
+from learner.cut import Cuts
+from learner.cut_eraser import Eraser
+from learner.cutter import Cutter
+from learner.deadline import Deadline
+from learner.guard import GuardSet
+from replay.forgotten import ByKey, Forgotten, Record
+from replay.forgotten_log import Applied, ForgottenLog, now
+from replay.store import Store
+
+_EVERY_SECONDS = 0.2
+_SHARE = 20
+"""Looking through what is held may take one part in so many of the time, when tombstones come without end."""
+_ERASED_AT_ONCE = 4096
+_RETRY_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Count:
+    store: int = 0
+    guard: int = 0
+
+
+class Forgetting:
+    """What the log covers, kept out of a learner. Used by the loop's thread, between steps."""
+
+    def __init__(
+        self, written: ForgottenLog, cuts: Cuts, folder: Path, store: Store | None, guard: GuardSet, cutter: Cutter
+    ) -> None:
+        """Take a log that was read, and parts that hold nothing of what it covers.
+
+        Args:
+            written: the log.
+            cuts: of the learner.
+            folder: where the disk tier's files lie.
+            store: of the learner.
+            guard: of the learner.
+            cutter: whose thread rewrites cuts.
+        """
+        self._log = written
+        self._cuts = cuts
+        self._folder = folder
+        self._store = store
+        self._guard = guard
+        self._cutter = cutter
+        self._covered = Forgotten(written.records)
+        self._looked = len(written.records)
+        self._erased = written.through
+        self._count = _Count()
+        self._partitions: Sequence[TopicPartition] = ()
+        self._bases: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._unwritten: list[Record] = []
+        self._work: Iterator[None] | None = None
+        self._retry_at: float | None = None
+        self._due = 0.0
+        self.ill: str | None = None
+        """One sentence when the log cannot be written, or what is forgotten cannot be erased."""
+
+    @property
+    def through(self) -> int:
+        """The number of the last record that is applied everywhere."""
+        return self._erased
+
+    @property
+    def records(self) -> int:
+        """How many records there are."""
+        return len(self._log.records)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all tombstones are written down, without which no cut may say that they were read."""
+        return not self._unwritten
+
+    def take_note(self, store: int, guard: int) -> None:
+        """Hear how many forgotten events the cut had that the learner goes on from: cuts and tiers may have more."""
+        self._count = _Count(self._count.store + store, self._count.guard + guard)
+        if store or guard:
+            self._erased = 0
+
+    def meet(self, partitions: Sequence[TopicPartition]) -> None:
+        """Learn of partitions by their index."""
+        if len(partitions) > len(self._partitions):
+            self._partitions = list(partitions)
+            self._bases = np.array([partition_base(name) for name in partitions], np.uint64)
+
+    def filter(self, batch: Batch, positions: Mapping[TopicPartition, Position]) -> Batch:
+        """Write down what the tombstones of a batch forget, and return the batch without what is forgotten.
+
+        Args:
+            batch: not settled yet.
+            positions: before the batch.
+        """
+        said = [
+            record
+            for record in _tombstones(batch.spans, positions, self._partitions)
+            if not self._log.knows(record.by) and record.by not in {each.by for each in self._unwritten}
+        ]
+        if said:
+            self._covered.add(said)
+            self._unwritten += said
+            self._write_down()
+        if not self._covered:
+            return batch
+        for span in batch.spans:
+            _skip(span, self._covered.covers(self._bases, span.columns))
+        new, stored_only, held_out = (self._rest(rows) for rows in (batch.new, batch.stored_only, batch.held_out))
+        return Batch(new, stored_only, held_out, batch.spans)
+
+    def look_if_due(self) -> None:
+        """Apply what was appended to the log, at most a few times a second; go on with what takes longer."""
+        if time.monotonic() >= self._due:
+            begin = time.monotonic()
+            self.look()
+            self._due = time.monotonic() + max(_EVERY_SECONDS, _SHARE * (time.monotonic() - begin))
+        self._go_on()
+
+    def look(self) -> None:
+        """Let everything leave that the log covers: after this, neither draws nor cuts have it.
+
+        Raises:
+            SettingsError: the log is damaged.
+        """
+        if self._unwritten:
+            self._write_down()
+        if self._log.is_behind():
+            self._log.refresh()
+        new = self._log.records[self._looked :]
+        if not new:
+            return
+        forgotten = Forgotten(new)
+        self._covered.add(new)
+        self._looked += len(new)
+        store = self._store.forget(forgotten) if self._store is not None else 0
+        guard = self._guard.forget(forgotten, self._bases)
+        self._count = _Count(self._count.store + store, self._count.guard + guard)
+        log.info("forgetting %d events of the store and %d of the guard set (record %d)", store, guard, self._looked)
+
+    def finish(self, deadline: Deadline) -> None:
+        """Do all that is left to do, before the deadline; the next start does the rest."""
+        while self._erased < self._looked and deadline.left > 0 and self._retry_at is None:
+            self._go_on()
+            self._cutter.wait(deadline)
+
+    def _go_on(self) -> None:
+        """Erase in cuts and tiers, in pieces between steps."""
+        if self._work is None and self._erased < self._looked:
+            if self._cutter.busy or (self._retry_at is not None and time.monotonic() < self._retry_at):
+                return
+            self._work = self._erase(self._looked)
+        if self._work is not None:
+            try:
+                next(self._work)
+            except StopIteration:
+                self._work = None
+
+    def _erase(self, through: int) -> Iterator[None]:
+        """Take records out of cuts and tiers, in an order in which a crash costs nothing; yields between the pieces.
+
+        1. Rewrite cuts, in the thread that writes them: no cut that is begun later has what was forgotten.
+        2. Erase the places of the disk tier that no cut names, and of which is not known who has left them.
+        3. Wait until the disk has it, and write into the log that it is done. A crash before this does all again.
+        """
+        self._retry_at = None
+        records, count, self._count = self._log.records[self._erased : through], self._count, _Count()
+        current = self._store.tiers.file if self._store is not None else None
+        eraser = Eraser(self._cuts, self._folder, Forgotten(records))
+        rewriting = _Job(lambda: eraser.run(current.id if current is not None else None).named)
+        yield from self._wait_for(rewriting)
+        if self._store is not None and rewriting.error is None:
+            named = np.zeros(self._store.tiers.slots, np.bool_)
+            if current is not None:
+                named[rewriting.result.get(current.id, np.empty(0, np.int64))] = True
+            self._store.erase_again()
+            while self._store.erase_unknown(named, _ERASED_AT_ONCE):
+                yield
+        store = self._store
+        syncing = _Job(lambda: _sync(store))
+        yield from self._wait_for(syncing)
+        error = rewriting.error or syncing.error
+        if error is None and store is not None and store.tiers.unerased:
+            error = OSError(store.tiers.ill or "a tier could not be reached")
+        self._end(through, count, error)
+
+    def _wait_for(self, job: "_Job") -> Iterator[None]:
+        while not self._cutter.run(job.run):
+            yield
+        while not job.done:
+            yield
+
+    def _end(self, through: int, count: _Count, error: OSError | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            self._log.append(Applied(time=now(), through=through, store=count.store, guard=count.guard))
+        except OSError as exc:
+            self._count = _Count(self._count.store + count.store, self._count.guard + count.guard)
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self._say(f"what was forgotten cannot be erased everywhere yet: {exc.strerror or exc}")
+            return
+        self._erased, self.ill = through, None
+
+    def _write_down(self) -> None:
+        try:
+            self._log.append(self._unwritten)
+        except OSError as exc:
+            self._say(f"{self._log.path} cannot be written: {exc.strerror}; no cut is made until it can")
+            return
+        self._unwritten, self.ill = [], None
+
+    def _rest(self, columns: dict[str, Array]) -> dict[str, Array]:
+        """Return rows without those that are forgotten; none at all is an empty dict."""
+        if not columns:
+            return columns
+        covered = self._covered.covers(self._bases, columns)
+        if not covered.any():
+            return columns
+        return {} if covered.all() else {name: column[~covered] for name, column in columns.items()}
+
+    def _say(self, sentence: str) -> None:
+        if self.ill != sentence:
+            log.error("%s", sentence)
+        self.ill = sentence
+
+
+@dataclass
+class _Job:
+    """Work in another thread, and what came of it."""
+
+    work: Callable[[], Mapping[str, NDArray[np.int64]]]
+    result: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    error: OSError | None = None
+    done: bool = False
+
+    def run(self) -> None:
+        """Do it; a full or read-only disk is kept for whoever looks."""
+        try:
+            self.result = self.work()
+        except OSError as exc:
+            self.error = exc
+        self.done = True
+
+
+def _sync(store: Store | None) -> Mapping[str, NDArray[np.int64]]:
+    if store is not None:
+        store.tiers.sync()
+    return {}
+
+
+def _skip(span: Span, covered: NDArray[np.bool_]) -> None:
+    """Give the rows of a span that are forgotten, and were to be used, their outcome."""
+    used = np.isin(span.columns["outcome"], (Outcome.PENDING, Outcome.HELD_OUT)) & covered
+    span.columns["outcome"][used] = np.uint8(Outcome.SKIPPED)
+    span.columns["reason"][used] = np.uint8(SkipReason.FORGOTTEN)
+    span.trained[used] = False
+
+
+def _tombstones(
+    spans: Sequence[Span], positions: Mapping[TopicPartition, Position], partitions: Sequence[TopicPartition]
+) -> Iterator[ByKey]:
+    """Return what the tombstones of spans forget: what was read before them, on any partition."""
+    ends = {name: _end_of(position) for name, position in positions.items()}
+    for span in spans:
+        columns = span.columns
+        for place in np.flatnonzero(columns["reason"] == SkipReason.TOMBSTONE).tolist():
+            before = dict(ends)
+            for index in np.unique(columns["partition"][:place]).tolist():
+                mine = np.flatnonzero(columns["partition"][:place] == index)[-1]
+                before[partitions[index]] = int(columns["offset"][mine]) + 1
+            name, offset = partitions[int(columns["partition"][place])], int(columns["offset"][place])
+            before[name] = offset
+            yield ByKey(
+                time=now(),
+                by=f"{partition_name(name)}@{offset}",
+                key_hash=f"{int(columns['key_hash'][place]):016x}",
+                up_to={partition_name(each): end for each, end in before.items() if end > 0},
+            )
+        ends |= {partitions[index]: _end_of(position) for index, position in span.positions.items()}
+
+
+def _end_of(position: Position) -> int:
+    """Return the first offset of which no row was read."""
+    return position.offset + (position.row > 0)
