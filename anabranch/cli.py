@@ -1,14 +1,16 @@
 """The command line. What a command needs is imported when it runs, so that `--help` loads neither torch nor Kafka."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from anabranch.daemon import Exit, configure_logging, run
+from anabranch.cli_replay import replay
+from anabranch.command import PIPELINE, ConfigPath, run_command, show
+from anabranch.daemon import Exit
 
 app = typer.Typer(
     name="anabranch",
@@ -22,11 +24,6 @@ app = typer.Typer(
 )
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 """Click's, from wherever typer has it: some versions carry a copy of their own."""
-
-ConfigPath = Annotated[
-    Path, typer.Option("--config", "-c", help="The pipeline's file.", show_default=True, metavar="FILE")
-]
-PIPELINE = Path("pipeline.toml")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +78,7 @@ def demo(
         return run_demo(Options(events, headless, report, bootstrap, not no_twin, rate, port=port, seed=seed))
 
     sys.stderr.write("anabranch demo: starting\n")
-    return _run(start)
+    return run_command(start)
 
 
 @app.command(epilog="Example: anabranch up -c digits/pipeline.toml")
@@ -97,7 +94,7 @@ def up(config: ConfigPath = PIPELINE) -> int:
         with stop_on_signals() as stop:
             return Supervisor(parts).run(stop)
 
-    return _run(start)
+    return run_command(start)
 
 
 @app.command(epilog="Example: anabranch learn -c digits/pipeline.toml")
@@ -109,7 +106,7 @@ def learn(config: ConfigPath = PIPELINE) -> int:
 
         return Exit(learner_main(["-c", str(config)]))
 
-    return _run(start)
+    return run_command(start)
 
 
 @app.command(epilog="Example: anabranch serve -c digits/pipeline.toml")
@@ -121,7 +118,7 @@ def serve(config: ConfigPath = PIPELINE) -> int:
 
         return Exit(serving_main(["-c", str(config)]))
 
-    return _run(start)
+    return run_command(start)
 
 
 @app.command(epilog="Example: anabranch produce events.jsonl --create-topic --rate 1000")
@@ -202,7 +199,7 @@ def produce(
         if produced.interrupted:
             raise KeyboardInterrupt
 
-    return _run(start)
+    return run_command(start)
 
 
 @app.command(epilog="Example: anabranch init digits && cd digits")
@@ -218,7 +215,7 @@ def init(
         paths = write_example(folder, force=force)
         typer.echo(f"wrote {', '.join(path.name for path in paths)} to {folder}; next:\n\n{next_commands(folder)}")
 
-    return _run(start)
+    return run_command(start)
 
 
 @app.command(epilog="Example: anabranch status --watch")
@@ -243,7 +240,7 @@ def status(
 
             Console().print(render(read_status(pipeline)))
 
-    return _run(start)
+    return run_command(start)
 
 
 @app.command(epilog="Example: anabranch doctor -c digits/pipeline.toml")
@@ -259,7 +256,7 @@ def doctor(
 
         return report(config.absolute(), timeout, as_json=as_json)
 
-    return _run(start)
+    return run_command(start)
 
 
 versions = typer.Typer(
@@ -268,6 +265,7 @@ versions = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(versions, name="versions")
+app.add_typer(replay, name="replay")
 
 
 @versions.command("ls", epilog="Example: anabranch versions ls -n 5")
@@ -283,13 +281,13 @@ def versions_ls(
         from anabranch.versions import list_versions, render_list
 
         listed = list_versions(load_config(config), limit)
-        _show([one.document() for one in listed] if as_json else None, lambda: render_list(listed))
+        show([one.document() for one in listed] if as_json else None, lambda: render_list(listed))
 
-    return _run(start)
+    return run_command(start)
 
 
 @versions.command("show", epilog="Example: anabranch versions show latest")
-def versions_show(
+def versionsshow(
     which: Annotated[str, typer.Argument(metavar="VERSION", help="Its number, latest or served.")],
     config: ConfigPath = PIPELINE,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as a JSON object.")] = False,
@@ -301,23 +299,6 @@ def versions_show(
         from anabranch.versions import parse_which, render_one, show_version
 
         one = show_version(load_config(config), parse_which(which))
-        _show(one.document() if as_json else None, lambda: render_one(one))
+        show(one.document() if as_json else None, lambda: render_one(one))
 
-    return _run(start)
-
-
-def _show(document: object, render: Callable[[], Any]) -> None:
-    """Print a JSON document, or else what `render` returns."""
-    if document is not None:
-        import json
-
-        typer.echo(json.dumps(document, indent=2))
-    else:
-        from rich.console import Console
-
-        Console().print(render())
-
-
-def _run(start: Callable[[], Exit | None]) -> int:
-    configure_logging()
-    return run(start)
+    return run_command(start)

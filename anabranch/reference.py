@@ -88,6 +88,7 @@ _TAIL = """\
 | `cuts/<number>/rank-0/` | training state: weights, optimizer, replay, guard set, generators, ledger and positions |
 | `cuts/<number>/manifest.json` | what the cut is, and the digest of every file; without it the cut does not exist |
 | `replay/rank-0/<number>.rows` | the disk tier: the events that cuts name |
+| `forgotten.log` | what was forgotten, up to which offsets, and what that removed; only appended to |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |

@@ -74,6 +74,8 @@ class _Lazy(Mapping[str, Tensor]):
             self._names = list(file.keys())
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
         with safe_open(self._path, "pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -169,7 +171,7 @@ class Cuts:
     def open(self, manifest: CutManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
         """Return the parts of a cut, whose tensors are read when they are looked at, and its state.
 
-        Segments that are not there are left out. Digests are not looked at.
+        Segments that cannot be read are left out. Digests are not looked at.
 
         Raises:
             CutError: a file cannot be read.
@@ -177,9 +179,12 @@ class Cuts:
         folder, parts = self.path / str(manifest.number), dict[str, Mapping[str, Tensor]]()
         try:
             for name in manifest.files:
-                lost = part_of(name).startswith(SEGMENT) and not (folder / name).exists()
-                if name.endswith(SUFFIX) and not lost:
-                    parts[part_of(name)] = _Lazy(folder / name)
+                try:
+                    if name.endswith(SUFFIX):
+                        parts[part_of(name)] = _Lazy(folder / name)
+                except (OSError, SafetensorError):
+                    if not part_of(name).startswith(SEGMENT):
+                        raise
             return parts, msgspec.json.decode((folder / RANK / STATE).read_bytes())
         except (OSError, SafetensorError, msgspec.MsgspecError) as exc:
             raise CutError(f"cut {manifest.number}: a part of it cannot be read: {exc}") from exc

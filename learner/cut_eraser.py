@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.errors import SettingsError
-from learner.cut import SEGMENT, CutManifest, Cuts
+from learner.cut import FORMAT, SEGMENT, CutManifest, Cuts, part_of
 from learner.errors import CutError
 from learner.forgotten_cut import Tensors, named_slots, without
 from replay.disk import DiskTier
@@ -65,8 +65,14 @@ class Eraser:
         return done
 
     def _rewrite(self, manifest: CutManifest, done: Erased) -> None:
+        if manifest.format != FORMAT:
+            log.error("cut %d is of another release, and what was forgotten may be in it; delete it", manifest.number)
+            return
         self._cuts.sweep(manifest)
         tensors, state = self._cuts.open(manifest)
+        for name in manifest.files:
+            if part_of(name).startswith(SEGMENT) and part_of(name) not in tensors:
+                (self._cuts.path / str(manifest.number) / name).unlink(missing_ok=True)
         changed = without(tensors, state, self._forgotten)
         file = state.get("replay", {}).get("file")
         if changed:

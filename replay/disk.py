@@ -90,10 +90,10 @@ class DiskTier:
         return cls(path, header, descriptor, pinned=pinned)
 
     @classmethod
-    def open(cls, path: Path, *, pinned: bool = False) -> "DiskTier":
+    def open(cls, path: Path, *, pinned: bool = False, writable: bool = True) -> "DiskTier":
         """Open the file that a cut names; raises SettingsError when it cannot be used."""
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as exc:
             raise SettingsError(_lost(path, f"cannot be opened: {exc.strerror}")) from exc
         try:

@@ -23,7 +23,7 @@ from replay.whereabouts import Whereabouts
 
 Slots = NDArray[np.int32]
 
-BY_POSITION = frozenset({"losses"})
+BY_POSITION = frozenset({"seats", "weights"})
 """What of a sampler's state has a value for each event held, in logical order."""
 
 _ROUNDS = 16

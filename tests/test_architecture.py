@@ -87,6 +87,7 @@ METRICS_ADDED = words("""
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
+COMMANDS |= {"replay stats", "replay sample", "replay forget"}
 
 
 def in_a_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

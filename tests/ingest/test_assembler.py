@@ -6,8 +6,9 @@ import pytest
 from ingest.assembler import Assembled, Assembler, Incoming
 from ingest.block import Outcome, SkipReason, TopicPartition
 from ingest.client import Messages
-from ingest.config import HoldOut, StreamSettings
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.decoded import Decoded
+from ingest.encoder import hash_texts
 from ingest.json import JsonFormat
 from ingest.messages import Position
 from ingest.rows import pack_rows
@@ -184,3 +185,25 @@ def test_partitions_that_are_assembled_together_come_out_as_each_alone(schema: S
     for name, column in together.columns.items():
         assert column.tolist() == [value for each in alone for value in each.columns[name].tolist()], name
     assert {Outcome.HELD_OUT, Outcome.PENDING, Outcome.DEAD_LETTERED} == set(together.columns["outcome"].tolist())
+
+
+KEYED = Schema(
+    SchemaSettings.model_validate(
+        {
+            "features": {"x": {"dtype": "float32", "shape": [3]}},
+            "label": {"name": "y", "classes": 3},
+            "key": {"name": "k"},
+        }
+    )
+)
+
+
+def test_a_null_value_with_a_key_is_a_tombstone_where_events_have_keys() -> None:
+    events = [b'{"x": [1, 2, 3], "y": 1, "k": "key-102"}', b'{"x": [1, 2, 3], "y": 1, "k": 7}']
+    assembled = assemble(KEYED, [events[0], events[1], None, b"bad"])
+    rows = assembled.columns
+    assert rows["outcome"].tolist() == [Outcome.PENDING, Outcome.PENDING, Outcome.SKIPPED, Outcome.DEAD_LETTERED]
+    assert rows["reason"].tolist() == [SkipReason.NONE, SkipReason.NONE, SkipReason.TOMBSTONE, SkipReason.NONE]
+    assert rows["key_hash"][0] == rows["key_hash"][2], "a message's key is not compared as the event's text"
+    assert [letter.key for letter in assembled.letters] == [b"key-103"]
+    assert int(rows["key_hash"][1]) == int(hash_texts([b"7"])[0])

@@ -138,3 +138,23 @@ def test_a_tier_that_is_opened_again_has_what_was_written(open_slow: Callable[..
     read, whole = open_slow().read(slots, identity)
     assert whole.all()
     assert np.array_equal(read.numpy(), written)
+
+
+def test_what_is_erased_is_no_events_row_and_the_others_stay(open_slow: Callable[..., SlowTier]) -> None:
+    tier = open_slow()
+    slots, identity, written = some(50), names(50), rows(50)
+    tier.write(slots, identity, written)
+    tier.erase(np.concatenate([slots[:20], slots[:5], np.setdiff1d(np.arange(SLOTS), slots)[:10]]))
+    read, whole = tier.read(slots, identity)
+    assert whole.tolist() == [False] * 20 + [True] * 30
+    assert np.array_equal(read.numpy()[20:], written[20:])
+    tier.write(slots[:1], identity[:1], written[:1])
+    assert tier.read(slots[:1], identity[:1])[1].all()
+
+
+def test_the_memory_tier_has_zeros_in_place_of_what_is_erased() -> None:
+    tier = MemoryTier(ROW_BYTES, 10, torch.device("cpu"))
+    tier.write(np.arange(10), names(10), rows(10))
+    tier.erase(np.array([3, 7]))
+    read, _ = tier.read(np.arange(10), names(10))
+    assert read.any(dim=1).tolist() == [place not in (3, 7) for place in range(10)]

@@ -1,0 +1,32 @@
+"""What the commands of the command line share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anabranch.daemon import Exit, configure_logging, run
+
+ConfigPath = Annotated[
+    Path, typer.Option("--config", "-c", help="The pipeline's file.", show_default=True, metavar="FILE")
+]
+PIPELINE = Path("pipeline.toml")
+
+
+def show(document: object, render: Callable[[], Any]) -> None:
+    """Print a JSON document, or else what `render` returns."""
+    if document is not None:
+        import json
+
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(render())
+
+
+def run_command(start: Callable[[], Exit | None]) -> int:
+    """Run a command, and return its exit code."""
+    configure_logging()
+    return run(start)

@@ -1,0 +1,50 @@
+"""Forgetting while no learner runs: the same on the files, by whoever holds the state directory."""
+
+from pathlib import Path
+
+from ingest.errors import SettingsError
+from learner.cut import RANK, Cuts
+from learner.cut_eraser import Eraser
+from learner.errors import CutError
+from learner.forgotten_cut import remembered
+from replay.forgotten import Forgotten
+from replay.forgotten_log import Applied, ForgottenLog, now
+
+
+def erase(state_dir: Path, schema: str, written: ForgottenLog, *, redis: bool) -> Applied:
+    """Take all records that are not applied yet out of cuts and disk tier, and say so in the log.
+
+    Rows in Redis are left to the next start of a learner: the log then says what was removed, and not that it is all.
+
+    Args:
+        state_dir: whose lock the caller holds.
+        schema: the digest of the schema, under which the cuts were made.
+        written: the log.
+        redis: whether there may be rows in Redis.
+
+    Raises:
+        SettingsError: something cannot be written; it is done again by the next start of a learner.
+    """
+    cuts = Cuts(state_dir / "cuts", schema, 0)
+    through = len(written.records)
+    forgotten = Forgotten(written.records[written.through :])
+    try:
+        store, guard = _counted(cuts, forgotten)
+        Eraser(cuts, state_dir / "replay" / RANK, forgotten).run()
+        done = Applied(time=now(), through=written.through if redis else through, store=store, guard=guard)
+        written.append(done)
+    except OSError as exc:
+        raise SettingsError(
+            f"what was forgotten is written down, and cannot be erased yet: {exc.filename or state_dir}: "
+            f"{exc.strerror}; the next start of the learner does it"
+        ) from exc
+    return done
+
+
+def _counted(cuts: Cuts, forgotten: Forgotten) -> tuple[int, int]:
+    """Return how many events of store and guard set the newest cut loses."""
+    try:
+        found = cuts.newest()
+    except CutError:
+        return 0, 0  # of another schema or release: it is looked through all the same
+    return remembered(found[1], forgotten)[1] if found is not None else (0, 0)

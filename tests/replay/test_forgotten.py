@@ -1,0 +1,245 @@
+"""What is forgotten, and the log that says so: whole after a crash, refused when it is damaged."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.block import TopicPartition
+from ingest.errors import SettingsError
+from ingest.fake import fake_columns
+from ingest.identity import partition_base, partition_name
+from ingest.schema import Schema
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.disk import DiskTier
+from replay.fake import FakeCuts
+from replay.forgotten import ByKey, ByRange, Forgotten, Record, hash_of_key
+from replay.forgotten_log import Applied, ForgottenLog
+from replay.memory import MemoryTier
+from replay.redis_tier import RedisTier
+from replay.store import Store
+from replay.tier import Tier
+
+PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("events", 0, 1)]
+NAMES = [partition_name(name) for name in PARTITIONS]
+BASES = np.array([partition_base(name) for name in PARTITIONS], np.uint64)
+MakeStore = Callable[..., Store]
+
+places = st.tuples(st.integers(0, 2), st.integers(-1, 40), st.integers(1, 5))
+by_keys = st.builds(
+    lambda key, ends: ByKey(time=0, by="command", key_hash=f"{key:016x}", up_to=dict(zip(NAMES, ends, strict=False))),
+    st.integers(1, 6),
+    st.lists(st.integers(0, 45), max_size=3),
+)
+by_ranges = st.builds(
+    lambda name, first, length: ByRange(time=0, by="command", partition=name, first=first, last=first + length),
+    st.sampled_from(NAMES),
+    st.integers(0, 40),
+    st.integers(0, 10),
+)
+
+
+def is_covered(record: Record, partition: int, offset: int, key: int) -> bool:
+    """The plain definition."""
+    if isinstance(record, ByRange):
+        return record.partition == NAMES[partition] and record.first <= offset <= record.last
+    return int(record.key_hash, 16) == key and 0 <= offset < record.up_to.get(NAMES[partition], 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(by_keys | by_ranges, max_size=8), st.lists(places, max_size=30), st.booleans())
+def test_an_event_is_covered_when_any_record_says_so(
+    records: list[Record], events: list[tuple[int, int, int]], many: bool
+) -> None:
+    events = events * 20 if many else events
+    partition, offset, key = (np.array([each[i] for each in events], np.int64) for i in range(3))
+    columns = {"partition": partition.astype(np.int32), "offset": offset, "key_hash": key.astype(np.uint64)}
+    forgotten = Forgotten()
+    for record in records:
+        forgotten.add([record])
+        forgotten.covers(BASES, columns)
+    expected = [any(is_covered(record, *event) for record in records) for event in events]
+    assert forgotten.covers(BASES, columns).tolist() == expected
+    assert bool(forgotten) == bool(records)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(by_keys | by_ranges, min_size=1, max_size=6), st.floats(0, 1), st.binary(max_size=20))
+def test_a_torn_end_is_cut_off_and_everything_before_it_is_there(
+    records: list[Record], share: float, garbage: bytes
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "forgotten.log"
+        lengths = [0]
+        for record in records:
+            ForgottenLog(path).append([record])
+            lengths.append(path.stat().st_size)
+        torn = int(share * lengths[-1])
+        path.write_bytes(path.read_bytes()[:torn] + garbage.replace(b"\n", b""))
+        whole = sum(length <= torn for length in lengths) - 1
+        reader = ForgottenLog(path)
+        reader.refresh()
+        assert [each.number for each in reader.records] == list(range(1, whole + 1))
+        (added,) = ForgottenLog(path).append([records[0]])
+        assert added.number == whole + 1
+        reader.refresh()
+        assert len(reader.records) == whole + 1
+
+
+@pytest.mark.parametrize("byte", [3, 20, 60])
+def test_a_flipped_bit_is_refused(tmp_path: Path, byte: int) -> None:
+    path = tmp_path / "forgotten.log"
+    ForgottenLog(path).append([ByRange(time=0, by="command", partition=NAMES[0], first=1, last=2)])
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SettingsError, match="does not have its checksum at byte 0; put the file back"):
+        ForgottenLog(path).refresh()
+
+
+def test_readers_see_what_others_append_and_a_log_that_shrinks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "forgotten.log"
+    ours, theirs = ForgottenLog(path), ForgottenLog(path)
+    record = ByKey(time=0, by=f"{NAMES[0]}@7", key_hash=hash_of_key(b"anna"), up_to={NAMES[0]: 7})
+    assert not ours.is_behind()
+    (first,) = theirs.append([record])
+    assert ours.is_behind()
+    (second,) = ours.append([record])
+    assert (first.number, second.number, ours.knows(f"{NAMES[0]}@7")) == (1, 2, True)
+    ours.append(Applied(time=0, through=2, store=3, guard=4))
+    theirs.refresh()
+    assert (theirs.through, theirs.applied[0].store) == (2, 3)
+    path.write_bytes(b"")
+    with pytest.raises(SettingsError, match="lost lines"):
+        ours.append([record])
+
+
+def written_slots(tier: DiskTier) -> list[int]:
+    """Return the slots that hold anything but zeros."""
+    records = np.frombuffer(tier.path.read_bytes()[4096:], np.uint8).reshape(-1, tier.slot_bytes)
+    return np.flatnonzero(records.any(axis=1)).tolist()
+
+
+def add(store: Store, schema: Schema, offsets: range, key: int = 1) -> None:
+    columns = fake_columns(schema, offsets)
+    columns["key_hash"][:] = key
+    store.add(columns, PARTITIONS)
+
+
+def offsets_held(store: Store) -> list[int]:
+    return sorted(store.entries.copy()["offset"].tolist())
+
+
+def key_record(key: int, end: int) -> Forgotten:
+    return Forgotten([ByKey(time=0, by="command", key_hash=f"{key:016x}", up_to={NAMES[0]: end})])
+
+
+def test_forgotten_events_leave_the_store_and_its_plans(schema: Schema, make_store: MakeStore) -> None:
+    store = make_store(100)
+    add(store, schema, range(60))
+    add(store, schema, range(60, 80), key=2)
+    store.plan_ahead(0, 80)
+    assert store.forget(key_record(2, 70)) == 10
+    assert offsets_held(store) == [*range(60), *range(70, 80)]
+    for step in range(3):
+        draw = store.draw(step, 80)
+        assert sorted(draw.records["offset"].tolist()) == [*range(60), *range(70, 80)]
+        assert sorted(draw.columns["feature.n"].tolist()) == sorted(offset % 100 for offset in offsets_held(store))
+    assert store.forget(key_record(2, 70)) == 0
+    add(store, schema, range(80, 90))
+    assert len(store) == 80
+    assert store.lost == 0
+
+
+def bytes_of(tier: Tier) -> bytes:
+    """Return all that a tier holds."""
+    if isinstance(tier, DiskTier):
+        return tier.path.read_bytes()
+    if isinstance(tier, RedisTier):
+        size = tier.row_bytes + 8
+        return b"".join(each or b"" for each in tier.server.get(tier._keys(np.arange(tier.slots)), size))
+    assert isinstance(tier, MemoryTier)
+    return tier._words.numpy().tobytes()
+
+
+def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Schema, make_store: MakeStore) -> None:
+    store = make_store(50)
+    cuts = FakeCuts(store)
+    secret = fake_columns(schema, range(400))
+    secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
+    store.add(secret, PARTITIONS)
+    add(store, schema, range(400, 1200))
+    cuts.cut(1)
+    store.tiers.sync()
+    pattern = secret["feature.x"][0].tobytes()
+    assert any(pattern in bytes_of(tier) for tier in store.tiers._all)
+    store.forget(key_record(2, 400))
+    store.tiers.sync()
+    assert min(offsets_held(store)) >= 400
+    assert not any(pattern in bytes_of(tier) for tier in store.tiers._all)
+    assert not store.tiers.unerased
+    assert len(store.fetch(store.plan(0, 50))) == len(store) == len(offsets_held(store))
+
+
+@pytest.mark.services
+def test_what_a_tier_cannot_erase_is_erased_once_it_can(schema: Schema, tmp_path: Path, mortal_redis: Any) -> None:
+    options = {"capacity": 50, "redis": {"url": mortal_redis.url, "bytes": "1MB"}, "disk": {"bytes": "1MB"}}
+    settings = ReplaySettings.model_validate(options)
+    with contextlib.closing(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, keys="test")) as store:
+        add(store, schema, range(40), key=2)
+        store.tiers.sync()
+        (redis,) = (tier for tier in store.tiers._all if isinstance(tier, RedisTier))
+        with monkey(redis, OSError("away")):
+            store.forget(key_record(2, 30))
+            store.tiers.sync()
+        assert store.tiers.unerased
+        before = len(bytes_of(redis))
+        store.erase_again()
+        store.tiers.sync()
+        assert not store.tiers.unerased
+        assert len(bytes_of(redis)) == before // 4
+        assert offsets_held(store) == [*range(30, 40)]
+
+
+@contextlib.contextmanager
+def monkey(tier: RedisTier, error: OSError) -> Iterator[None]:
+    """Let a tier fail to erase."""
+    patched = pytest.MonkeyPatch()
+
+    def fail(slots: object) -> None:
+        raise error
+
+    with patched.context() as context:
+        context.setattr(tier, "erase", fail)
+        yield
+
+
+def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_cut_names(
+    schema: Schema, make_store: MakeStore
+) -> None:
+    first = make_store(50)
+    cuts = FakeCuts(first)
+    add(first, schema, range(600))
+    contents = cuts.cut(1)
+    store = make_store(50, contents=contents)
+    named = np.zeros(store.tiers.slots, np.bool_)
+    kept = store.entries.unknown()[:3]
+    named[kept] = True
+    rounds = 0
+    while store.erase_unknown(named, 64):
+        rounds += 1
+    assert (rounds > 0) == store.tiers.durable
+    if store.tiers.disk is not None:
+        store.tiers.sync()
+        written = np.array(written_slots(store.tiers.disk))
+        assert set(written.tolist()) <= {*store.entries.slots.tolist(), *kept.tolist()}
+        assert set(store.entries.slots.tolist()) <= set(written.tolist())
+    assert len(store.fetch(store.plan(0, 50))) == 50
