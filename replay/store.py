@@ -19,22 +19,20 @@ from torch import Tensor
 
 from ingest.block import Array, TopicPartition
 from ingest.errors import SettingsError
-from ingest.identity import identity_hash
-from replay.admission import Admission, Offered, Quotas
-from replay.changes import Changes
+from replay.admission import Admission, Quotas
 from replay.contents import Change, Contents, Standing
-from replay.conversion import converted
+from replay.conversion import Rows, converted, move
 from replay.draw import Draw, Plan, fetch, planned_rows, resumed
-from replay.entries import FIELDS, Entries, columns_of
+from replay.entries import Entries, columns_of
 from replay.forgotten import Forgotten
 from replay.neighbours import Neighbours
+from replay.roll import Offer, Roll
 from replay.rows import RowLayout
 from replay.sampler import Choice, Sampler
 from replay.slots import Slots
 from replay.staged import Staged
 from replay.tier import Tier
 from replay.tiers import Tiers
-from replay.watermarks import Watermarks
 from replay.whereabouts import Whereabouts
 
 AHEAD = 4
@@ -42,7 +40,6 @@ AHEAD = 4
 
 MOST_INSERTED = 1024
 """Events that are inserted at once."""
-_LATEST = 2**32 - 1
 _QUIET_SECONDS = 10.0
 """Between two lines in the log on what is lost."""
 
@@ -98,21 +95,16 @@ class Store:
         self.lost = 0
         """Events that were to be held, and are not: no slot could be written, or the payload not be read back."""
         self._told_lost, self._tell_lost_at = 0, 0.0
-        self._admission = policies.admission
-        self._quotas = policies.quotas
+        self.roll = Roll(policies.admission, policies.quotas, entries, seed)
         self._sampler = policies.sampler
         self._whereabouts = policies.whereabouts
         self._grouped = 0
         self._layout = layout
         self._seed = seed
         self._weighted = weighted
-        self._watermarks = Watermarks()
-        self._offered = np.zeros(policies.admission.groups, np.int64)
-        self._weight = 0.0
         self._plans: deque[Plan] = deque()
         self._first_cut: int | None = None
         self._leftovers: list[Callable[[], None]] = []
-        self._changes = Changes()
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -135,7 +127,7 @@ class Store:
     @property
     def capacity(self) -> int:
         """Events that are kept when there is no end of them."""
-        return self._quotas.k
+        return self.roll.quotas.k
 
     def add(
         self,
@@ -150,36 +142,18 @@ class Store:
             partitions: the table that the column `partition` points into.
             embedding: of the model, float32 `[N, D]`, NaN where it is not known; None: of no event.
         """
-        self.entries.meet(partitions)
-        where, offset = columns["partition"].astype(np.int64), columns["offset"].astype(np.int64)
-        row, weight = columns["row"].astype(np.int32), columns["weight"].astype(np.float32)
-        identity = identity_hash(self.entries.bases[where], offset, row, self._seed)
-        label = columns["label"].astype(np.int64) if columns["label"].dtype.kind == "i" else np.zeros_like(where)
-        time_s = np.clip(columns["time_ms"] // 1000, 0, _LATEST).astype(np.uint32)
-        group = self._group(label, embedding)
-        priority = self._admission.priorities(Offered(identity, weight, time_s))
-        admits = self._quotas.admits(priority, group)
-        if self._watermarks.pass_by(where, offset, row):
-            self._count_offered(group, weight)
-        else:
-            new = self._is_new(columns, priority, admits)
-            self._count_offered(group[new], weight[new])
-            admits &= new
-        admitted = np.flatnonzero(admits)
-        count = len(admitted)
-        known = {**columns, "label": label, "time_s": time_s}
-        while len(admitted):
+        self._regroup()
+        offer = self.roll.offer(columns, partitions, self._clusters_of(embedding, len(columns["offset"])))
+        rows, count = offer.admitted, len(offer.admitted)
+        while len(rows):
             room = min(self.burst, self.slots.free)
             if not room:
-                self._count_lost(len(admitted))
-                return count - len(admitted)
-            now = admitted[:room]
-            self._insert(now, priority, group, identity, known, embedding)
-            if len(self) > self._quotas.limit:
-                self._keep(self._quotas.lower(self.entries.priorities, self.entries.groups))
-            admitted = admitted[room:]
-            if len(admitted):  # the thresholds may have fallen
-                admitted = admitted[self._quotas.admits(priority[admitted], group[admitted])]
+                self._count_lost(len(rows))
+                return count - len(rows)
+            self._insert(rows[:room], offer, embedding)
+            if (stays := self.roll.surplus()) is not None:
+                self._keep(stays)
+            rows = self.roll.admits(offer, rows[room:])
         return count
 
     def learned(self, draw: Draw, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None) -> None:
@@ -252,23 +226,16 @@ class Store:
         What is copied is what came since the cut before, and one bit for each event of that one.
         """
         self._first_cut = self._first_cut or number
-        index = self.entries.copy(self._changes.old)
-        change = Change(self._changes.base, self._changes.alive, index, None)
+        change, rolled = self.roll.hold(number)
         standing = Standing(
             cut=number,
-            policy=self._admission.name,
             file=self.tiers.file,
             retired=self.slots.hold(number),
-            thresholds=self._quotas.thresholds.copy(),
-            offered=self._offered.copy(),
-            weight=self._weight,
-            bases=self.entries.bases.tolist(),
-            watermarks=dict(self._watermarks.highest),
             plans=(),
             sampler=self._sampler.state(),
+            **rolled,
         )
-        self._changes.begin(number, len(self))
-        return Held(standing, change, self.entries.identity(index["slot"]), tuple(self._plans))
+        return Held(standing, change, self.entries.identity(change.index["slot"]), tuple(self._plans))
 
     def contents(self, held: Held) -> tuple[Standing, Change]:
         """Return what was held, the payload being durable or part of it. May run in another thread until `let_go`.
@@ -292,7 +259,7 @@ class Store:
             written: whether the cut that was held for exists; if not, the next has to tell all.
         """
         if not written:
-            self._changes.forget()
+            self.roll.changes.forget()
         self.slots.let_go(oldest)
         if oldest is None or (self._first_cut is not None and oldest >= self._first_cut):
             for discard in self._leftovers:
@@ -318,21 +285,21 @@ class Store:
         if any(each.shape[1:] != (self._layout.row_bytes,) for each in rows):
             raise SettingsError("the cut's replay contents have another layout than this store")
         moved = payload is not None or source is not None
-        converts = standing.policy != self._admission.name
+        converts = standing.policy != self.roll.admission.name
         if converts:
             contents = self._converted(contents, source)
             standing = contents.standing
-        self._quotas.thresholds, self._offered = standing.thresholds.copy(), standing.offered.copy()
-        self._weight = standing.weight
-        self._watermarks = Watermarks(standing.watermarks)
+        self.roll.take_up(standing)
         keep = np.ones(len(contents.index), np.bool_)
-        if len(keep) > self._quotas.limit:
-            keep = self._quotas.lower(contents.index["priority"], contents.index["group"])
+        if len(keep) > self.roll.quotas.limit:
+            keep = self.roll.quotas.lower(contents.index["priority"], contents.index["group"])
         index, places = contents.index[keep], None
         if moved:
             self.slots.restore(contents.index["slot"][:0], standing.retired[:0], standing.cut)
             former = index["slot"].copy()
-            found = self._copy(index, standing, np.flatnonzero(keep), payload, source)
+            rows_of = self._rows_of(contents, index, np.flatnonzero(keep), source)
+            found = move(index, contents, self._seed, rows_of, self.slots, self.tiers)
+            self._count_lost(int((~found).sum()))
             index = index[found]
             places = np.full(former.max(initial=-1) + 1, -1, np.int32)
             places[former[found]] = index["slot"]
@@ -349,7 +316,7 @@ class Store:
         if len(index) == len(contents.index) and not contents.lost:
             self._sampler.restore(standing.sampler)
             if not converts and (not moved or (payload is not None and not self.tiers.durable)):
-                self._changes.begin(standing.cut, len(self))
+                self.roll.changes.begin(standing.cut, len(self))
         self._plans = deque(
             resumed(plan, self.tiers.staged(plan.rows), places, weighted=self._weighted) for plan in standing.plans
         )
@@ -396,125 +363,57 @@ class Store:
         if self._whereabouts is not None:
             self._whereabouts.close()
 
+    def _rows_of(
+        self, contents: Contents, index: NDArray[np.void], places: NDArray[np.intp], source: Tier | None
+    ) -> Rows:
+        """Return what reads the rows of events of a cut, ENTRY `[H]`, which are in the given places of its payload."""
+
+        def read(chunk: slice, identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
+            if contents.payload is not None:
+                return contents.payload[torch.from_numpy(places[chunk])], np.ones(len(identity), np.bool_)
+            return (source or self.tiers).read(index["slot"][chunk].astype(np.int64), identity)
+
+        return read
+
     def _converted(self, contents: Contents, source: Tier | None) -> Contents:
         """Return contents of a cut that was made under another policy, as they are under this one."""
-
-        def rows(chunk: slice, identity: NDArray[np.uint64]) -> Tensor:
-            if contents.payload is not None:
-                return contents.payload[chunk]
-            slots = contents.index["slot"][chunk].astype(np.int64)
-            return (source or self.tiers).read(slots, identity)[0]
-
-        def weights(rows_nR: Tensor) -> Tensor:
-            return self._layout.unpack(rows_nR)["weight"]
-
         log.info("the events stored compete anew under replay.admission, which was changed")
-        return converted(contents, self._admission, self._seed, weights, rows)
-
-    def _copy(
-        self,
-        index: NDArray[np.void],
-        standing: Standing,
-        places: NDArray[np.intp],
-        payload: Tensor | None,
-        source: Tier | None,
-    ) -> NDArray[np.bool_]:
-        """Write the rows of `index` into new slots, which it then names; return which rows could be had."""
-        found = np.ones(len(index), np.bool_)
-        bases = np.array(standing.bases, np.uint64)
-        for begin in range(0, len(index), MOST_INSERTED):
-            chunk = slice(begin, begin + MOST_INSERTED)
-            events = index[chunk]
-            identity = identity_hash(bases[events["partition"]], events["offset"], events["row"], self._seed)
-            if source is not None:
-                rows_nR, found[chunk] = source.read(events["slot"].astype(np.int64), identity)
-            else:
-                assert payload is not None
-                rows_nR = payload[torch.from_numpy(places[chunk])]
-            whole = found[chunk]
-            slots = self.slots.take(int(whole.sum()))
-            index["slot"][np.flatnonzero(whole) + begin] = slots
-            self.tiers.write(slots.astype(np.int64), identity[whole], rows_nR.numpy()[whole])
-        self._count_lost(int((~found).sum()))
-        return found
+        rows = self._rows_of(contents, contents.index, np.arange(len(contents.index)), source)
+        weights = lambda rows_nR: self._layout.unpack(rows_nR)["weight"]  # noqa: E731
+        return converted(contents, self.roll.admission, self._seed, weights, rows)
 
     def _plan(self, step: int, choice: Choice, rows: Staged) -> Plan:
         records, rates, shares = self.entries.records(choice.slots), None, None
         if self._weighted:
-            clusters = self._clusters(choice.slots)
-            group = self._admission.group(records["label"].astype(np.int64), clusters)
-            share = self.entries.counts / np.maximum(1, self._offered)
-            mean = self._weight / max(1, int(self._offered.sum()))
-            thresholds = self._quotas.thresholds[group]
-            rates, shares = self._admission.rates(thresholds, records["time_s"], share[group], mean)
+            rates, shares = self.roll.rates(records, self._clusters(choice.slots))
         return Plan(step, choice.slots, records, rates, shares, choice.correction, rows)
 
-    def _group(self, label: NDArray[np.int64], embedding: NDArray[np.float32] | None) -> NDArray[np.int16]:
-        """Return the quota group of N events that are offered."""
-        self._regroup()
+    def _clusters_of(self, embedding: NDArray[np.float32] | None, n: int) -> NDArray[np.int16]:
+        """Return the clusters of n events that are offered; 0 where they are not known."""
         if self._whereabouts is None or embedding is None:
-            clusters = np.zeros(len(label), np.int16)
-        else:
-            clusters = self._whereabouts.cluster_of(embedding)
-        return self._admission.group(label, clusters)
+            return np.zeros(n, np.int16)
+        return self._whereabouts.cluster_of(embedding)
 
     def _clusters(self, slots: NDArray[np.int32]) -> NDArray[np.int16]:
         return np.zeros(len(slots), np.int16) if self._whereabouts is None else self._whereabouts.clusters(slots)
 
     def _regroup(self) -> None:
-        """Follow the clusters when the index process has found others: what was evicted under the old ones is gone."""
-        if self._whereabouts is None or self._grouped == (training := self._whereabouts.follow()):
-            return
-        self._grouped = training
-        if self._admission.by_cluster:
-            self.entries.regroup(self._whereabouts.clusters(self.entries.slots))
-            self._quotas.thresholds[:] = np.inf
+        """Follow the clusters when the index process has found others."""
+        if self._whereabouts is not None and self._grouped != (training := self._whereabouts.follow()):
+            self._grouped = training
+            self.roll.regroup(self._whereabouts.clusters(self.entries.slots))
 
-    def _count_offered(self, group: NDArray[np.int16], weight: NDArray[np.float32]) -> None:
-        self._offered += np.bincount(group, minlength=len(self._offered))
-        self._weight += float(weight.sum())
-
-    def _is_new(
-        self, columns: Mapping[str, Array], priority: NDArray[np.float64], candidates: NDArray[np.bool_]
-    ) -> NDArray[np.bool_]:
-        """Return which of N events, some of which were offered before, are not held; only candidates are looked up.
-
-        An event has one priority for ever, so that only those of an equal one are compared.
-        """
-        names = np.stack([columns["partition"], columns["offset"], columns["row"]], axis=1).astype(np.int64)
-        new = np.zeros(len(names), np.bool_)
-        new[np.unique(names, axis=0, return_index=True)[1]] = True
-        wanted = np.sort(priority[candidates])
-        if not len(wanted):
-            return new
-        priorities = self.entries.priorities
-        places = np.minimum(np.searchsorted(wanted, priorities), len(wanted) - 1)
-        alike = self.entries.records(self.entries.slots[wanted[places] == priorities])
-        held = {(each["partition"], each["offset"], each["row"]) for each in alike}
-        for at in np.flatnonzero(candidates & new).tolist() if held else ():
-            new[at] = tuple(names[at]) not in held
-        return new
-
-    def _insert(
-        self,
-        rows: NDArray[np.intp],
-        priority: NDArray[np.float64],
-        group: NDArray[np.int16],
-        identity: NDArray[np.uint64],
-        columns: Mapping[str, Array],
-        embedding: NDArray[np.float32] | None,
-    ) -> None:
+    def _insert(self, rows: NDArray[np.intp], offer: Offer, embedding: NDArray[np.float32] | None) -> None:
         slots = self.slots.take(len(rows))
-        self.entries.append(slots, priority[rows], group[rows], {name: columns[name][rows] for name in FIELDS})
-        self.tiers.write(slots.astype(np.int64), identity[rows], self._layout.pack(columns, rows))
+        self.roll.append(slots, offer, rows)
+        self.tiers.write(slots.astype(np.int64), offer.identity[rows], self._layout.pack(offer.columns, rows))
         if self._whereabouts is not None and embedding is not None:
             self._whereabouts.come(slots, embedding[rows])
         self._sampler.come(slots)
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
         """Let those leave that do not stay, bool `[H]`."""
-        self._changes.keep(stays)
-        left = self.entries.keep(stays)
+        left = self.roll.keep(stays)
         self.tiers.free(left.astype(np.int64))
         self.slots.leave(left)
         self._sampler.leave(left)

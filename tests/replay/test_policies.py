@@ -81,7 +81,7 @@ def fill(store: Store, schema: Schema, batches: list[int], partition: int = 0) -
 def held(store: Store) -> list[tuple[int, int]]:
     """Return who is held once all that is too much has left."""
     index = store.entries.copy()
-    quotas = Quotas(store.capacity, len(store._quotas.thresholds))
+    quotas = Quotas(store.capacity, len(store.roll.quotas.thresholds))
     stays = quotas.lower(index["priority"], index["group"])
     return sorted(zip(index["partition"][stays].tolist(), index["offset"][stays].tolist(), strict=True))
 
