@@ -86,11 +86,13 @@ class Entries:
 
     def covered(self, forgotten: Forgotten) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
         """Return which of the events held are forgotten, bool `[H]`, and the slots that forgotten ones have left."""
-        held = forgotten.covers(self.bases, columns_of(self._records[self.slots]))
-        left = np.flatnonzero(self._records["offset"] <= _LEFT)
-        records = columns_of(self._records[left])
-        records["offset"] = _LEFT - records["offset"]
-        return held, left[forgotten.covers(self.bases, records)].astype(np.int32)
+        # By slot, in one pass: to gather the events held first takes three times as long.
+        columns = columns_of(self._records)
+        offset = columns["offset"]
+        columns["offset"] = np.where(np.less_equal(offset, _LEFT), _LEFT - offset, offset)
+        covered = forgotten.covers(self.bases, columns)
+        left = np.flatnonzero(covered & ~self.holds(np.arange(len(offset))))
+        return covered[self.slots], left.astype(np.int32)
 
     def unknown(self) -> NDArray[np.int32]:
         """Return the slots that no event is in and whose payload may be that of one before the start."""
