@@ -3,6 +3,7 @@
 Legend: n events chosen, R bytes of a row.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,16 +69,21 @@ class Draw:
 def fetch(plan: Plan, layout: RowLayout, tiers: Tiers, n: int | None) -> Draw:
     """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be had."""
     columns = layout.unpack(tiers.arrive(plan.rows, n))
-    whole = plan.rows.whole[:n]
-    which = slice(len(whole)) if whole.all() else np.flatnonzero(whole)
+    which = plan.rows.which(n)
     label = columns["label"]
-    weights = torch.ones(len(label), device=label.device)
+    weights = _ones(len(label), label.device)
     if plan.rates is not None and plan.shares is not None:
         rate, share = (torch.from_numpy(each[which]).to(label.device) for each in (plan.rates, plan.shares))
         weights = importance(columns["weight"], rate, share)
     if plan.correction is not None:
         weights = weights * torch.from_numpy(plan.correction[which]).to(label.device).float()
     return Draw(columns, weights, plan.slots[which], plan.records[which])
+
+
+@functools.lru_cache(maxsize=8)
+def _ones(n: int, device: torch.device) -> Tensor:
+    """Return the importance of n events of which each counts as any other; nobody changes it."""
+    return torch.ones(n, device=device)
 
 
 def planned_rows(plan: Plan) -> PlannedRows:
@@ -89,7 +95,7 @@ def planned_rows(plan: Plan) -> PlannedRows:
     events["slot"] = plan.slots
     for name, values in (("rate", plan.rates), ("share", plan.shares), ("correction", plan.correction)):
         events[name] = 1.0 if values is None else values
-    return PlannedRows(plan.step, plan.rows.rows().cpu(), events[plan.rows.whole])
+    return PlannedRows(plan.step, plan.rows.rows().cpu(), events[plan.rows.which()])
 
 
 def resumed(plan: PlannedRows, rows: Staged, places: NDArray[np.int32] | None, *, weighted: bool) -> Plan:

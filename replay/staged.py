@@ -39,8 +39,7 @@ class Staged:
         self._pinned = pinned
         self._brought_mR: Tensor | None = None
         self._arrived: threading.Event | None = None
-        self.whole = np.ones(self.n, np.bool_)
-        """Which of the n rows could be had; after `wait`."""
+        self._whole: NDArray[np.bool_] | None = None
         self._lost: NDArray[np.bool_] | None = None
         if late is not None:
             self._arrived = threading.Event()
@@ -58,7 +57,9 @@ class Staged:
         """Say which of the m rows have come and which are lost; the others could not be had now. Ends the wait."""
         assert self._arrived is not None
         assert self.late is not None
-        self.whole[self.late.places[~whole]] = False
+        if not whole.all():
+            self._whole = np.ones(self.n, np.bool_)
+            self._whole[self.late.places[~whole]] = False
         self._lost = lost
         self._arrived.set()
 
@@ -85,9 +86,13 @@ class Staged:
         if self._brought_mR is not None:
             where = torch.from_numpy(self.late.places).to(rows_nR.device)
             rows_nR.index_copy_(0, where, self._brought_mR.to(rows_nR.device, non_blocking=True))
-        if self.whole.all():
+        if self._whole is None:
             return rows_nR[:n]
-        return rows_nR[torch.from_numpy(np.flatnonzero(self.whole[:n])).to(rows_nR.device)]
+        return rows_nR[torch.from_numpy(np.flatnonzero(self._whole[:n])).to(rows_nR.device)]
+
+    def which(self, n: int | None = None) -> slice | NDArray[np.intp]:
+        """Return which of the first n rows came, as an index; after `wait`."""
+        return slice(n) if self._whole is None else np.flatnonzero(self._whole[:n])
 
     def late_rows(self, which: NDArray[np.bool_]) -> Tensor:
         """Return those of the m rows that are asked for, on the device; after `wait` and `rows`."""
@@ -98,7 +103,7 @@ class Staged:
     def brought(self) -> NDArray[np.bool_]:
         """Which of the m rows came; after `wait`."""
         assert self.late is not None
-        return self.whole[self.late.places]
+        return np.ones(len(self.late.places), np.bool_) if self._whole is None else self._whole[self.late.places]
 
     @property
     def lost(self) -> NDArray[np.bool_]:
