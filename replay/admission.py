@@ -193,6 +193,8 @@ class Quotas:
         self.k = k
         self.limit = k + k // _SLACK
         """Events that are held at most between two calls."""
+        self.at_once = max(64, min(1024, k // _SLACK))
+        """Events that enter between two looks at how many are held. It follows from k alone, as who is held must."""
         self.thresholds = np.full(groups, np.inf)
 
     def admits(self, priority: NDArray[np.float64], group: NDArray[np.int16]) -> NDArray[np.bool_]:

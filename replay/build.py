@@ -280,4 +280,5 @@ def _most_events(capacity: int, slots: int, row_bytes: int, setting: str) -> int
 
 def _spare(k: int) -> int:
     """Slots beside k: the reservoir's slack, what one insertion brings, and what is replaced while a cut is written."""
-    return Quotas(k).limit - k + 2 * max(64, min(1024, k // 32)) + k // 16
+    quotas = Quotas(k)
+    return quotas.limit - k + 2 * quotas.at_once + k // 16

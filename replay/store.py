@@ -86,7 +86,7 @@ class Store:
         spare = tiers.slots - policies.quotas.limit
         assert spare > 1
         self.burst = min(MOST_INSERTED, spare // 2)
-        """Events that are inserted at once."""
+        """Slots that have to be free for a step to store its events."""
         self.spare = spare
         """Slots beyond those for the events held."""
         self.tiers = tiers
@@ -146,7 +146,7 @@ class Store:
         offer = self.roll.offer(columns, partitions, self._clusters_of(embedding, len(columns["offset"])))
         rows, count = offer.admitted, len(offer.admitted)
         while len(rows):
-            room = min(self.burst, self.slots.free)
+            room = min(self.roll.quotas.at_once, self.slots.free)
             if not room:
                 self._count_lost(len(rows))
                 return count - len(rows)
@@ -274,7 +274,7 @@ class Store:
         """Take up what a cut has in place of what is held.
 
         Args:
-            contents: of the cut; without payload its slots are those of this store's own tiers ...
+            contents: of the cut; if a tier has the payload, its slots are those of this store's own tiers ...
             source: ... or of this tier, from which the rows are copied.
 
         Raises:
@@ -284,7 +284,7 @@ class Store:
         rows = [plan.rows for plan in standing.plans] + ([] if payload is None else [payload])
         if any(each.shape[1:] != (self._layout.row_bytes,) for each in rows):
             raise SettingsError("the cut's replay contents have another layout than this store")
-        moved = payload is not None or source is not None
+        moved = standing.file is None or source is not None
         converts = standing.policy != self.roll.admission.name
         if converts:
             contents = self._converted(contents, source)
@@ -315,7 +315,7 @@ class Store:
         self._count_lost(contents.lost)
         if len(index) == len(contents.index) and not contents.lost:
             self._sampler.restore(standing.sampler)
-            if not converts and (not moved or (payload is not None and not self.tiers.durable)):
+            if not converts and (not moved or (source is None and not self.tiers.durable)):
                 self.roll.changes.begin(standing.cut, len(self))
         self._plans = deque(
             resumed(plan, self.tiers.staged(plan.rows), places, weighted=self._weighted) for plan in standing.plans

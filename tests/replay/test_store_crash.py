@@ -1,0 +1,276 @@
+"""Kill -9: the store that is opened again has every event of the last cut, whole, and goes on as if nothing had been.
+
+With the cutter of the learner, in a thread of its own, over a file in which slots are soon written again.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from ingest.block import TopicPartition
+from ingest.config import SchemaSettings
+from ingest.fake import Columns, fake_columns
+from ingest.schema import Schema
+from learner.config import CutsSettings
+from learner.cut import Cuts
+from learner.cutter import Cutter, Moment
+from learner.metrics import LearnerMetrics
+from learner.replay_cut import unpack
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.draw import Draw
+from replay.store import AHEAD, Store
+
+KILLS = "ANABRANCH_TEST_KILLS"
+CPU = torch.device("cpu")
+PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
+NEW, DRAWN, PLANNED, CAPACITY = 30, 16, 20, 400
+SETTINGS: dict[str, dict[str, Any]] = {
+    "recent and loss": {"admission": "recent", "half_life": "1s", "sampling": "loss"},
+    "reservoir": {},
+    "class-balanced": {"admission": "class-balanced", "sampling": "class-balanced"},
+}
+DISK = {"disk": {"bytes": "33kB"}, "device_bytes": "4kB"}
+SCHEMA = {
+    "features": {"x": {"dtype": "float32", "shape": [2]}, "n": {"dtype": "int64"}},
+    "label": {"name": "y", "classes": 4},
+    "weight": {"name": "w"},
+}
+
+
+def columns_of(schema: Schema, partition: int, offsets: np.ndarray) -> Columns:
+    """What an event is follows from its identity; a second has 30 of them, a class as many as its number says."""
+    number = offsets * 2 + partition
+    columns = fake_columns(schema, offsets.tolist(), partition=partition)
+    columns["feature.x"] = np.stack([number, -number], axis=1).astype(np.float32)
+    columns["feature.n"] = number * 1_000_003
+    columns["label"] = np.array([0, 1, 1, 2, 2, 2, 3, 3, 3, 3])[number % 10]
+    columns["weight"] = np.array([0.5, 1.0, 3.0], np.float32)[number % 3]
+    columns["time_ms"] = number * 1000 // 30
+    return columns
+
+
+class Rehearsal:
+    """What a learner does with a store, a step after the other; nothing of it depends on time."""
+
+    def __init__(self, store: Store, schema: Schema, step: int) -> None:
+        self.store, self.schema, self.step = store, schema, step
+        if not step:
+            store.plan_ahead(0, PLANNED)
+
+    def take_step(self) -> str:
+        """Draw, learn, offer and plan; return the digest of what was drawn."""
+        draw = self.store.draw(self.step, DRAWN)
+        offsets = draw.records["offset"]
+        self.store.learned(draw, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
+        for partition in (0, 1):
+            begin = self.step * NEW // 2
+            self.store.add(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
+        self.step += 1
+        self.store.plan_ahead(self.step, PLANNED)
+        assert self.store.lost == 0
+        return digest_of(draw)
+
+    def state(self) -> str:
+        """Return the digest of what is held, in order, and planned."""
+        index = self.store.entries.copy()
+        index["slot"] = 0
+        plans = [plan.records.tobytes() for plan in self.store._plans]
+        thresholds = self.store.roll.quotas.thresholds.tobytes()
+        sampler = [values.tobytes() for values in self.store._sampler.state().values()]
+        return hashlib.sha256(b"".join([index.tobytes(), *plans, thresholds, *sampler])).hexdigest()
+
+
+class Life(Rehearsal):
+    """One that goes on from the newest cut and makes cuts; `close` ends it as a crash does, but for open files."""
+
+    def __init__(self, path: Path, schema: Schema, settings: str) -> None:
+        cuts = Cuts(path / "cuts", schema.digest, 1)
+        cuts.clean()
+        found = cuts.newest()
+        contents, segments = (unpack(found[1]) if found else None) or (None, ())
+        options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings], **DISK})
+        store = build_store(options, schema, CPU, 0, path / "replay", contents)
+        super().__init__(store, schema, found[1].step if found else 0)
+        every = CutsSettings.model_validate({"every": "5ms"})
+        self._cutter = Cutter(cuts, every, store, LearnerMetrics(CollectorRegistry()), segments)
+
+    def cut_if_due(self) -> None:
+        self._cutter.cut_if_due(lambda number: Moment(self.step, {}, {}, self.store.hold(number)))
+        assert self._cutter.ill is None
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class Undisturbed:
+    """The same steps in one life, in memory."""
+
+    def __init__(self, schema: Schema, settings: str) -> None:
+        options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings]})
+        self._life = Rehearsal(build_store(options, schema, CPU, 0), schema, 0)
+        self._states, self._draws = [self._life.state()], list[str]()
+
+    def state(self, step: int) -> str:
+        """Return the digest of the state before a step."""
+        self._go_on(step)
+        return self._states[step]
+
+    def draw(self, step: int) -> str:
+        """Return the digest of what a step draws."""
+        self._go_on(step + 1)
+        return self._draws[step]
+
+    def _go_on(self, step: int) -> None:
+        while self._life.step < step:
+            self._draws.append(self._life.take_step())
+            self._states.append(self._life.state())
+
+
+def digest_of(draw: Draw) -> str:
+    columns = [column.numpy().tobytes() for column in draw.columns.values()]
+    names = np.stack([draw.records[name] for name in ("partition", "offset", "row")])
+    return hashlib.sha256(b"".join([names.tobytes(), draw.importance.numpy().tobytes(), *columns])).hexdigest()
+
+
+def expect_whole(store: Store, schema: Schema) -> None:
+    """Fail unless the file has each event's own row, and each slot is free, used or retired."""
+    slots = store.entries.slots
+    rows, whole = store.tiers.read(slots.astype(np.int64), store.entries.identity(slots))
+    assert whole.all(), f"{(~whole).sum()} rows of {len(slots)} are torn or of other events"
+    columns = store._layout.unpack(rows)
+    records = store.entries.records(slots)
+    for partition in (0, 1):
+        mine = records["partition"] == partition
+        expected = columns_of(schema, partition, records["offset"][mine])
+        for name, column in columns.items():
+            assert column.numpy()[mine].tobytes() == np.ascontiguousarray(expected[name]).tobytes(), name
+    retired = [slots for _, slots in store.slots._retired]
+    everything = np.concatenate([slots, store.slots._free, *retired])
+    assert sorted(everything.tolist()) == list(range(store.tiers.slots))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums of floats depend on how many threads share them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kills"),
+    [
+        ("recent and loss", 20),
+        *(
+            pytest.param(
+                *(name, 200),
+                marks=[
+                    pytest.mark.slow,
+                    pytest.mark.timeout(1800),
+                    pytest.mark.skipif(KILLS not in os.environ, reason=f"takes minutes; set {KILLS}=1"),
+                ],
+            )
+            for name in SETTINGS
+        ),
+    ],
+)
+def test_a_store_is_whole_after_kills_at_random_moments(
+    tmp_path: Path, one_thread: None, settings: str, kills: int
+) -> None:
+    """After each: every event of the last cut, no torn one, no slot leaked, and the next draws bit for bit.
+
+    The next life goes on from there: what it has at its last cut shows that it did as if undisturbed.
+    """
+    schema = Schema(SchemaSettings.model_validate(SCHEMA))
+    moments, undisturbed, cuts = random.Random(kills), Undisturbed(schema, settings), Cuts(tmp_path / "cuts", "", 1)
+    longest, crashes, newest = 0.15, 0, set[int]()
+    with _nursery(tmp_path, settings) as nursery:
+        while crashes < kills:
+            pid = nursery.begin()
+            threading.Event().wait(moments.uniform(0.01, longest))
+            os.kill(pid, signal.SIGKILL)
+            nursery.await_end()
+            number = max(cuts.numbers(), default=0)
+            if number in newest | {0}:
+                longest *= 1.1  # for a slow machine: if lives end before a cut, nothing goes on
+            if not number:
+                continue
+            newest.add(number)
+            crashes += 1
+            life = Life(tmp_path, schema, settings)
+            expect_whole(life.store, schema)
+            assert life.state() == undisturbed.state(life.step), "others are held or planned"
+            for step in range(life.step, life.step + AHEAD):
+                assert digest_of(life.store.draw(step, DRAWN)) == undisturbed.draw(step)
+            life.close()
+    assert len(newest) > kills / 4
+
+
+class _Nursery:
+    """A process that has imported everything, and forks one life after the other."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def begin(self) -> int:
+        """Start a life, and return its pid."""
+        return int(self._tell())
+
+    def await_end(self) -> None:
+        assert int(self._tell()) == -signal.SIGKILL, "it ended by itself"
+
+    def _tell(self) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline()
+
+
+@contextlib.contextmanager
+def _nursery(path: Path, settings: str) -> Iterator[_Nursery]:
+    command = [sys.executable, __file__, str(path), settings]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        yield _Nursery(process)
+
+
+def _breed(path: Path, settings: str) -> None:
+    """Be the nursery: for every two lines that come in, a life's pid and how it ended go out."""
+    schema = Schema(SchemaSettings.model_validate(SCHEMA))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:  # the first step imports much, which a life would be too short for
+        warm = Life(Path(scratch), schema, settings)
+        warm.take_step()
+        warm.close()
+    for _ in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            life = Life(path, schema, settings)
+            while True:
+                life.take_step()
+                life.cut_if_due()
+        print(pid, flush=True)  # noqa: T201
+        sys.stdin.readline()
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    _breed(Path(sys.argv[1]), sys.argv[2])

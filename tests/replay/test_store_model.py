@@ -1,0 +1,318 @@
+"""The store against a plain model of it: events come, are planned, drawn and evicted; cuts are made, fail, are resumed.
+
+In random order, over every arrangement of tiers and from each to each, under every policy of admission.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ingest.block import TopicPartition
+from ingest.fake import Columns, fake_columns
+from ingest.identity import identity_hash, partition_base
+from ingest.schema import Schema
+from replay.build import build_store, discard_files
+from replay.config import ReplaySettings
+from replay.contents import Contents
+from replay.draw import Draw
+from replay.fake import FakeCuts
+from replay.store import AHEAD, Held, Store
+
+PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("other", 0, incarnation=2)]
+ARRANGEMENTS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "disk": {"disk": {"bytes": "13kB"}},
+    "disk with a small cache": {"disk": {"bytes": "13kB"}, "device_bytes": "1kB"},
+}
+ADMISSIONS = ["reservoir", "class-balanced", "recent"]
+SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
+HALF_LIFE = 600
+Event = tuple[int, int, int]
+"""Partition, offset and row."""
+Open = Callable[..., Store]
+
+
+def columns_of(schema: Schema, events: list[Event]) -> Columns:
+    """What an event is follows from its identity."""
+    partition, offset, row = (np.array(column) for column in zip(*events, strict=True))
+    number = partition * 7919 + offset * 31 + row
+    columns = fake_columns(schema, offset.tolist())
+    columns["partition"], columns["row"] = partition.astype(np.int32), row.astype(np.int32)
+    columns["feature.x"] = np.stack([number, -number], axis=1).astype(np.float32)
+    columns["feature.n"] = (number % 30_011).astype(np.int16)
+    columns["label"] = (number * number % 11 % 6 - 1).clip(-1, 3)
+    columns["labelled"] = columns["label"] >= 0
+    columns["weight"] = np.array([0.0, 0.5, 1.0, 1.0, 1.0, 4.0], np.float32)[number % 6]
+    columns["time_ms"] = offset * 20_000 + number % 7 * 1000
+    return columns
+
+
+def kept(schema: Schema, admission: str, offered: set[Event], k: int) -> set[Event]:
+    """The definition: of each group the q smallest, q being the largest number with which no more than k are kept."""
+    if not offered:
+        return set()
+    events = sorted(offered)
+    columns = columns_of(schema, events)
+    bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[columns["partition"]]
+    identity = identity_hash(bases, columns["offset"], columns["row"], 0).tolist()
+    groups: dict[int, list[tuple[float, Event]]] = {}
+    for place, event in enumerate(events):
+        weight = float(columns["weight"][place])
+        if not weight:
+            continue
+        priority = -math.log((identity[place] + 0.5) / 2**64) / weight
+        if admission == "recent":
+            priority = math.log(priority) - math.log(2) / HALF_LIFE * (int(columns["time_ms"][place]) // 1000)
+        group = int(columns["label"][place]) if admission == "class-balanced" else 0
+        groups.setdefault(group, []).append((priority, event))
+    sizes = [len(members) for members in groups.values()]
+    most = max(q for q in range(k + 1) if sum(min(size, q) for size in sizes) <= k) if sum(sizes) > k else k
+    return {event for members in groups.values() for _, event in sorted(members)[:most]}
+
+
+def names_of(records: np.ndarray) -> list[Event]:
+    return list(zip(*(records[name].tolist() for name in ("partition", "offset", "row")), strict=True))
+
+
+def held(store: Store) -> list[Event]:
+    return names_of(store.entries.copy())
+
+
+def expect_payload(schema: Schema, draw: Draw) -> None:
+    """Fail unless each event of a draw has its own payload, bit for bit."""
+    events = names_of(draw.records)
+    if not events:
+        return
+    expected = columns_of(schema, events)
+    for name, column in draw.columns.items():
+        assert column.numpy().tobytes() == np.ascontiguousarray(expected[name], column.numpy().dtype).tobytes(), name
+
+
+def expect_no_slot_leaked(store: Store) -> None:
+    """Fail unless each slot is free, used or retired, and only one of these."""
+    retired = [slots for _, slots in store.slots._retired]
+    everything = np.concatenate([store.entries.slots, store.slots._free, *retired])
+    assert sorted(everything.tolist()) == list(range(store.tiers.slots))
+
+
+@contextlib.contextmanager
+def stores(schema: Schema, folder: Path, k: int = 40) -> Iterator[Open]:
+    """`open(arrangement, contents=None, **settings)`: the store of one learner, closing the one before."""
+    with contextlib.ExitStack() as stack:
+
+        def open_(arrangement: str, contents: Contents | None = None, **options: Any) -> Store:
+            stack.pop_all().close()
+            chosen = {"capacity": k, "half_life": f"{HALF_LIFE}s", **ARRANGEMENTS[arrangement], **options}
+            if contents is None:
+                discard_files(folder)
+            store = build_store(ReplaySettings.model_validate(chosen), schema, torch.device("cpu"), 0, folder, contents)
+            stack.callback(store.close)
+            return store
+
+        yield open_
+
+
+@dataclass
+class Moment:
+    """What a cut must bring back."""
+
+    held: list[Event]
+    offered: set[Event]
+    plans: dict[int, list[Event]]
+    step: int
+    thresholds: list[float]
+    contents: Contents | None = None
+
+
+@dataclass
+class Model:
+    """All that is known of the store from outside."""
+
+    offered: set[Event] = field(default_factory=set)
+    plans: dict[int, list[Event]] = field(default_factory=dict)
+    step: int = 0
+
+    def moment(self, store: Store) -> Moment:
+        plans = {step: list(plan) for step, plan in self.plans.items()}
+        return Moment(held(store), set(self.offered), plans, self.step, store.roll.quotas.thresholds.tolist())
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """One learner's store through several lives."""
+
+    def __init__(self, schema: Schema, open_: Open, arrangements: list[str], admission: str, k: int = 40) -> None:
+        super().__init__()
+        self.schema, self.open, self.arrangements = schema, open_, arrangements
+        self.admission, self.k = admission, k
+        self.model, self.cuts = Model(), dict[int, Moment]()
+        self.number, self.pending = 0, None
+        self.dice = np.random.default_rng(0)
+
+    @initialize(sampling=st.sampled_from(SAMPLINGS))
+    def begin(self, sampling: str) -> None:
+        self.options = {"admission": self.admission, "sampling": sampling}
+        self.store = self.open(self.arrangements[0], **self.options)
+        self.fakes = FakeCuts(self.store)
+
+    @rule(
+        partition=st.integers(0, 2),
+        begin=st.integers(0, 400),
+        count=st.integers(1, 60),
+        order=st.sampled_from(["rising", "falling", "mixed", "twice", "rows"]),
+    )
+    def offer(self, partition: int, begin: int, count: int, order: str) -> None:
+        events = [(partition, offset, 0) for offset in range(begin, begin + count)]
+        if order == "falling":
+            events.reverse()
+        elif order == "mixed":
+            events = [(self.dice.integers(0, 3).item(), event[1], event[2]) for event in events]
+        elif order == "twice":
+            events += events[: count // 2]
+        elif order == "rows":
+            events = [(partition, begin + place // 3, place % 3) for place in range(count)]
+        if self.store.slots.free < len(events):
+            self._finish(written=True, keep=1)
+            self._hold()
+            self._finish(written=True, keep=1)
+            assert self.store.slots.free >= len(events), "a cut has not freed the slots that no cut names"
+        self.store.add(columns_of(self.schema, events), PARTITIONS)
+        self.model.offered |= set(events)
+
+    @rule(n=st.integers(0, 30))
+    def plan(self, n: int) -> None:
+        before = held(self.store)
+        self.store.plan_ahead(self.model.step, n)
+        for step in range(self.model.step, self.model.step + AHEAD):
+            if step not in self.model.plans:
+                plan = next(plan for plan in self.store._plans if plan.step == step)
+                events = names_of(plan.records)
+                assert len(events) == len(set(events)) == min(n, len(before))
+                assert set(events) <= set(before)
+                self.model.plans[step] = events
+
+    @precondition(lambda self: self.model.step in self.model.plans)
+    @rule(n=st.integers(0, 30), hears=st.booleans())
+    def draw(self, n: int, hears: bool) -> None:
+        expected = self.model.plans.pop(self.model.step)[:n]
+        draw = self.store.draw(self.model.step, n)
+        self.model.step += 1
+        assert names_of(draw.records) == expected
+        expect_payload(self.schema, draw)
+        assert bool((draw.importance > 0).all())
+        if hears:
+            self.store.learned(draw, self.dice.exponential(size=len(draw)).astype(np.float32))
+
+    @precondition(lambda self: self.pending is None)
+    @rule()
+    def hold(self) -> None:
+        self._hold()
+
+    @precondition(lambda self: self.pending is not None)
+    @rule(written=st.sampled_from([True, True, False]), keep=st.integers(1, 3))
+    def finish(self, written: bool, keep: int) -> None:
+        self._finish(written=written, keep=keep)
+
+    @rule(keep=st.integers(2, 3))
+    def cut(self, keep: int) -> None:
+        self._finish(written=True, keep=keep)
+        self._hold()
+        self._finish(written=True, keep=keep)
+
+    @rule(data=st.data(), newest_is_broken=st.sampled_from([False, False, True]))
+    def crash(self, data: st.DataObject, newest_is_broken: bool) -> None:
+        """Go on from a cut, with the tiers as they are; what was not written is forgotten."""
+        arrangement = data.draw(st.sampled_from(self.arrangements))
+        self.pending = None
+        if newest_is_broken and len(self.cuts) > 1:
+            del self.cuts[max(self.cuts)]
+        if not self.cuts:
+            self.store, self.model = self.open(arrangement, **self.options), Model()
+            self.fakes = FakeCuts(self.store)
+            return
+        moment = self.cuts[max(self.cuts)]
+        self.store = self.open(arrangement, moment.contents, **self.options)
+        self.fakes = FakeCuts(self.store, moment.contents)
+        self.model = Model(set(moment.offered), {step: list(plan) for step, plan in moment.plans.items()}, moment.step)
+        assert held(self.store) == moment.held, "others are held after a restart, or in another order"
+        assert self.store.roll.quotas.thresholds.tolist() == moment.thresholds
+        assert [plan.step for plan in self.store._plans] == sorted(moment.plans)
+
+    @invariant()
+    def what_is_held_is_what_the_definition_says(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        events = held(self.store)
+        assert len(events) == len(set(events)) == len(self.store), "an event is held twice"
+        assert len(events) <= self.store.roll.quotas.limit
+        assert set(events) <= self.model.offered
+        assert self.store.lost == 0
+        assert kept(self.schema, self.admission, self.model.offered, self.k) <= set(events)
+
+    @invariant()
+    def no_slot_is_leaked_or_used_twice(self) -> None:
+        if hasattr(self, "store"):
+            expect_no_slot_leaked(self.store)
+
+    @invariant()
+    def every_event_has_its_own_payload(self) -> None:
+        if hasattr(self, "store"):
+            draw = self.store.fetch(self.store.plan(0, len(self.store)))
+            assert len(draw) == len(self.store), "a row was written over"
+            expect_payload(self.schema, draw)
+
+    def _hold(self) -> None:
+        self.number += 1
+        self.pending: tuple[Held, Moment] | None = (self.store.hold(self.number), self.model.moment(self.store))
+
+    def _finish(self, *, written: bool, keep: int) -> None:
+        if self.pending is None:
+            return
+        held_, moment = self.pending
+        if written:
+            moment.contents = self.fakes.finish(held_)
+            self.cuts[self.number] = moment
+            for number in sorted(self.cuts)[:-keep]:
+                del self.cuts[number]
+        self.pending = None
+        self.store.let_go(min(self.cuts, default=None), written=written)
+
+
+def run(schema: Schema, folder: Path, arrangements: list[str], admission: str, examples: int) -> None:
+    with stores(schema, folder) as open_:
+        run_state_machine_as_test(
+            lambda: StoreMachine(schema, open_, arrangements, admission),
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=40,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_the_store_is_its_model(schema: Schema, tmp_path: Path, arrangement: str, admission: str) -> None:
+    run(schema, tmp_path, [arrangement], admission, examples=15)
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_the_store_is_its_model_when_every_life_has_other_tiers(schema: Schema, tmp_path: Path, admission: str) -> None:
+    run(schema, tmp_path, list(ARRANGEMENTS), admission, examples=30)
