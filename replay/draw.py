@@ -98,15 +98,11 @@ def planned_rows(plan: Plan) -> PlannedRows:
     return PlannedRows(plan.step, plan.rows.rows().cpu(), events[plan.rows.which()])
 
 
-def resumed(plan: PlannedRows, rows: Staged, places: NDArray[np.int32] | None, *, weighted: bool) -> Plan:
-    """Return a plan of a cut; if events were moved, `places` has the slot of each now, by that of the cut, or -1."""
+def resumed(plan: PlannedRows, rows: Staged, slots: NDArray[np.int32], *, weighted: bool) -> Plan:
+    """Return a plan of a cut, whose events are in n slots now; -1 for those that are held no more."""
     events = plan.events
     records = np.empty(len(events), RECORD)
     for name in FIELDS:
         records[name] = events[name]
-    slots = events["slot"].copy()
-    if places is not None:
-        known = (slots >= 0) & (slots < len(places))
-        slots[known], slots[~known] = places[slots[known]], -1
     rate, share, correction = (events[name].copy() for name in ("rate", "share", "correction"))
     return Plan(*(plan.step, slots, records, rate if weighted else None, share if weighted else None, correction, rows))

@@ -119,6 +119,17 @@ class Entries:
         records = self.records(slots)
         return identity_hash(self.bases[records["partition"]], records["offset"], records["row"], self._seed)
 
+    def find(self, events: NDArray[np.void]) -> NDArray[np.int32]:
+        """Return the slots of n events that have the fields of a record, -1 for those not held; looks at all."""
+        found = np.full(len(events), FREE, np.int32)
+        if len(events):
+            wanted = identity_hash(self.bases[events["partition"]], events["offset"], events["row"], self._seed)
+            order, held = np.argsort(wanted), self.identity(self.slots)
+            places = np.minimum(np.searchsorted(wanted[order], held), len(wanted) - 1)
+            alike = wanted[order][places] == held
+            found[order[places[alike]]] = self.slots[alike]
+        return found
+
     def append(
         self,
         slots: NDArray[np.int32],

@@ -293,16 +293,13 @@ class Store:
         keep = np.ones(len(contents.index), np.bool_)
         if len(keep) > self.roll.quotas.limit:
             keep = self.roll.quotas.lower(contents.index["priority"], contents.index["group"])
-        index, places = contents.index[keep], None
+        index = contents.index[keep]
         if moved:
             self.slots.restore(contents.index["slot"][:0], standing.retired[:0], standing.cut)
-            former = index["slot"].copy()
             rows_of = self._rows_of(contents, index, np.flatnonzero(keep), source)
             found = move(index, contents, self._seed, rows_of, self.slots, self.tiers)
             self._count_lost(int((~found).sum()))
             index = index[found]
-            places = np.full(former.max(initial=-1) + 1, -1, np.int32)
-            places[former[found]] = index["slot"]
         else:
             self.slots.restore(contents.index["slot"], standing.retired, standing.cut)
             self.slots.leave(contents.index["slot"][~keep])
@@ -317,9 +314,11 @@ class Store:
             self._sampler.restore(standing.sampler)
             if not converts and (not moved or (source is None and not self.tiers.durable)):
                 self.roll.changes.begin(standing.cut, len(self))
-        self._plans = deque(
-            resumed(plan, self.tiers.staged(plan.rows), places, weighted=self._weighted) for plan in standing.plans
-        )
+        self._plans.clear()
+        for plan in standing.plans:
+            # A cut that has the payload may name slots of several lives.
+            slots = self.entries.find(plan.events) if moved else plan.events["slot"].copy()
+            self._plans.append(resumed(plan, self.tiers.staged(plan.rows), slots, weighted=self._weighted))
 
     def forget(self, forgotten: Forgotten) -> int:
         """Let forgotten events leave, overwrite their payload in all tiers, and plan anew what names one.

@@ -1,0 +1,144 @@
+"""A store that goes on from a cut draws what it would have drawn; under another policy it keeps what that one keeps."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.block import TopicPartition
+from ingest.fake import Columns, fake_columns
+from ingest.schema import Schema
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.contents import Contents
+from replay.fake import FakeCuts
+from replay.store import Store
+
+PARTITIONS = [TopicPartition("events", 0)]
+ARRANGEMENTS: list[dict[str, Any]] = [
+    {},
+    {"disk": {"bytes": "500kB"}},
+    {"disk": {"bytes": "150kB"}, "device_bytes": "1kB"},
+]
+ADMISSIONS = ["reservoir", "class-balanced", "recent"]
+SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
+CAPACITY, DRAWN = 200, 24
+Build = Callable[..., Store]
+
+
+def block(schema: Schema, step: int, rows: int) -> Columns:
+    """Events of a step; classes are uneven, and a step is a minute."""
+    columns = fake_columns(schema, range(step * 1000, step * 1000 + rows), label=[0, 0, 0, 0, 1, 1, 2, -1])
+    columns["weight"] = np.resize(np.array([0.5, 1.0, 1.0, 3.0], np.float32), rows)
+    columns["time_ms"] = np.full(rows, step * 60_000)
+    return columns
+
+
+def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
+    """Draw, learn, offer and plan as the learner does; return all of the draw."""
+    draw = store.draw(step, DRAWN)
+    store.learned(draw, (draw.records["offset"] * 7 % 19 / 5).astype(np.float32))
+    store.add(block(schema, step, rows), PARTITIONS)
+    store.plan_ahead(step + 1, DRAWN)
+    columns = [column.tolist() for _, column in sorted(draw.columns.items())]
+    return [draw.records["offset"].tolist(), draw.importance.tolist(), *columns]
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@settings(max_examples=8, deadline=None)
+@given(
+    lives=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4), st.sampled_from(ARRANGEMENTS)), max_size=4),
+    rows=st.sampled_from([20, 150]),
+)
+def test_no_restart_changes_a_draw(
+    schema: Schema, sampling: str, admission: str, lives: list[tuple[int, int, dict[str, Any]]], rows: int
+) -> None:
+    """Bit for bit, in whatever tiers each life has its rows; what a crash undoes is done again."""
+    policies = {"capacity": CAPACITY, "sampling": sampling, "admission": admission, "half_life": "5m"}
+    with tempfile.TemporaryDirectory() as folder:
+        build = _builder(schema, Path(folder), policies)
+        whole, expected, steps = build({}), list[Any](), sum(length for length, _, _ in lives) + 10
+        whole.plan_ahead(0, DRAWN)
+        for step in range(steps):
+            expected.append(take_step(whole, schema, step, rows))
+        store = build(ARRANGEMENTS[0])
+        store.plan_ahead(0, DRAWN)
+        cuts, step = FakeCuts(store), 0
+        for number, (length, undone, arrangement) in enumerate(lives, start=1):
+            for _ in range(length):
+                assert take_step(store, schema, step, rows) == expected[step]
+                step += 1
+            contents = cuts.cut(number)
+            for ahead in range(step, step + undone):
+                take_step(store, schema, ahead, 20)
+            store.close()
+            store = build(arrangement, contents)
+            cuts = FakeCuts(store, contents)
+        for last in range(step, steps):
+            assert take_step(store, schema, last, rows) == expected[last]
+        assert store.lost == 0
+        for each in (whole, store):
+            each.close()
+
+
+def _builder(schema: Schema, folder: Path, policies: dict[str, Any]) -> Build:
+    def build(arrangement: dict[str, Any], contents: Contents | None = None) -> Store:
+        chosen = ReplaySettings.model_validate({**policies, **arrangement})
+        return build_store(chosen, schema, torch.device("cpu"), 0, folder, contents)
+
+    return build
+
+
+@pytest.fixture
+def build(schema: Schema, tmp_path: Path) -> Iterator[Build]:
+    """`build(arrangement, contents=None, **policies)`: stores in one folder."""
+    stores: list[Store] = []
+
+    def make(arrangement: dict[str, Any], contents: Contents | None = None, **policies: Any) -> Store:
+        chosen = {"capacity": CAPACITY, "half_life": "5m", **policies}
+        stores.append(_builder(schema, tmp_path, chosen)(arrangement, contents))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=["device", "disk", "small disk"])
+@pytest.mark.parametrize("before", ADMISSIONS)
+@pytest.mark.parametrize("after", ADMISSIONS)
+def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
+    schema: Schema, build: Build, before: str, after: str, arrangement: dict[str, Any]
+) -> None:
+    """Of what the old one had kept and what came later, the new one holds what one that was offered these holds."""
+    store, other = build(arrangement, admission=before), build({}, admission=after)
+    for step in range(20):
+        store.add(block(schema, step, 100), PARTITIONS)
+    store.plan_ahead(0, DRAWN)
+    cuts = FakeCuts(store)
+    first = cuts.cut(1)
+    kept = np.sort(first.index["offset"])
+    for step in range(20):
+        columns = block(schema, step, 100)
+        mine = np.isin(columns["offset"], kept)
+        if mine.any():
+            other.add({name: column[mine] for name, column in columns.items()}, PARTITIONS)
+    store = build(arrangement, first, admission=after)
+    assert sorted(store.entries.copy()["offset"].tolist()) == kept.tolist()
+    for step in range(20, 50):
+        for each in (store, other):
+            each.add(block(schema, step, 100), PARTITIONS)
+    names = ["offset", "group", "priority"]
+    assert np.array_equal(np.sort(store.entries.copy()[names]), np.sort(other.entries.copy()[names])) or before == after
+    # The next cut tells the new priorities, not those of the one before.
+    again = build(arrangement, FakeCuts(store, first).cut(2), admission=after)
+    assert np.array_equal(again.entries.copy()[names], store.entries.copy()[names])
+    assert len(again.draw(0, DRAWN)) == DRAWN
+    assert store.lost == again.lost == 0
