@@ -76,7 +76,9 @@ def spawn():
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        # A child of its own session, which a failing test has left behind, keeps the pipes open.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=10)
 
 
 @pytest.fixture(autouse=True)
