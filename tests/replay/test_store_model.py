@@ -1,12 +1,13 @@
-"""The store against a plain model of it: events come, are planned, drawn and evicted; cuts are made, fail, are resumed.
+"""The store against a plain model of it: events come, are planned, drawn, evicted, forgotten; cuts fail, are resumed.
 
 In random order, over every arrangement of tiers and from each to each, under every policy of admission.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,33 @@ from hypothesis.stateful import (
 
 from ingest.block import TopicPartition
 from ingest.fake import Columns, fake_columns
-from ingest.identity import identity_hash, partition_base
+from ingest.identity import identity_hash, partition_base, partition_name
 from ingest.schema import Schema
 from replay.build import build_store, discard_files
 from replay.config import ReplaySettings
 from replay.contents import Contents
 from replay.draw import Draw
 from replay.fake import FakeCuts
+from replay.forgotten import ByKey, ByRange, Forgotten, Record
+from replay.sampler import BY_POSITION
 from replay.store import AHEAD, Held, Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("other", 0, incarnation=2)]
+NAMES = [partition_name(name) for name in PARTITIONS]
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "device": {},
     "disk": {"disk": {"bytes": "13kB"}},
     "disk with a small cache": {"disk": {"bytes": "13kB"}, "device_bytes": "1kB"},
+    "redis": {"redis": {"bytes": "60kB"}, "device_bytes": 0},
+    "all": {"disk": {"bytes": "13kB"}, "redis": {"bytes": "5kB"}, "device_bytes": "1kB"},
 }
+each_arrangement = pytest.mark.parametrize(
+    "arrangement",
+    [
+        pytest.param(name, marks=pytest.mark.services if "redis" in options else ())
+        for name, options in ARRANGEMENTS.items()
+    ],
+)
 ADMISSIONS = ["reservoir", "class-balanced", "recent"]
 SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
 HALF_LIFE = 600
@@ -61,6 +74,7 @@ def columns_of(schema: Schema, events: list[Event]) -> Columns:
     columns["labelled"] = columns["label"] >= 0
     columns["weight"] = np.array([0.0, 0.5, 1.0, 1.0, 1.0, 4.0], np.float32)[number % 6]
     columns["time_ms"] = offset * 20_000 + number % 7 * 1000
+    columns["key_hash"] = (number % 40 + 1).astype(np.uint64)
     return columns
 
 
@@ -112,17 +126,45 @@ def expect_no_slot_leaked(store: Store) -> None:
     assert sorted(everything.tolist()) == list(range(store.tiers.slots))
 
 
+def is_forgotten(record: Record, event: Event) -> bool:
+    """The plain definition."""
+    partition, offset, row = event
+    if isinstance(record, ByRange):
+        return record.partition == NAMES[partition] and record.first <= offset <= record.last
+    key = (partition * 7919 + offset * 31 + row) % 40 + 1
+    return int(record.key_hash, 16) == key and offset < record.up_to.get(NAMES[partition], 0)
+
+
+def remembered(contents: Contents, records: list[Record]) -> Contents:
+    """Return a cut without what is forgotten, and without the plans from the first on that names such an event."""
+    forgets = lambda events: any(is_forgotten(record, event) for record in records for event in events)  # noqa: E731
+    stays = np.array([not forgets([event]) for event in names_of(contents.index)], np.bool_)
+    plans = list(itertools.takewhile(lambda plan: not forgets(names_of(plan.events)), contents.standing.plans))
+    sampler = dict(contents.standing.sampler)
+    sampler |= {name: sampler[name][stays] for name in BY_POSITION & set(sampler)}
+    return Contents(
+        replace(contents.standing, plans=plans, sampler=sampler),
+        contents.index[stays],
+        None if contents.payload is None else contents.payload[torch.from_numpy(stays)],
+    )
+
+
 @contextlib.contextmanager
-def stores(schema: Schema, folder: Path, k: int = 40) -> Iterator[Open]:
+def stores(schema: Schema, folder: Path, url: str, k: int = 40) -> Iterator[Open]:
     """`open(arrangement, contents=None, **settings)`: the store of one learner, closing the one before."""
     with contextlib.ExitStack() as stack:
 
         def open_(arrangement: str, contents: Contents | None = None, **options: Any) -> Store:
             stack.pop_all().close()
             chosen = {"capacity": k, "half_life": f"{HALF_LIFE}s", **ARRANGEMENTS[arrangement], **options}
+            if "redis" in chosen:
+                chosen["redis"] = {"url": url, **chosen["redis"]}
             if contents is None:
                 discard_files(folder)
-            store = build_store(ReplaySettings.model_validate(chosen), schema, torch.device("cpu"), 0, folder, contents)
+            validated, cpu = ReplaySettings.model_validate(chosen), torch.device("cpu")
+            store = build_store(
+                validated, schema, cpu, 0, folder, contents, keys="model:rank-0", first=contents is None
+            )
             stack.callback(store.close)
             return store
 
@@ -163,6 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.admission, self.k = admission, k
         self.model, self.cuts = Model(), dict[int, Moment]()
         self.number, self.pending = 0, None
+        self.forgotten = list[Record]()
         self.dice = np.random.default_rng(0)
 
     @initialize(sampling=st.sampled_from(SAMPLINGS))
@@ -187,6 +230,9 @@ class StoreMachine(RuleBasedStateMachine):
             events += events[: count // 2]
         elif order == "rows":
             events = [(partition, begin + place // 3, place % 3) for place in range(count)]
+        events = [event for event in events if not self.is_forgotten(event)]
+        if not events:
+            return
         if self.store.slots.free < len(events):
             self._finish(written=True, keep=1)
             self._hold()
@@ -219,6 +265,27 @@ class StoreMachine(RuleBasedStateMachine):
         if hears:
             self.store.learned(draw, self.dice.exponential(size=len(draw)).astype(np.float32))
 
+    @rule(partition=st.integers(0, 2), first=st.integers(0, 450), length=st.integers(0, 20), by_key=st.booleans())
+    def forget(self, partition: int, first: int, length: int, by_key: bool) -> None:
+        """While no cut is made, which the learner waits for too; what is planned of them is planned anew."""
+        self._finish(written=True, keep=2)
+        record: Record = ByRange(time=0, by="command", partition=NAMES[partition], first=first, last=first + length)
+        if by_key:
+            record = ByKey(time=0, by="command", key_hash=f"{length + 1:016x}", up_to=dict.fromkeys(NAMES, first))
+        self.forgotten.append(record)
+        gone = [event for event in held(self.store) if is_forgotten(record, event)]
+        assert self.store.forget(Forgotten([record])) == len(gone)
+        for plan in self.store._plans:
+            events, before = names_of(plan.records), self.model.plans[plan.step]
+            if any(is_forgotten(record, event) for event in before):
+                assert len(events) == len(set(events)) == min(len(before), len(self.store))
+                self.model.plans[plan.step] = events
+            else:
+                assert events == before
+
+    def is_forgotten(self, event: Event) -> bool:
+        return any(is_forgotten(record, event) for record in self.forgotten)
+
     @precondition(lambda self: self.pending is None)
     @rule()
     def hold(self) -> None:
@@ -247,12 +314,16 @@ class StoreMachine(RuleBasedStateMachine):
             self.fakes = FakeCuts(self.store)
             return
         moment = self.cuts[max(self.cuts)]
-        self.store = self.open(arrangement, moment.contents, **self.options)
-        self.fakes = FakeCuts(self.store, moment.contents)
-        self.model = Model(set(moment.offered), {step: list(plan) for step, plan in moment.plans.items()}, moment.step)
-        assert held(self.store) == moment.held, "others are held after a restart, or in another order"
+        assert moment.contents is not None
+        contents = remembered(moment.contents, self.forgotten)
+        self.store = self.open(arrangement, contents, **self.options)
+        self.fakes = FakeCuts(self.store, contents)
+        plans = {plan.step: moment.plans[plan.step] for plan in contents.standing.plans}
+        self.model = Model(set(moment.offered), plans, moment.step)
+        expected = [event for event in moment.held if not self.is_forgotten(event)]
+        assert held(self.store) == expected, "others are held after a restart, or in another order"
         assert self.store.roll.quotas.thresholds.tolist() == moment.thresholds
-        assert [plan.step for plan in self.store._plans] == sorted(moment.plans)
+        assert [plan.step for plan in self.store._plans] == sorted(plans)
 
     @invariant()
     def what_is_held_is_what_the_definition_says(self) -> None:
@@ -261,9 +332,11 @@ class StoreMachine(RuleBasedStateMachine):
         events = held(self.store)
         assert len(events) == len(set(events)) == len(self.store), "an event is held twice"
         assert len(events) <= self.store.roll.quotas.limit
-        assert set(events) <= self.model.offered
+        remembered_ = {event for event in self.model.offered if not self.is_forgotten(event)}
+        assert set(events) <= remembered_
         assert self.store.lost == 0
-        assert kept(self.schema, self.admission, self.model.offered, self.k) <= set(events)
+        # What was forgotten leaves holes: thresholds do not rise.
+        assert kept(self.schema, self.admission, self.model.offered, self.k) & remembered_ <= set(events)
 
     @invariant()
     def no_slot_is_leaked_or_used_twice(self) -> None:
@@ -294,8 +367,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.let_go(min(self.cuts, default=None), written=written)
 
 
-def run(schema: Schema, folder: Path, arrangements: list[str], admission: str, examples: int) -> None:
-    with stores(schema, folder) as open_:
+def run(schema: Schema, folder: Path, url: str, arrangements: list[str], admission: str, examples: int) -> None:
+    with stores(schema, folder, url) as open_:
         run_state_machine_as_test(
             lambda: StoreMachine(schema, open_, arrangements, admission),
             settings=settings(
@@ -308,11 +381,22 @@ def run(schema: Schema, folder: Path, arrangements: list[str], admission: str, e
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_the_store_is_its_model(schema: Schema, tmp_path: Path, arrangement: str, admission: str) -> None:
-    run(schema, tmp_path, [arrangement], admission, examples=15)
+@each_arrangement
+def test_the_store_is_its_model(
+    schema: Schema, tmp_path: Path, arrangement: str, admission: str, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue("mortal_redis").url if "redis" in ARRANGEMENTS[arrangement] else ""
+    run(schema, tmp_path, url, [arrangement], admission, examples=12)
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_the_store_is_its_model_when_every_life_has_other_tiers(schema: Schema, tmp_path: Path, admission: str) -> None:
-    run(schema, tmp_path, list(ARRANGEMENTS), admission, examples=30)
+    run(schema, tmp_path, "", ["device", "disk", "disk with a small cache"], admission, examples=30)
+
+
+@pytest.mark.services
+def test_the_store_is_its_model_when_every_life_has_other_tiers_with_redis(
+    schema: Schema, tmp_path: Path, mortal_redis: Any
+) -> None:
+    """Redis cannot be left out in the life after one in which it alone held all."""
+    run(schema, tmp_path, mortal_redis.url, ["redis", "all"], "class-balanced", examples=20)
