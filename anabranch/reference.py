@@ -101,6 +101,7 @@ _TAIL = """\
 | `ANABRANCH__SECTION__KEY` | overrides a key; an unknown one is an error |
 | `ANABRANCH_TEST_KAFKA_START` | for the tests: a command that takes `PORT DIR key=value...` and runs a broker |
 | `ANABRANCH_TEST_CHROMIUM` | for the tests: the Chromium to take; where it is set, none is an error |
+| `ANABRANCH_TEST_KILLS` | for the tests: where it is set, stores are killed 600 times instead of 20, in four minutes |
 
 `ANABRANCH__STREAM__BOOTSTRAP_SERVERS=kafka:9092` overrides `stream.bootstrap_servers`. Values are TOML, as in
 `ANABRANCH__STREAM__TOPICS='["events"]'`; strings need no quotes.
