@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -195,7 +196,8 @@ def test_a_store_is_whole_after_kills_at_random_moments(
 ) -> None:
     """After each: every event of the last cut, no torn one, no slot leaked, and the next draws bit for bit.
 
-    The next life goes on from there: what it has at its last cut shows that it did as if undisturbed.
+    The same holds for the oldest cut that is kept. The next life goes on from the last one: what it has at its own last
+    cut shows that it did as if undisturbed.
     """
     schema = Schema(SchemaSettings.model_validate(SCHEMA))
     moments, undisturbed, cuts = random.Random(kills), Undisturbed(schema, settings), Cuts(tmp_path / "cuts", "", 1)
@@ -213,13 +215,25 @@ def test_a_store_is_whole_after_kills_at_random_moments(
                 continue
             newest.add(number)
             crashes += 1
-            life = Life(tmp_path, schema, settings)
-            expect_whole(life.store, schema)
-            assert life.state() == undisturbed.state(life.step), "others are held or planned"
-            for step in range(life.step, life.step + AHEAD):
-                assert digest_of(life.store.draw(step, DRAWN)) == undisturbed.draw(step)
-            life.close()
+            for path in (tmp_path, *_with_the_oldest_alone(tmp_path, cuts.numbers())):
+                life = Life(path, schema, settings)
+                expect_whole(life.store, schema)
+                assert life.state() == undisturbed.state(life.step), "others are held or planned"
+                for step in range(life.step, life.step + AHEAD):
+                    assert digest_of(life.store.draw(step, DRAWN)) == undisturbed.draw(step)
+                life.close()
     assert len(newest) > kills / 4
+
+
+def _with_the_oldest_alone(path: Path, numbers: list[int]) -> list[Path]:
+    """Return a place, if there is more than one cut, where only the oldest is left, as if the others were damaged."""
+    if len(numbers) < 2:
+        return []
+    oldest = path / "oldest"
+    shutil.rmtree(oldest, ignore_errors=True)
+    shutil.copytree(path / "cuts" / str(numbers[0]), oldest / "cuts" / str(numbers[0]), copy_function=os.link)
+    (oldest / "replay").symlink_to(path / "replay")
+    return [oldest]
 
 
 class _Nursery:
