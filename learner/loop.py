@@ -82,6 +82,7 @@ class Loop:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
         """
         self._plan_ahead()
+        self._cut_if_due()  # the cut that this goes on from may have left too few slots for a step
         while not stop.is_set():
             batch = self._batches.next(stop)
             self._meet_partitions()
@@ -89,8 +90,7 @@ class Loop:
                 self._settle(batch)
             self._parts.forgetting.look_if_due()
             self._parts.publisher.publish_if_due(self._progress(), self._snapshot)
-            if self._parts.forgetting.settled:
-                self._parts.cutter.cut_if_due(self._moment)
+            self._cut_if_due()
             self._commit_if_due()
             at_boundary()
 
@@ -263,6 +263,10 @@ class Loop:
             accuracy_now=self.prequential.mean,
             learned=self.ledger.take_learned(),
         )
+
+    def _cut_if_due(self) -> None:
+        if self._parts.forgetting.settled:
+            self._parts.cutter.cut_if_due(self._moment)
 
     def _commit_if_due(self) -> None:
         if time.monotonic() >= self._next_commit:

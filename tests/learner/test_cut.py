@@ -224,6 +224,27 @@ def test_cuts_are_made_while_the_steps_go_on(make_bench: Callable[..., Bench], r
     assert kept == 0 or replay, "slots are kept after the last cut, which has the payload"
 
 
+def test_a_restart_that_finds_few_slots_to_fill_makes_cuts_before_its_first_step(
+    make_bench: Callable[..., Bench], schema: Schema
+) -> None:
+    """A cut that is made for want of slots frees some when it is written; a crash right then comes before that."""
+    replay = {"capacity": 3000, "disk": {"bytes": "177kB"}}
+    bench = make_bench(120, replay=replay)
+    bench.run()
+    bench.finish()
+    far = 10**6
+    while bench.store.slots.free >= 5:
+        bench.store.add(fake_columns(schema, range(far, far + 5)), [NAME])
+        far += 5
+    bench.finish()
+    bench.close()
+    resumed = make_bench(130, replay=replay)
+    resumed.resume()
+    assert resumed.store.slots.free < ROWS / 4
+    resumed.run()
+    assert resumed.store.lost == 0
+
+
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove a file", "tear the manifest"])
 def test_a_cut_that_is_not_whole_is_refused_and_the_one_before_it_taken(
     make_bench: Callable[..., Bench], harm: str, caplog: pytest.LogCaptureFixture

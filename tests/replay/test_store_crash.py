@@ -278,8 +278,8 @@ def _breed(path: Path, settings: str) -> None:
         if not pid:
             life = Life(path, schema, settings)
             while True:
-                life.take_step()
                 life.cut_if_due()
+                life.take_step()
         print(pid, flush=True)  # noqa: T201
         sys.stdin.readline()
         _, status = os.waitpid(pid, 0)
