@@ -159,6 +159,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> None:
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and so would all that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _quiet_kafka() -> None:
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
 
