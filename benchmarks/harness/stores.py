@@ -48,7 +48,9 @@ def open_store(
         settings["disk"] = {"bytes": int(capacity * row * _ROOM) + 1_000_000}
     if redis is not None:
         settings["redis"] = {"url": redis, "bytes": int(capacity * row / 3)}
-    store = build_store(ReplaySettings.model_validate(settings), events.schema, device, seed=0, folder=folder)
+    store = build_store(
+        ReplaySettings.model_validate(settings), events.schema, device, seed=0, folder=folder, keys="benchmark:"
+    )
     try:
         yield store
     finally:
