@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,6 +80,20 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: str) -> None:
     drawn = store.fetch(plan).columns
     for name in ("feature.a", "feature.b", "feature.c", "label"):
         assert drawn[name].numpy()[order].tobytes() == columns[name].tobytes()
+
+
+def test_further_columns_are_kept_beside_those_of_the_schema(schema: Schema, tmp_path: Path) -> None:
+    """Such as the logits of the step that learned an event."""
+    settings = ReplaySettings.model_validate({"capacity": 100, "device_bytes": "1kB", "disk": {"bytes": "1MB"}})
+    extra = {"logits": (np.dtype(np.float32), (4,))}
+    store = build_store(settings, schema, torch.device("cpu"), 0, tmp_path, extra=extra)
+    columns = fake_columns(schema, range(60))
+    columns["logits"] = np.random.default_rng(0).standard_normal((60, 4), np.float32)
+    store.add(columns, PARTITIONS)
+    plan = store.plan(0, 60)
+    drawn = store.fetch(plan).columns
+    assert torch.equal(drawn["logits"], torch.from_numpy(columns["logits"][plan.records["offset"]]))
+    store.close()
 
 
 def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: MakeStore) -> None:
