@@ -297,7 +297,8 @@ def _explained(
     # kafka-python throws a refusal away when it reads it together with the end of the connection.
     if "sasl.username" in properties and any("socket disconnected" in str(cause) for cause in heard):
         return CredentialsError(
-            f"the Kafka broker at {servers} hangs up: it seems that it refuses the credentials in stream.properties"
+            f"the Kafka broker at {servers} hangs up: it seems that it refuses the credentials, or the sasl.mechanism, "
+            "in stream.properties"
         )
     return BrokerError(unreachable(servers) or strange(servers, _brief(heard[-1] if heard else error)))
 
