@@ -27,7 +27,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from learner.errors import CutError
-from learner.files import replace_file, sync_directory, write_durably
+from learner.files import replace_file, write_durably
+from replay.files import sync_directory
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

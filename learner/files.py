@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from replay.files import sync_directory
+
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file and fsync it."""
@@ -22,12 +24,3 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     temporary.replace(path)
     if durable:
         sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Fsync a directory, so that renames in it survive a crash of the machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from learner.errors import VersionError
-from learner.files import replace_file, sync_directory, write_durably
+from learner.files import replace_file, write_durably
 from learner.trained import Learned, Trained
+from replay.files import sync_directory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ingest.errors import SettingsError
+from replay.files import sync_directory
 from replay.record import CHECKSUM, row_sums
 
 _PAGE = 4096
@@ -77,7 +78,7 @@ class DiskTier:
                 os.pwrite(descriptor, msgspec.json.encode(header).ljust(_PAGE), 0)
                 os.fsync(descriptor)
                 temporary.rename(path)
-                _sync_directory(path.parent)
+                sync_directory(path.parent)
             except OSError:
                 os.close(descriptor)
                 temporary.unlink(missing_ok=True)
@@ -184,14 +185,6 @@ def _lost(path: Path, what: str) -> str:
         f"the replay contents are in {path}, which {what}; put it back (is its disk mounted?), or begin anew by moving "
         "the cuts away"
     )
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _allocate(descriptor: int, size: int) -> None:

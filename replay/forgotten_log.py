@@ -16,6 +16,7 @@ import crc32c
 import msgspec
 
 from ingest.errors import SettingsError
+from replay.files import sync_directory
 from replay.forgotten import ByKey, ByRange, Record
 
 NAME = "forgotten.log"
@@ -109,7 +110,7 @@ class ForgottenLog:
                 os.ftruncate(descriptor, self._bytes)
                 raise
             if new:
-                _sync_directory(self.path.parent)
+                sync_directory(self.path.parent)
         finally:
             os.close(descriptor)
         self.refresh()
@@ -158,11 +159,3 @@ def _write(descriptor: int, content: bytes, offset: int) -> None:
     while content:
         written = os.pwrite(descriptor, content, offset)
         content, offset = content[written:], offset + written
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
