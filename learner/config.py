@@ -51,6 +51,9 @@ class LearnerSettings(Section):
     """How long a step waits for a full batch of new events before it takes those that have come."""
     replay_ratio: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """Replayed events for each new one."""
+    micro_batch_size: Annotated[int, Field(ge=2)] | None = None
+    """Events that go through the model at once, new and replayed: a step is as many such parts as it takes, with the
+    gradient of all together, so that it fits the device. Absent: a step is one part."""
     strategy: Literal["none", "er"] = "er"
     """How old events take part: `none` not at all, `er` experience replay."""
     optimizer: OptimizerSettings = OptimizerSettings()

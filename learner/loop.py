@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,8 @@ from learner.metrics import LearnerMetrics
 from learner.prequential import Prequential
 from learner.publisher import Progress, Publisher, Snapshot
 from learner.rng import restore_rng, rng_tensors, rng_values
-from learner.trainer import StepResult, Trainer
+from learner.strategy import Examples
+from learner.trainer import OUTPUT, StepResult, Trainer
 from replay.draw import Draw
 from replay.metrics import ReplayMetrics
 from replay.store import Store
@@ -143,12 +144,13 @@ class Loop:
     def _step(self, batch: Batch) -> StepResult:
         begin = time.perf_counter()
         trainer = self._parts.trainer
-        draw, old = None, None
-        wanted = self._replayed(len(batch))
-        if wanted and self._parts.store is not None:
+        draw: Draw | None = None
+        old: Sequence[Examples] = ()
+        draws = trainer.strategy.draws(self._replayed(len(batch)))
+        if sum(draws) and self._parts.store is not None:
             with self._metrics.replay.draw.time():
-                draw = self._parts.store.draw(self.steps, wanted)
-            old = trainer.rehearsal(draw) if len(draw) else None
+                draw = self._parts.store.draw(self.steps, sum(draws))
+            old = trainer.rehearsal(draw, draws) if len(draw) else ()
         result = trainer.step(trainer.examples(batch.new), old)
         self.steps += 1
         self._metrics.learner.steps.inc()
@@ -187,6 +189,8 @@ class Loop:
             new, old = found[: len(batch)], found[len(batch) :]
             batch.new[_EMBEDDING] = new
             store.seek(self.steps, new)
+        if self._parts.trainer.strategy.keeps_output and result.output_B is not None:
+            batch.new[OUTPUT] = result.output_B.float().cpu().numpy()
         if draw is not None and len(draw) and result.old_R is not None and store.listens:
             store.learned(draw, result.old_R.float().cpu().numpy(), old)
 
@@ -202,7 +206,7 @@ class Loop:
     def _plan_ahead(self) -> None:
         if self._parts.store is not None:
             most = int(self._settings.batch_size * self._settings.replay_ratio) + 1
-            self._parts.store.plan_ahead(self.steps, most)
+            self._parts.store.plan_ahead(self.steps, sum(self._parts.trainer.strategy.draws(most)))
 
     def _ranges(self, columns: Mapping[str, Array]) -> str:
         """Name events as `topic[partition]@first..last`, for a person to look them up."""
@@ -279,8 +283,8 @@ def _in_order(first: dict[str, Array], second: dict[str, Array]) -> dict[str, Ar
     """Join two sets of rows in the order of (partition, offset, row), in which the store takes them up at no cost."""
     if not first or not second:
         return first or second
-    if _EMBEDDING in first:
-        second = {**second, _EMBEDDING: np.full((len(second["row"]), first[_EMBEDDING].shape[1]), np.nan, np.float32)}
+    for name in {_EMBEDDING, OUTPUT} & first.keys():
+        second = {**second, name: np.full((len(second["row"]), *first[name].shape[1:]), np.nan, np.float32)}
     joined = {name: np.concatenate([column, second[name]]) for name, column in first.items()}
     order = np.lexsort((joined["row"], joined["offset"], joined["partition"]))
     return {name: column[order] for name, column in joined.items()}

@@ -36,7 +36,7 @@ from learner.publisher import Publisher
 from learner.replay_cut import unpack
 from learner.reporter import Reporter
 from learner.status import serve_status
-from learner.strategy import STRATEGIES
+from learner.strategies import STRATEGIES
 from learner.trainer import Trainer
 from learner.version import Versions
 from replay.build import build_store, discard_files

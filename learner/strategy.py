@@ -1,89 +1,198 @@
-"""How old events take part in a step.
+"""What a strategy is: how old events take part in a step, and what else keeps a model from forgetting.
 
-Legend: B new events, R replayed ones.
+A step is one or more micro-batches on each of one or more ranks. The loss of a micro-batch is a sum over its events
+divided by what the whole step weighs (`Whole`), so that the gradients add up to those of one large batch.
+
+Legend: B new events, R replayed ones, N ranks, C classes, D dimensions of an embedding. A step's old events come as
+draws, each of a number of events of its own: most strategies ask for one, DER++ for two.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learner.task import Task
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
+"""Runs the model on features by name, `[B, ...]`; returns its output."""
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Examples:
     """Events as tensors on the learner's device: features by name `[B, ...]`, labels `[B]`, loss weights `[B]`.
 
-    An event without a label has weight 0 and some valid label.
+    An event without a label has weight 0 and some valid label. `output_B` is what the model said when the event was
+    new, NaN where that is not known; it is there for strategies that keep it.
     """
 
-    features: Mapping[str, Tensor]
+    features: Tensors
     label_B: Tensor
     weight_B: Tensor
+    output_B: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.label_B)
+
+    def __getitem__(self, which: slice | Tensor) -> "Examples":
+        """Return some of them."""
+        return Examples(
+            {name: value[which] for name, value in self.features.items()},
+            self.label_B[which],
+            self.weight_B[which],
+            None if self.output_B is None else self.output_B[which],
+        )
+
+
+def joined(parts: Sequence[Examples]) -> Examples:
+    """Return all events of several, in order; what the model said of them is left out."""
+    if len(parts) == 1:
+        return parts[0]
+    return Examples(
+        {name: torch.cat([part.features[name] for part in parts]) for name in parts[0].features},
+        torch.cat([part.label_B for part in parts]),
+        torch.cat([part.weight_B for part in parts]),
+    )
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a step weighs over all its micro-batches and ranks, divided by N: gradients are averaged over the ranks.
+
+    Attributes:
+        new: the sum of the weights of the new events, float32 scalar.
+        old: of each draw, likewise.
+        present_C: which classes are among the new events, bool `[C]`; None where labels are no classes.
+    """
+
+    new: Tensor
+    old: Sequence[Tensor]
+    present_C: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss to differentiate, a scalar, the model's output for the B new events, and the loss of each replayed one.
+    """What one micro-batch says.
 
-    `old_R` is float `[R]` without a gradient; None when nothing was drawn.
+    Attributes:
+        total: the loss to differentiate, a scalar.
+        output_B: the model's output for the new events, without a gradient.
+        old: of each draw the loss of its events, float `[R]` without a gradient; empty when nothing was drawn.
     """
 
     total: Tensor
     output_B: Tensor
-    old_R: Tensor | None = None
+    old: Sequence[Tensor] = ()
 
 
-class Strategy(Protocol):
-    """What a step's loss is made of. Rehearses nothing itself: the loop draws when `replays` says so.
+@dataclass(frozen=True)
+class Learner:
+    """What a strategy may use of the learner.
 
-    Its first forward pass is over the new events, with the replayed ones after them when there are any: that is where
-    embeddings are taken from.
+    Attributes:
+        model: the module itself; its gradients are those of this rank until `adjust`.
+        task: what its output means.
+        reduce: averages tensors over the ranks, in place; all ranks have to call it alike.
+        embed: runs the model on features and returns embeddings, float32 `[B, D]`; None when no module is named.
     """
 
-    replays: bool
+    model: nn.Module
+    task: Task
+    reduce: Callable[[Sequence[Tensor]], None]
+    embed: Callable[[Tensors], Tensor] | None = None
 
-    def loss(self, forward: Forward, task: Task, new: Examples, old: Examples | None) -> Loss:
-        """Return the loss of a step; `old` is None when nothing was drawn."""
-        ...
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        return [each for each in self.model.parameters() if each.requires_grad]
 
 
-class NoReplay:
+class Strategy:
+    """Learns from new events alone; the base of those that do more, which say where they come from.
+
+    The first forward pass of `loss` is over the new events, with the replayed ones after them when there are any: that
+    is where embeddings are taken from.
+    """
+
+    replays: ClassVar[bool] = True
+    """Whether old events are drawn."""
+    keeps_output: ClassVar[bool] = False
+    """Whether the store keeps the model's output with each event."""
+    tasks: ClassVar[frozenset[str]] = frozenset()
+    """The tasks that it is made for; empty: any."""
+    embeds: ClassVar[bool] = False
+    """Whether it needs embeddings."""
+
+    def begin(self, learner: Learner) -> None:
+        """Take what it needs of the learner; called once, before the first step."""
+        self.learner = learner
+
+    def draws(self, replayed: int) -> tuple[int, ...]:
+        """Return how many events each draw of a step has that replays so many."""
+        return (replayed,) if self.replays else ()
+
+    def pick(self, _forward: Forward, _new: Examples, _old: Sequence[Examples], /) -> Sequence[Tensor] | None:
+        """Choose which of the old events to train on: int64 places for each draw; None: all. Called once a step.
+
+        It may leave gradients behind, but no other trace in the model.
+        """
+        return None
+
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole, /) -> Loss:
+        """Return the loss of a micro-batch; `old` is empty when nothing was drawn."""
+        raise NotImplementedError
+
+    def backward(self, loss: Loss, scaled: Callable[[Tensor], Tensor], /) -> None:
+        """Add a micro-batch's gradient to that of the step; `scaled` multiplies by fp16's loss scale."""
+        scaled(loss.total).backward()  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        """A step begins, or begins again: forget what `backward` has added."""
+
+    def adjust(self, scale: float, /) -> None:
+        """Change the gradients of the whole step, which are averaged over the ranks and no longer scaled."""
+
+    def learned(self, new: Examples, output_B: Tensor, /) -> None:
+        """Hear of a step that is done: its new events on this rank, and the model's output for them before it."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a cut has to keep, as tensors that later steps do not change."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a cut has to keep beside tensors, as JSON values."""
+        return {}
+
+    def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
+        """Take up what a cut kept; of another strategy's nothing fits, and it begins anew."""
+
+
+class NoReplay(Strategy):
     """Learns from new events alone; what a model without this project does."""
 
     replays = False
 
-    def loss(self, forward: Forward, task: Task, new: Examples, old: Examples | None) -> Loss:
+    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: Whole) -> Loss:
         """Weighted mean loss of the new events."""
-        assert old is None
         output = forward(new.features)
-        return Loss(_weighted_mean(task.loss(output, new.label_B), new.weight_B), output)
+        return Loss(weighted(self.learner.task.loss(output, new.label_B), new.weight_B, whole.new), output.detach())
 
 
-class ExperienceReplay:
+class ExperienceReplay(Strategy):
     """Learns from new and replayed events in one batch (ER: Chaudhry et al. 2019, "On tiny episodic memories")."""
 
-    replays = True
-
-    def loss(self, forward: Forward, task: Task, new: Examples, old: Examples | None) -> Loss:
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole) -> Loss:
         """Weighted mean loss of new and old events together."""
-        if old is None:
-            return NoReplay().loss(forward, task, new, None)
-        features = {name: torch.cat([value, old.features[name]]) for name, value in new.features.items()}
-        output = forward(features)
-        losses = task.loss(output, torch.cat([new.label_B, old.label_B]))
-        rows = len(new.label_B)
-        total = _weighted_mean(losses, torch.cat([new.weight_B, old.weight_B]))
-        return Loss(total, output[:rows], losses[rows:].detach())
+        everything = joined([new, *old])
+        output = forward(everything.features)
+        losses = self.learner.task.loss(output, everything.label_B)
+        total = weighted(losses, everything.weight_B, torch.stack([whole.new, *whole.old]).sum())
+        return Loss(total, output[: len(new)].detach(), [losses[len(new) :].detach()] if old else ())
 
 
-STRATEGIES: dict[str, type[Strategy]] = {"none": NoReplay, "er": ExperienceReplay}
-
-
-def _weighted_mean(loss_B: Tensor, weight_B: Tensor) -> Tensor:
-    return (loss_B * weight_B).sum() / weight_B.sum().clamp_min(torch.finfo(weight_B.dtype).tiny)
+def weighted(loss_B: Tensor, weight_B: Tensor, whole: Tensor) -> Tensor:
+    """Return a micro-batch's part of a weighted mean, of which `whole` is the sum of all weights."""
+    return (loss_B * weight_B).sum() / whole.clamp_min(torch.finfo(weight_B.dtype).tiny)

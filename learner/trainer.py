@@ -3,9 +3,11 @@
 Legend: B new events, R replayed ones.
 """
 
+import contextlib
+import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,15 +18,21 @@ from ingest.schema import Schema
 from learner.config import LearnerSettings
 from learner.embedding import Embedding
 from learner.errors import CutError
+from learner.micro import micro_batches
 from learner.model import forward
 from learner.optimizer import build_optimizer
 from learner.precision import Precision
-from learner.strategy import Examples, Strategy
+from learner.ranks import Alone, Ranks
+from learner.strategy import Examples, Learner, Loss, Strategy, Tensors, Whole
 from learner.task import Task
 from replay.draw import Draw
 
+OUTPUT = "output"
+"""A column that a step adds to its events where the strategy keeps what the model said of them."""
 _SCALE_RETRIES = 16
 """How often fp16 may halve its loss scale within a step before the events themselves are to blame."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,11 +41,14 @@ class StepResult:
 
     Attributes:
         finite: False when loss, gradient or running statistics were not finite; weights and statistics are as before.
-        loss: of the step, a number.
-        score: sum over the B new events of the task's score, by the predictions made before training on them.
-        old_R: the loss of each replayed event, float32 `[R]` on the device; None when nothing was replayed.
-        embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device; None unless
-            it was asked for.
+        loss: of the step on all ranks, a number.
+        score: sum over the new events of all ranks of the task's score, by the predictions made before training on
+            them.
+        old_R: the loss of each event drawn, float32 `[R]` on the device, NaN where it was not trained on; None when
+            nothing was drawn.
+        embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device, NaN where
+            it is not known; None unless it was asked for.
+        output_B: the model's output for the new events, `[B, ...]` on the device.
     """
 
     finite: bool
@@ -45,6 +56,25 @@ class StepResult:
     score: float
     old_R: Tensor | None = None
     embedding_N: Tensor | None = None
+    output_B: Tensor | None = None
+
+
+@dataclass
+class _Heard:
+    """What the micro-batches of a step said."""
+
+    total: list[Tensor] = field(default_factory=list)
+    output: list[Tensor] = field(default_factory=list)
+    old: list[Sequence[Tensor]] = field(default_factory=list)
+    embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, loss: Loss, embedding_N: Tensor | None) -> None:
+        self.total.append(loss.total.detach())
+        self.output.append(loss.output_B)
+        self.old.append(loss.old)
+        if embedding_N is not None:
+            rows = len(loss.output_B)
+            self.embedding.append((embedding_N[:rows], embedding_N[rows:]))
 
 
 class Trainer:
@@ -60,17 +90,24 @@ class Trainer:
         device: torch.device,
         precision: Precision,
         embedding: Embedding | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model.train()
-        self._embedding = embedding
         self.task = task
         self.device = device
-        self._strategy = strategy
+        self.strategy = strategy
+        self.micro_batch_size = settings.micro_batch_size
+        """Events of a micro-batch; None: all of a step at once. May change between steps."""
+        self._embedding = embedding
         self._features = [feature.name for feature in schema.features]
+        self._classes = schema.label.classes
         self._precision = precision
         self._max_grad_norm = settings.max_grad_norm
         self._optimizer = build_optimizer(settings.optimizer, model.parameters())
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
+        self._ranks = ranks or Alone()
+        self._trained = self._ranks.wrap(self.model)
+        strategy.begin(Learner(model, task, self._ranks.average, None if embedding is None else self._embed))
 
     def examples(self, columns: Mapping[str, Array]) -> Examples:
         """Move the columns of B labelled events to the device."""
@@ -80,34 +117,44 @@ class Trainer:
             self._tensor(columns["weight"]),
         )
 
-    def rehearsal(self, draw: Draw) -> Examples:
-        """Make examples of a draw: their weight is 0 where there is no label.
+    def rehearsal(self, draw: Draw, draws: Sequence[int]) -> list[Examples]:
+        """Make examples of a draw, dealt among the `draws` that the strategy asks for: fewer each when fewer came.
 
-        The draw's importance makes up for how events were kept and drawn: where `[schema.weight]` is declared, heavy
-        events are kept more often than light ones, and the rehearsed loss is that of the stream all the same.
+        Their weight is 0 where there is no label. The draw's importance makes up for how events were kept and drawn:
+        where `[schema.weight]` is declared, heavy events are kept more often than light ones, and the rehearsed loss
+        is that of the stream all the same.
         """
         columns = draw.columns
         labelled = columns["labelled"]
         label = torch.where(labelled, columns["label"], torch.zeros_like(columns["label"]))
         weight = torch.where(labelled, draw.importance, 0.0)
-        return Examples({name: columns[f"feature.{name}"] for name in self._features}, label, weight)
+        features = {name: columns[f"feature.{name}"] for name in self._features}
+        everything, n, wanted = Examples(features, label, weight, columns.get(OUTPUT)), len(draw), sum(draws)
+        if len(draws) == 1:
+            return [everything]
+        ends = [sum(draws[: place + 1]) * n // wanted for place in range(len(draws))]
+        return [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
-    def step(self, new: Examples, old: Examples | None) -> StepResult:
+    def step(self, new: Examples, old: Sequence[Examples] = ()) -> StepResult:
         """Score the new events, then train on new and old.
 
         The predictions that are scored are those of the forward pass that the gradient comes from: the model has not
         seen the events before it, and a second pass would cost a third of the step. So dropout, where the model has
         it, is on.
         """
-        rows = len(new.label_B)
-        if rows == 1 and old is None:
+        rows, drawn = len(new), [len(each) for each in old]
+        if rows == 1 and not sum(drawn):
             # Batch norm needs two: the event stands for another one of no weight.
             new = _twice(new)
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        picked = self._pick(new, old, before)
+        if picked is not None:
+            old = [each[places] for each, places in zip(old, picked, strict=True)]
+        whole = self._whole(new, old)
         scale = self._scaler.get_scale()
-        finite, total, score, old_R = False, 0.0, 0.0, None
         for _ in range(_SCALE_RETRIES if self._precision.scaled else 1):
-            total, norm, spoiled, score, old_R = self._backward(new, old, rows, before)
+            heard = self._backward(new, old, whole)
+            total, norm, spoiled, score = self._numbers(heard, new, rows, before)
             finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
             if finite:
                 self._scaler.step(self._optimizer)
@@ -120,38 +167,76 @@ class Trainer:
         if not finite and self._precision.scaled:
             # The events are to blame, not the scale.
             self._scaler.update(scale)
-        embedding = self._embedding.heard() if self._embedding is not None else None
-        if embedding is not None and old is None:
-            embedding = embedding[:rows]
-        return StepResult(finite, total, score, old_R, embedding)
+        output_B = torch.cat(heard.output)
+        if finite:
+            self.strategy.learned(new, output_B)
+        old_R, embedding_N = _dealt(heard, drawn, picked, rows)
+        return StepResult(finite, total, score, old_R, embedding_N, output_B[:rows])
 
-    def _backward(
-        self, new: Examples, old: Examples | None, rows: int, before: Mapping[str, Tensor]
-    ) -> tuple[float, float, bool, float, Tensor | None]:
-        """Compute the gradient, clipped.
+    def _pick(self, new: Examples, old: Sequence[Examples], before: Mapping[str, Tensor]) -> Sequence[Tensor] | None:
+        """Let the strategy choose among the old events, which leaves the model as it was."""
+        if not any(map(len, old)):
+            return None
+        with self._precision.autocast(self.device):
+            picked = self.strategy.pick(lambda features: forward(self.model, features), new, old)
+        if picked is not None:
+            self._put_back(before)
+        return picked
 
-        Returns:
-            The loss, the gradient's norm, whether running statistics that were finite `before` no longer are (an
-            overflow can spoil them while loss and gradient look well), the score of the first `rows` events, and the
-            loss of each old one.
-        """
+    def _whole(self, new: Examples, old: Sequence[Examples]) -> Whole:
+        """Add up the weights of all ranks."""
+        weights = torch.stack([each.weight_B.sum() for each in (new, *old)])
+        self._ranks.average([weights])
+        present = None
+        if self._classes is not None:
+            counts = torch.zeros(self._classes, dtype=torch.bool, device=self.device)
+            present = self._ranks.any(counts.index_fill_(0, new.label_B[new.weight_B > 0], True))
+        return Whole(weights[0], list(weights[1:]), present)
+
+    def _backward(self, new: Examples, old: Sequence[Examples], whole: Whole) -> _Heard:
+        """Compute the gradient of the whole step, as the strategy wants it."""
         self._optimizer.zero_grad(set_to_none=True)
+        self.strategy.start()
+        heard = _Heard()
+        parts = micro_batches(new, old, self.micro_batch_size)
+        for place, (some_new, some_old) in enumerate(parts):
+            with self._ranks.apart() if place < len(parts) - 1 else contextlib.nullcontext():
+                self._learn(some_new, some_old, whole, heard)
+        self._scaler.unscale_(self._optimizer)
+        self.strategy.adjust(self._scaler.get_scale())
+        return heard
+
+    def _learn(self, new: Examples, old: Sequence[Examples], whole: Whole, heard: _Heard) -> None:
         if self._embedding is not None:
             self._embedding.listen()
         with self._precision.autocast(self.device):
-            loss = self._strategy.loss(lambda features: forward(self.model, features), self.task, new, old)
-        self._scaler.scale(loss.total).backward()  # type: ignore[no-untyped-call]
-        self._scaler.unscale_(self._optimizer)
+            loss = self.strategy.loss(lambda features: forward(self._trained, features), new, old, whole)
+        self.strategy.backward(loss, self._scaler.scale)
+        heard.add(loss, None if self._embedding is None else self._embedding.heard())
+
+    def _numbers(
+        self, heard: _Heard, new: Examples, rows: int, before: Mapping[str, Tensor]
+    ) -> tuple[float, float, bool, float]:
+        """Clip the gradient, and read back what settles the step.
+
+        Returns:
+            The loss, the gradient's norm, whether running statistics that were finite `before` no longer are (an
+            overflow can spoil them while loss and gradient look well), and the score of the first `rows` events; of
+            all ranks.
+        """
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         with torch.no_grad():
-            score = self.task.score(loss.output_B[:rows], new.label_B[:rows]).sum()
+            score = self.task.score(torch.cat(heard.output)[:rows], new.label_B[:rows]).sum()
             spoiled = torch.zeros((), dtype=torch.bool, device=self.device)
             for name, buffer in self.model.named_buffers():
                 if buffer.is_floating_point() and name in before and before[name].shape == buffer.shape:
                     spoiled = spoiled | (before[name].isfinite() & ~buffer.isfinite()).any()
+            total = torch.stack(heard.total).sum()
+            told = torch.stack([total.float(), norm.float(), spoiled.float(), score.float()])
+            self._ranks.average([told])
             # The one wait for the device in a step: whether its events were learned is settled before the next.
-            numbers = torch.stack([loss.total.float(), norm.float(), spoiled.float(), score.float()]).tolist()
-        return numbers[0], numbers[1], bool(numbers[2]), numbers[3], loss.old_R
+            numbers = told.tolist()
+        return numbers[0], numbers[1], bool(numbers[2]), numbers[3] * self._ranks.size
 
     def _put_back(self, buffers: Mapping[str, Tensor]) -> None:
         """Undo what a forward pass left in buffers, also in those that the model binds anew."""
@@ -172,7 +257,8 @@ class Trainer:
             for name, value in values.items()
             if isinstance(value, Tensor)
         }
-        return {"model": self.snapshot(), "optimizer": moments}
+        strategy = self.strategy.tensors()
+        return {"model": self.snapshot(), "optimizer": moments} | ({"strategy": strategy} if strategy else {})
 
     def state(self) -> dict[str, Any]:
         """What optimizer and scaler have beside tensors, as JSON values, for a cut."""
@@ -181,7 +267,12 @@ class Trainer:
             str(index): {name: value for name, value in values.items() if not isinstance(value, Tensor)}
             for index, values in optimizer["state"].items()
         }
-        return {"groups": optimizer["param_groups"], "others": others, "scaler": self._scaler.state_dict()}
+        return {
+            "groups": optimizer["param_groups"],
+            "others": others,
+            "scaler": self._scaler.state_dict(),
+            "strategy": {"class": type(self.strategy).__name__, **self.strategy.state()},
+        }
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Take up the weights and the optimizer of a cut.
@@ -203,11 +294,24 @@ class Trainer:
                 raise ValueError("the optimizer has other parameters")
             self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
             self._scaler.load_state_dict(state["scaler"] if self._precision.scaled else {})
+            self._restore_strategy(tensors.get("strategy", {}), state.get("strategy", {}))
         except (RuntimeError, KeyError, ValueError) as exc:
             raise CutError(
                 "the newest cut does not fit the model or optimizer of the config; put those back, or begin anew by "
                 f"moving the cuts away: {' '.join(str(exc).split())}"
             ) from exc
+
+    def _restore_strategy(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
+        """Let the strategy go on, unless the cut is of another, which says nothing to this one."""
+        if state.get("class") == type(self.strategy).__name__:
+            self.strategy.restore(tensors, state)
+
+    def _embed(self, features: Tensors) -> Tensor:
+        """Return the embeddings of events, by the module that is named."""
+        assert self._embedding is not None
+        self._embedding.listen()
+        forward(self.model, features)
+        return self._embedding.heard()
 
     def _tensor(self, column: Array) -> Tensor:
         return torch.from_numpy(column).to(self.device, non_blocking=True)
@@ -220,3 +324,26 @@ def _twice(one: Examples) -> Examples:
         torch.cat([one.label_B, one.label_B]),
         torch.cat([one.weight_B, torch.zeros_like(one.weight_B)]),
     )
+
+
+def _dealt(
+    heard: _Heard, drawn: Sequence[int], picked: Sequence[Tensor] | None, rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the loss of each event drawn and the embeddings of all, in the order in which they were given."""
+    old_R: Tensor | None = None
+    draws = [torch.cat(parts) for parts in zip(*(each for each in heard.old if each), strict=False)]
+    if draws:
+        if picked is not None:
+            draws = [
+                torch.full((n,), math.nan, device=losses.device).index_copy(0, places, losses.float())
+                for n, places, losses in zip(drawn, picked, draws, strict=True)
+            ]
+        old_R = torch.cat(draws)
+    embedding_N: Tensor | None = None
+    if heard.embedding:
+        new = torch.cat([each for each, _ in heard.embedding])[:rows]
+        old = torch.cat([each for _, each in heard.embedding])
+        if picked is not None or len(drawn) > 1 or len(old) != sum(drawn):
+            old = new.new_full((sum(drawn), new.shape[1]), math.nan)
+        embedding_N = torch.cat([new, old])
+    return old_R, embedding_N

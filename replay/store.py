@@ -161,13 +161,15 @@ class Store:
 
         Args:
             draw: what was rehearsed.
-            losses: of each event, float32 `[n]`.
-            embedding: of the model, float32 `[n, D]`; None: of no event.
+            losses: of each event, float32 `[n]`, NaN where it is not known.
+            embedding: of the model, float32 `[n, D]`, NaN likewise; None: of no event.
         """
         still = (draw.slots >= 0) & self.entries.are(draw.slots, draw.records)
-        self._sampler.learned(draw.slots[still], losses[still])
+        told = still & ~np.isnan(losses)
+        self._sampler.learned(draw.slots[told], losses[told])
         if self._whereabouts is not None and embedding is not None:
-            self._whereabouts.move(draw.slots[still], embedding[still])
+            told = still & ~np.isnan(embedding).any(axis=1)
+            self._whereabouts.move(draw.slots[told], embedding[told])
 
     @property
     def neighbours(self) -> Neighbours | None:

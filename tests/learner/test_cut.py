@@ -38,7 +38,7 @@ from learner.metrics import LearnerMetrics
 from learner.precision import choose_precision
 from learner.publisher import Publisher
 from learner.replay_cut import unpack
-from learner.strategy import STRATEGIES
+from learner.strategies import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Trainer
 from learner.version import Versions

@@ -13,7 +13,8 @@ from learner.config import LearnerSettings
 from learner.embedding import Embedding
 from learner.errors import ModelError
 from learner.precision import choose_precision
-from learner.strategy import STRATEGIES, Examples
+from learner.strategies import STRATEGIES
+from learner.strategy import Examples
 from learner.task import Classification
 from learner.trainer import Trainer
 
@@ -37,12 +38,12 @@ def test_the_embedding_is_what_the_module_gives_out_before_the_step_new_events_f
     model, plain = make_model(), make_model()
     trainer = make_trainer(schema, model, Embedding(model, "2"))
     new, old = examples(trainer, schema, 0, 5), examples(trainer, schema, 50, 3)
-    result = trainer.step(new, old)
+    result = trainer.step(new, [old])
     assert result.embedding_N is not None
     with torch.no_grad():
         expected = plain[:3](torch.cat([new.features["x"], old.features["x"]]))  # type: ignore[index]
     assert torch.equal(result.embedding_N, expected)
-    alone = trainer.step(examples(trainer, schema, 9, 1), None)
+    alone = trainer.step(examples(trainer, schema, 9, 1))
     assert alone.embedding_N is not None
     assert alone.embedding_N.shape == (1, 8)
 
@@ -50,14 +51,14 @@ def test_the_embedding_is_what_the_module_gives_out_before_the_step_new_events_f
 def test_the_loss_of_each_old_event_is_told(schema: Schema, make_model: MakeModel) -> None:
     trainer, plain = make_trainer(schema, make_model(), None), make_model()
     new, old = examples(trainer, schema, 0, 5), examples(trainer, schema, 50, 3)
-    result = trainer.step(new, old)
+    result = trainer.step(new, [old])
     output = plain(torch.cat([new.features["x"], old.features["x"]]))
     expected = nn.functional.cross_entropy(output[5:], old.label_B, reduction="none")
     assert result.old_R is not None
     assert torch.allclose(result.old_R, expected)
     assert not result.old_R.requires_grad
     assert result.embedding_N is None
-    assert trainer.step(new, None).old_R is None
+    assert trainer.step(new).old_R is None
 
 
 def test_a_module_that_is_not_there_is_refused_with_the_names_of_those_that_are(make_model: MakeModel) -> None:

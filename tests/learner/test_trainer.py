@@ -14,7 +14,7 @@ from ingest.fake import Columns, fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings
 from learner.precision import Precision, choose_device, choose_precision
-from learner.strategy import STRATEGIES
+from learner.strategies import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Examples, Trainer
 from replay.draw import Draw
@@ -42,14 +42,12 @@ def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(20):
         new = trainer.examples(fake_columns(schema, range(step * 8, step * 8 + 8), label=[0, 1, 2]))
-        old = None
-        if step:
-            drawn = fake_columns(schema, range(100 + step, 104 + step), label=[2, 1])
-            old = trainer.rehearsal(as_draw(drawn))
+        drawn = fake_columns(schema, range(100 + step, 104 + step), label=[2, 1])
+        old = trainer.rehearsal(as_draw(drawn), (4,)) if step else []
         result = trainer.step(new, old)
 
-        x = new.features["x"] if old is None else torch.cat([new.features["x"], old.features["x"]])
-        y = new.label_B if old is None else torch.cat([new.label_B, old.label_B])
+        x = torch.cat([each.features["x"] for each in (new, *old)])
+        y = torch.cat([each.label_B for each in (new, *old)])
         optimizer.zero_grad()
         output = plain(x)
         loss = functional.cross_entropy(output, y, reduction="none").sum() / len(y)
@@ -70,7 +68,7 @@ def test_the_weight_of_an_event_is_its_share_of_the_loss(schema: Schema, make_mo
     x, y = torch.from_numpy(columns["feature.x"]), torch.from_numpy(columns["label"])
     losses = functional.cross_entropy(make_model()(x), y, reduction="none")
     expected = (losses[0] + 3 * losses[2]) / 4
-    assert trainer.step(trainer.examples(columns), None).loss == pytest.approx(expected.item(), rel=1e-6)
+    assert trainer.step(trainer.examples(columns)).loss == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_rehearsed_events_without_a_label_add_nothing_to_the_loss(schema: Schema, make_model: MakeModel) -> None:
@@ -84,7 +82,7 @@ def test_rehearsed_events_without_a_label_add_nothing_to_the_loss(schema: Schema
         columns["labelled"][3:] = False
         columns["label"][3:] = -1
         new = trainer.examples(fake_columns(schema, range(4)))
-        results.append(trainer.step(new, trainer.rehearsal(as_draw(columns))).loss)
+        results.append(trainer.step(new, trainer.rehearsal(as_draw(columns), (6,))).loss)
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
@@ -94,21 +92,21 @@ def test_a_step_that_is_not_finite_leaves_weights_and_statistics_as_they_were(
 ) -> None:
     trainer = make_trainer(schema, make_model())
     good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
-    trainer.step(good, None)
+    trainer.step(good)
     before = trainer.snapshot()
     x = good.features["x"].clone()
     x[3] = poison
-    result = trainer.step(Examples({"x": x}, good.label_B, good.weight_B), None)
+    result = trainer.step(Examples({"x": x}, good.label_B, good.weight_B))
     assert not result.finite
     for name, value in trainer.snapshot().items():
         assert torch.equal(value, before[name]), name
-    assert trainer.step(good, None).finite
+    assert trainer.step(good).finite
 
 
 def test_a_lone_event_is_learned_also_with_batch_norm(schema: Schema, make_model: MakeModel) -> None:
     for strategy in STRATEGIES:
         trainer = make_trainer(schema, make_model(), strategy)
-        result = trainer.step(trainer.examples(fake_columns(schema, [7], label=[1])), None)
+        result = trainer.step(trainer.examples(fake_columns(schema, [7], label=[1])))
         assert result.finite
         assert result.score in (0.0, 1.0)
 
@@ -129,12 +127,12 @@ class Odd(nn.Linear):
 def test_buffers_may_be_infinite_or_bound_anew(schema: Schema) -> None:
     trainer = make_trainer(schema, Odd())
     good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
-    assert trainer.step(good, None).finite
+    assert trainer.step(good).finite
     before = trainer.snapshot()
     x = torch.full_like(good.features["x"], math.inf)
-    assert not trainer.step(Examples({"x": x}, good.label_B, good.weight_B), None).finite
+    assert not trainer.step(Examples({"x": x}, good.label_B, good.weight_B)).finite
     assert all(torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
-    assert trainer.step(good, None).finite
+    assert trainer.step(good).finite
 
 
 def test_poison_does_not_use_up_the_loss_scale(schema: Schema, make_model: MakeModel) -> None:
@@ -146,16 +144,16 @@ def test_poison_does_not_use_up_the_loss_scale(schema: Schema, make_model: MakeM
     good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
     poison = Examples({"x": torch.full_like(good.features["x"], 6e4)}, good.label_B, good.weight_B * 1e30)
     for _ in range(20):
-        trainer.step(poison, None)
+        trainer.step(poison)
     assert trainer._scaler.get_scale() >= 1
-    assert trainer.step(good, None).finite
+    assert trainer.step(good).finite
 
 
 def test_a_snapshot_is_not_changed_by_later_steps(schema: Schema, make_model: MakeModel) -> None:
     trainer = make_trainer(schema, make_model())
     before = trainer.snapshot()
     copied = {name: value.clone() for name, value in before.items()}
-    trainer.step(trainer.examples(fake_columns(schema, range(8))), None)
+    trainer.step(trainer.examples(fake_columns(schema, range(8))))
     assert all(torch.equal(before[name], copied[name]) for name in before)
     assert any(not torch.equal(before[name], value) for name, value in trainer.snapshot().items())
 
@@ -166,7 +164,7 @@ def test_bf16_learns_a_separable_stream(schema: Schema, make_model: MakeModel) -
     for step in range(150):
         columns = fake_columns(schema, range(step * 12, step * 12 + 12), label=[0, 1, 2])
         columns["feature.x"][:] = torch.eye(3)[torch.from_numpy(columns["label"])].numpy()
-        score = trainer.step(trainer.examples(columns), None).score
+        score = trainer.step(trainer.examples(columns)).score
     assert score == 12
 
 
@@ -215,7 +213,7 @@ def test_a_gpu_learns_a_separable_stream(schema: Schema, make_model: MakeModel, 
     for step in range(300):
         columns = fake_columns(schema, range(step * 12, step * 12 + 12), label=[0, 1, 2])
         columns["feature.x"][:] = torch.eye(3)[torch.from_numpy(columns["label"])].numpy()
-        result = trainer.step(trainer.examples(columns), None)
+        result = trainer.step(trainer.examples(columns))
         assert result.finite
         score = result.score
     assert score == 12

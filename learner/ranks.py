@@ -1,0 +1,51 @@
+"""The ranks that train one model together, as a trainer sees them."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class Ranks(Protocol):
+    """How the gradients of N ranks become one. All ranks call everything alike, in the same order."""
+
+    size: int
+    """N."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the module to run in training: the backward pass through it averages gradients over the ranks."""
+        ...
+
+    def apart(self) -> contextlib.AbstractContextManager[object]:
+        """Within, gradients add up on this rank alone, as those of all micro-batches but a step's last one do."""
+        ...
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Average tensors over the ranks, in place; returns when they can be used on the device."""
+        ...
+
+    def any(self, tensor: Tensor) -> Tensor:
+        """Return where a bool tensor is true on any rank."""
+        ...
+
+
+class Alone:
+    """One rank, which has nobody to wait for."""
+
+    size = 1
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the module itself."""
+        return model
+
+    def apart(self) -> contextlib.AbstractContextManager[object]:
+        """Change nothing."""
+        return contextlib.nullcontext()
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Leave them as they are."""
+
+    def any(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself."""
+        return tensor

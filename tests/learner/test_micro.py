@@ -1,0 +1,65 @@
+"""Micro-batches: nothing is left out, and the gradient is that of the whole step."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner.config import LearnerSettings
+from learner.micro import micro_batches
+from learner.precision import choose_precision
+from learner.strategies import STRATEGIES
+from learner.strategy import Examples
+from learner.task import Classification
+from learner.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def numbered(n: int) -> Examples:
+    return Examples({"x": torch.arange(float(n))}, torch.arange(n), torch.ones(n))
+
+
+@given(st.integers(0, 40), st.lists(st.integers(0, 40), max_size=2), st.none() | st.integers(2, 30))
+def test_every_event_is_in_one_part_in_order_and_none_is_alone(n: int, drawn: list[int], most: int | None) -> None:
+    parts = micro_batches(numbered(n), [numbered(each) for each in drawn], most)
+    assert torch.cat([new.label_B for new, _ in parts]).tolist() == list(range(n))
+    for place, each in enumerate(drawn):
+        if len(parts) == 1 or each:
+            index = place if len(parts) == 1 else sum(1 for before in drawn[:place] if before)
+            assert torch.cat([old[index].label_B for _, old in parts]).tolist() == list(range(each))
+    sizes = [len(new) + sum(map(len, old)) for new, old in parts]
+    assert len(sizes) == 1 or min(sizes) > 1
+    assert len(sizes) == 1 or all(abs(a - b) <= 1 + len(drawn) for a, b in pairwise(sizes))
+    if most is not None and most >= 4 * (1 + len(drawn)):
+        assert max(sizes) <= most
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("most", [2, 5, 7])
+def test_the_gradient_of_micro_batches_is_that_of_the_large_batch(schema: Schema, strategy: str, most: int) -> None:
+    weights = []
+    for micro in (None, most):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        settings = LearnerSettings.model_validate(
+            {"optimizer": {"name": "sgd", "lr": 1.0}, "micro_batch_size": micro, "max_grad_norm": float("inf")}
+        )
+        trainer = Trainer(
+            *(model, Classification(), STRATEGIES[strategy](), schema, settings, CPU, choose_precision("fp32", CPU))
+        )
+        batches = []
+        for begin, n in ((0, 11), (50, 9)):
+            columns = fake_columns(schema, range(begin, begin + n), label=[0, 1, 2])
+            columns["weight"][::3] = 2.5
+            found = trainer.examples(columns)
+            batches.append(Examples({"x": found.features["x"].double()}, found.label_B, found.weight_B.double()))
+        new, old = batches
+        trainer.step(new, [old] if trainer.strategy.replays else [])
+        weights.append(torch.cat([each.reshape(-1) for each in trainer.snapshot().values()]))
+    assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-6)
