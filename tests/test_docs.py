@@ -221,9 +221,7 @@ def test_the_worked_example_learns(tmp_path):
     decoded = FORMATS["json"](schema).decode((tmp_path / "events.jsonl").read_bytes().splitlines())
     assert list(decoded.rejects) == []
     right = [
-        trainer.step(
-            trainer.examples({name: column[begin : begin + 64] for name, column in decoded.columns.items()}), None
-        )
+        trainer.step(trainer.examples({name: column[begin : begin + 64] for name, column in decoded.columns.items()}))
         for begin in range(0, len(decoded.message), 64)
     ]
     assert np.mean([step.score / 64 for step in right[-50:]]) > 0.85
