@@ -15,8 +15,9 @@ from learner.deadline import Deadline
 from learner.errors import CutError
 from learner.metrics import LearnerMetrics
 from learner.replay_cut import pack
+from replay.held import Held
 from replay.segments import Segment
-from replay.store import Held, Store
+from replay.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from replay.disk import DiskTier
 from replay.entries import Entries
 from replay.memory import MemoryTier
 from replay.neighbours import Neighbours
-from replay.policies import ADMISSIONS, SAMPLERS, Company, Surroundings
+from replay.policies import ADMISSIONS, SAMPLERS, Company, Policies, Surroundings
 from replay.redis_tier import RedisTier
 from replay.rows import Fields, RowLayout
-from replay.store import MOST_INSERTED, Policies, Store
+from replay.store import MOST_INSERTED, Store
 from replay.tiers import Tiers
 from replay.whereabouts import CLUSTERS, Whereabouts
 

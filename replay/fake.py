@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from replay.contents import Contents
-from replay.store import Held, Store
+from replay.held import Held
+from replay.store import Store
 
 
 class FakeCuts:

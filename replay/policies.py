@@ -8,12 +8,29 @@ import numpy as np
 
 from ingest.errors import SettingsError
 from replay import admission, sampler
-from replay.admission import Admission
+from replay.admission import Admission, Quotas
 from replay.entries import Entries
 from replay.sampler import Sampler
 from replay.whereabouts import Whereabouts
 
 _MOST_GROUPS = 2**15 - 1
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Who enters, who leaves, who is drawn.
+
+    Attributes:
+        admission: how events compete.
+        quotas: how many may stay.
+        sampler: who is drawn.
+        whereabouts: where events lie in the model's embedding, for policies that ask; else None.
+    """
+
+    admission: Admission
+    quotas: Quotas
+    sampler: Sampler
+    whereabouts: Whereabouts | None = None
 
 
 @dataclass(frozen=True)

@@ -6,71 +6,33 @@ payload lies (`Tiers`), how fast (the caller, who asks for so many a step).
 Legend: N events offered, H events held, n drawn, D dimensions of an embedding.
 """
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ingest.block import Array, TopicPartition
-from ingest.errors import SettingsError
-from replay.admission import Admission, Quotas
 from replay.contents import Change, Contents, Standing
-from replay.conversion import Rows, converted, move
-from replay.draw import Draw, Plan, fetch, planned_rows, resumed
+from replay.draw import Draw, Plan, fetch, resumed
 from replay.entries import Entries, columns_of
 from replay.forgotten import Forgotten
+from replay.held import Held
+from replay.holes import Holes
 from replay.neighbours import Neighbours
+from replay.policies import Policies
+from replay.resumption import Resumption
 from replay.roll import Offer, Roll
 from replay.rows import RowLayout
-from replay.sampler import Choice, Sampler
 from replay.slots import Slots
-from replay.staged import Staged
 from replay.tier import Tier
 from replay.tiers import Tiers
-from replay.whereabouts import Whereabouts
 
 AHEAD = 4
 """Steps between the choice of a draw and its use: the time that slower tiers have to bring it."""
 
 MOST_INSERTED = 1024
 """Events that are inserted at once."""
-_QUIET_SECONDS = 10.0
-"""Between two lines in the log on what is lost."""
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A store at a step boundary; its payload is read by `Store.contents` while the store goes on."""
-
-    standing: Standing
-    change: Change
-    identity: NDArray[np.uint64]
-    plans: Sequence[Plan]
-
-
-@dataclass(frozen=True)
-class Policies:
-    """Who enters, who leaves, who is drawn.
-
-    Attributes:
-        admission: how events compete.
-        quotas: how many may stay.
-        sampler: who is drawn.
-        whereabouts: where events lie in the model's embedding, for policies that ask; else None.
-    """
-
-    admission: Admission
-    quotas: Quotas
-    sampler: Sampler
-    whereabouts: Whereabouts | None = None
 
 
 class Store:
@@ -92,9 +54,7 @@ class Store:
         self.tiers = tiers
         self.entries = entries
         self.slots = Slots(tiers.slots, durable=tiers.durable)
-        self.lost = 0
-        """Events that were to be held, and are not: no slot could be written, or the payload not be read back."""
-        self._told_lost, self._tell_lost_at = 0, 0.0
+        self._holes = Holes()
         self.roll = Roll(policies.admission, policies.quotas, entries, seed)
         self._sampler = policies.sampler
         self._whereabouts = policies.whereabouts
@@ -108,6 +68,11 @@ class Store:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    @property
+    def lost(self) -> int:
+        """Events that were to be held, and are not: no slot could be written, or the payload not be read back."""
+        return self._holes.count
 
     @property
     def rows(self) -> dict[str, int]:
@@ -148,7 +113,7 @@ class Store:
         while len(rows):
             room = min(self.roll.quotas.at_once, self.slots.free)
             if not room:
-                self._count_lost(len(rows))
+                self._holes.add(len(rows))
                 return count - len(rows)
             self._insert(rows[:room], offer, embedding)
             if (stays := self.roll.surplus()) is not None:
@@ -196,9 +161,11 @@ class Store:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
         self._regroup()
         choice = self._sampler.choose(n, np.random.default_rng((self._seed, step)))
-        slots = choice.slots
-        rows = self.tiers.stage(slots.astype(np.int64), self.entries.identity)
-        return self._plan(step, choice, rows)
+        rows = self.tiers.stage(choice.slots.astype(np.int64), self.entries.identity)
+        records, rates, shares = self.entries.records(choice.slots), None, None
+        if self._weighted:
+            rates, shares = self.roll.rates(records, self._clusters(choice.slots))
+        return Plan(step, choice.slots, records, rates, shares, choice.correction, rows)
 
     def fetch(self, plan: Plan, n: int | None = None) -> Draw:
         """Return the first n events of a plan, or all; fewer when the rows of some cannot be had."""
@@ -245,13 +212,7 @@ class Store:
         Raises:
             OSError: the tier that has the payload cannot be made durable.
         """
-        change = held.change
-        if self.tiers.durable:
-            self.tiers.sync()
-        else:
-            payload, _ = self.tiers.read(change.index["slot"].astype(np.int64), held.identity)
-            change = replace(change, payload=payload)
-        return replace(held.standing, plans=[planned_rows(plan) for plan in held.plans]), change
+        return held.contents(self.tiers)
 
     def let_go(self, oldest: int | None, *, written: bool = True) -> None:
         """End a hold.
@@ -282,44 +243,25 @@ class Store:
         Raises:
             SettingsError: the contents do not fit this store.
         """
-        standing, payload = contents.standing, contents.payload
-        rows = [plan.rows for plan in standing.plans] + ([] if payload is None else [payload])
-        if any(each.shape[1:] != (self._layout.row_bytes,) for each in rows):
-            raise SettingsError("the cut's replay contents have another layout than this store")
-        moved = standing.file is None or source is not None
-        converts = standing.policy != self.roll.admission.name
-        if converts:
-            contents = self._converted(contents, source)
-            standing = contents.standing
+        resumption = Resumption(contents, source, self.roll, self._layout, self.tiers, self._seed)
+        standing = resumption.contents.standing
         self.roll.take_up(standing)
-        keep = np.ones(len(contents.index), np.bool_)
-        if len(keep) > self.roll.quotas.limit:
-            keep = self.roll.quotas.lower(contents.index["priority"], contents.index["group"])
-        index = contents.index[keep]
-        if moved:
-            self.slots.restore(contents.index["slot"][:0], standing.retired[:0], standing.cut)
-            rows_of = self._rows_of(contents, index, np.flatnonzero(keep), source)
-            found = move(index, contents, self._seed, rows_of, self.slots, self.tiers)
-            self._count_lost(int((~found).sum()))
-            index = index[found]
-        else:
-            self.slots.restore(contents.index["slot"], standing.retired, standing.cut)
-            self.slots.leave(contents.index["slot"][~keep])
+        index = resumption.place(self.slots)
         self.entries.restore(index, standing.bases)
-        if not moved:
+        if not resumption.moves:
             self.tiers.take_up(self.entries.slots.astype(np.int64))
         if self._whereabouts is not None:
             self._whereabouts.restore(self.entries.slots)
         self._sampler.come(self.entries.slots)
-        self._count_lost(contents.lost)
+        self._holes.add(contents.lost + resumption.lost)
         if len(index) == len(contents.index) and not contents.lost:
             self._sampler.restore(standing.sampler)
-            if not converts and (not moved or (source is None and not self.tiers.durable)):
+            if resumption.goes_on:
                 self.roll.changes.begin(standing.cut, len(self))
         self._plans.clear()
         for plan in standing.plans:
             # A cut that has the payload may name slots of several lives.
-            slots = self.entries.find(plan.events) if moved else plan.events["slot"].copy()
+            slots = self.entries.find(plan.events) if resumption.moves else plan.events["slot"].copy()
             self._plans.append(resumed(plan, self.tiers.staged(plan.rows), slots, weighted=self._weighted))
 
     def forget(self, forgotten: Forgotten) -> int:
@@ -364,31 +306,6 @@ class Store:
         if self._whereabouts is not None:
             self._whereabouts.close()
 
-    def _rows_of(
-        self, contents: Contents, index: NDArray[np.void], places: NDArray[np.intp], source: Tier | None
-    ) -> Rows:
-        """Return what reads the rows of events of a cut, ENTRY `[H]`, which are in the given places of its payload."""
-
-        def read(chunk: slice, identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
-            if contents.payload is not None:
-                return contents.payload[torch.from_numpy(places[chunk])], np.ones(len(identity), np.bool_)
-            return (source or self.tiers).read(index["slot"][chunk].astype(np.int64), identity)
-
-        return read
-
-    def _converted(self, contents: Contents, source: Tier | None) -> Contents:
-        """Return contents of a cut that was made under another policy, as they are under this one."""
-        log.info("the events stored compete anew under replay.admission, which was changed")
-        rows = self._rows_of(contents, contents.index, np.arange(len(contents.index)), source)
-        weights = lambda rows_nR: self._layout.unpack(rows_nR)["weight"]  # noqa: E731
-        return converted(contents, self.roll.admission, self._seed, weights, rows)
-
-    def _plan(self, step: int, choice: Choice, rows: Staged) -> Plan:
-        records, rates, shares = self.entries.records(choice.slots), None, None
-        if self._weighted:
-            rates, shares = self.roll.rates(records, self._clusters(choice.slots))
-        return Plan(step, choice.slots, records, rates, shares, choice.correction, rows)
-
     def _clusters_of(self, embedding: NDArray[np.float32] | None, n: int) -> NDArray[np.int16]:
         """Return the clusters of n events that are offered; 0 where they are not known."""
         if self._whereabouts is None or embedding is None:
@@ -428,11 +345,5 @@ class Store:
             gone = np.zeros(self.tiers.slots, np.bool_)
             gone[lost] = True
             stays = ~gone[self.entries.slots]
-            self._count_lost(int((~stays).sum()))
+            self._holes.add(int((~stays).sum()))
             self._keep(stays)
-
-    def _count_lost(self, rows: int) -> None:
-        self.lost += rows
-        if self.lost > self._told_lost and time.monotonic() >= self._tell_lost_at:
-            log.warning("%d events could not be kept, %d since the start", self.lost - self._told_lost, self.lost)
-            self._told_lost, self._tell_lost_at = self.lost, time.monotonic() + _QUIET_SECONDS

@@ -35,8 +35,9 @@ from replay.contents import Contents
 from replay.draw import Draw
 from replay.fake import FakeCuts
 from replay.forgotten import ByKey, ByRange, Forgotten, Record
+from replay.held import Held
 from replay.sampler import BY_POSITION
-from replay.store import AHEAD, Held, Store
+from replay.store import AHEAD, Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("other", 0, incarnation=2)]
 NAMES = [partition_name(name) for name in PARTITIONS]
