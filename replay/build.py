@@ -89,7 +89,7 @@ def build_store(
             redis = _redis(settings.redis, server, disk, source, row_bytes, count, pinned=pinned)
         if source is disk or (isinstance(source, RedisTier) and redis is not None and source.id == redis.id):
             source = None
-        memory = _memory(row_bytes, min(int(settings.device_bytes) // row_bytes, count), device)
+        memory = _memory(settings, row_bytes, min(int(settings.device_bytes) // row_bytes, count), device)
         tiers = Tiers(memory, disk, redis, promote=settings.sampling not in _DRAWN_ALIKE)
         store = _store(settings, schema, layout, tiers, k, seed, dim)
         opened.pop_all()
@@ -253,12 +253,14 @@ def _restore(store: Store, contents: Contents, source: DiskTier | RedisTier | No
         source.close()
 
 
-def _memory(row_bytes: int, slots: int, device: torch.device) -> MemoryTier:
+def _memory(settings: ReplaySettings, row_bytes: int, slots: int, device: torch.device) -> MemoryTier:
+    on_host = settings.device_memory == "host"
     try:
-        return MemoryTier(row_bytes, slots, device)
+        return MemoryTier(row_bytes, slots, device, on_host=on_host)
     except RuntimeError as exc:
+        place = "the host" if on_host else device
         raise SettingsError(
-            f"replay: {slots} events of {row_bytes} bytes cannot be had on {device}; lower capacity or device_bytes: "
+            f"replay: {slots} events of {row_bytes} bytes cannot be had on {place}; lower capacity or device_bytes: "
             f"{str(exc).splitlines()[0]}"
         ) from exc
 

@@ -52,6 +52,9 @@ class ReplaySettings(Section):
     """Events to keep, and up to 1/32 more between two clearings."""
     device_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(256_000_000)
     """Bound of the memory tier, on the learner's device, 0 for none; without Redis and disk it bounds what is kept."""
+    device_memory: Literal["device", "host"] = "device"
+    """Where the rows of the memory tier lie: on the learner's `device`, or in pinned memory of the `host`, for a GPU
+    whose memory the model needs; on a CPU both are the same."""
     redis: RedisSettings | None = None
     """The tier in Redis."""
     disk: DiskSettings | None = None

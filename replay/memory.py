@@ -1,4 +1,4 @@
-"""The tier `device`: preallocated memory of the learner's device, which is the host's where there is no other.
+"""The tier `device`: preallocated memory of the learner's device or, where asked for, pinned memory of the host.
 
 Legend: S slots, R bytes of a row, n rows of a call.
 """
@@ -10,29 +10,45 @@ from torch import Tensor
 
 
 class MemoryTier:
-    """Rows as words of 8 bytes on `device`, which are copied in a third of the time that bytes take.
+    """Rows as words of 8 bytes, which are copied in a third of the time that bytes take.
 
     Used by one thread, but for `read` of rows that are not written meanwhile.
     """
 
     name = "device"
 
-    def __init__(self, row_bytes: int, slots: int, device: torch.device) -> None:
+    def __init__(self, row_bytes: int, slots: int, device: torch.device, *, on_host: bool = False) -> None:
+        """Take the memory.
+
+        Args:
+            row_bytes: R.
+            slots: S.
+            device: the learner's, where `gather` brings rows.
+            on_host: whether rows lie on the host whatever the device is.
+
+        Raises:
+            RuntimeError: there is not so much of it.
+        """
         self.slots = slots
         self.slot_bytes = row_bytes
         self.device = device
-        self._words = _zeros((slots, row_bytes // 8), device)
+        self.lies_on = torch.device("cpu") if on_host else device
+        """Where the rows are."""
+        self._words = _zeros((slots, row_bytes // 8), self.lies_on)
+        self._crosses = device.type == "cuda" and self.lies_on.type == "cpu"
+        if self._crosses and slots:
+            _pin(self._words)
 
     def write(self, slots: NDArray[np.int64], _identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         """Scatter n rows in one copy."""
         self.put(slots, torch.from_numpy(rows_nR))
 
     def put(self, slots: NDArray[np.int64], rows_nR: Tensor) -> None:
-        """Scatter n rows, from wherever they are."""
+        """Scatter n rows, from wherever they are; those on the host for rows on the host wait for no device."""
         if not len(slots):
             return
         words = rows_nR.view(torch.int64)
-        if self.device.type == "cpu":
+        if self.lies_on.type == "cpu":
             # Half the time of index_copy_, which checks more.
             self._words.numpy()[slots] = words.numpy(force=True)
             return
@@ -40,25 +56,30 @@ class MemoryTier:
         self._words.index_copy_(0, where, words.to(self.device, non_blocking=True))
 
     def read(self, slots: NDArray[np.int64], _identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Gather n rows; memory keeps what was written."""
-        return self.gather(slots), np.ones(len(slots), np.bool_)
+        """Gather n rows where they lie; memory keeps what was written."""
+        return self._take(slots, pinned=False), np.ones(len(slots), np.bool_)
 
     def gather(self, slots: NDArray[np.int64]) -> Tensor:
-        """Return the rows of n slots, uint8 `[n, R]` on the device."""
-        if self.device.type == "cpu":
-            # As fast as index_select of one thread; several wait for each other where cores are scarce.
-            words = torch.empty((len(slots), self._words.shape[1]), dtype=torch.int64)
-            np.take(self._words.numpy(), slots, axis=0, out=words.numpy(), mode="clip")
-            return words.view(torch.uint8)
-        return self._words.index_select(0, torch.from_numpy(slots).to(self.device)).view(torch.uint8)
+        """Return the rows of n slots, uint8 `[n, R]` on the device; from the host in one copy that nobody waits for."""
+        return self._take(slots, pinned=self._crosses).to(self.device, non_blocking=True)
 
     def erase(self, slots: NDArray[np.int64]) -> None:
         """Overwrite n rows with zeros."""
-        self._words.index_fill_(0, torch.from_numpy(slots).to(self.device), 0)
+        self._words.index_fill_(0, torch.from_numpy(slots).to(self.lies_on), 0)
 
     def close(self) -> None:
         """Let go of the memory."""
+        if self._crosses and len(self._words):
+            _unpin(self._words)
         self._words = self._words.new_empty((0, self.slot_bytes // 8))
+
+    def _take(self, slots: NDArray[np.int64], *, pinned: bool) -> Tensor:
+        if self.lies_on.type == "cpu":
+            # As fast as index_select of one thread; several wait for each other where cores are scarce.
+            words = torch.empty((len(slots), self._words.shape[1]), dtype=torch.int64, pin_memory=pinned)
+            np.take(self._words.numpy(), slots, axis=0, out=words.numpy(), mode="clip")
+            return words.view(torch.uint8)
+        return self._words.index_select(0, torch.from_numpy(slots).to(self.device)).view(torch.uint8)
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
@@ -66,3 +87,17 @@ def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(shape, np.int64))
     return torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+def _pin(words: Tensor) -> None:
+    """Pin memory as it is: what torch's own pinned memory is rounded up to may be twice as much.
+
+    It is never swapped out then, and lacking memory is found at the start.
+    """
+    error = int(torch.cuda.cudart().cudaHostRegister(words.data_ptr(), words.nbytes, 0))  # type: ignore[no-untyped-call]
+    if error:
+        raise RuntimeError(f"CUDA cannot pin {words.nbytes} bytes of the host's memory (error {error})")
+
+
+def _unpin(words: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(words.data_ptr())  # type: ignore[no-untyped-call]

@@ -94,9 +94,11 @@ class Staged:
         """Return which of the first n rows came, as an index; after `wait`."""
         return slice(n) if self._whole is None else np.flatnonzero(self._whole[:n])
 
-    def late_rows(self, which: NDArray[np.bool_]) -> Tensor:
-        """Return those of the m rows that are asked for, on the device; after `wait` and `rows`."""
+    def late_rows(self, which: NDArray[np.bool_], near: torch.device) -> Tensor:
+        """Return those of the m rows that are asked for, on `near` if they are there; after `wait` and `rows`."""
         assert self.late is not None
+        if self._brought_mR is not None and near.type == "cpu":
+            return self._brought_mR[torch.from_numpy(np.flatnonzero(which))]
         return self._rows_nR[torch.from_numpy(self.late.places[which]).to(self._rows_nR.device)]
 
     @property

@@ -182,7 +182,9 @@ class Tiers:
             self._lost.append((late.slots[staged.lost], late.generation[staged.lost]))
         keep = staged.brought & self._cache.keep_late(late.slots, late.generation)
         if self._cache.takes(int(keep.sum())):
-            self._count("device", "written", self._cache.keep(late.slots[keep], staged.late_rows(keep)))
+            self._count(
+                "device", "written", self._cache.keep(late.slots[keep], staged.late_rows(keep, self._device.lies_on))
+            )
         return rows_nR
 
     def lost(self) -> NDArray[np.int64]:

@@ -60,7 +60,7 @@ KEYS_ADDED = words("""
     learner.max_delay learner.max_grad_norm
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.twin
-    replay.half_life
+    replay.half_life replay.device_memory
 """)
 
 METRICS_OF_THE_DESIGN = words("""

@@ -59,9 +59,11 @@ def main() -> int:
         pick_device(asked.serving_device)
     except SettingsError as exc:
         say(Said("device.missing", f"{exc}.", "serving.device"))
-    wanted, free = _wanted(ReplaySettings.model_validate_json(asked.replay), schema), _free(device)
+    replay = ReplaySettings.model_validate_json(asked.replay)
+    near = torch.device("cpu") if replay.device_memory == "host" else device
+    wanted, free = _wanted(replay, schema), _free(near)
     if learner.strategy != "none" and wanted > free:
-        matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {device} has {free / 1e6:,.0f} MB free."
+        matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
         say(Said("device.memory", matter))
     say(Step(f"building {settings.factory}"))
     kind = "model.factory"

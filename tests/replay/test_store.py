@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -257,17 +258,35 @@ def test_columns_may_be_reused_after_they_were_added(schema: Schema, make_store:
     assert sorted(everything(store)["feature.n"].tolist()) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.gpu
-def test_a_store_on_the_gpu_draws_what_one_in_memory_draws(schema: Schema) -> None:
-    on_host, on_gpu = (
-        build_store(ReplaySettings(capacity=200), schema, torch.device(name), 0) for name in ("cpu", "cuda")
+@pytest.mark.parametrize(
+    ("device", "memory"),
+    [("cpu", "host"), *(pytest.param("cuda", x, marks=pytest.mark.gpu) for x in ("device", "host"))],
+)
+@pytest.mark.parametrize("cached", [{}, {"disk": {"bytes": "1MB"}, "device_bytes": "2kB", "sampling": "recent"}])
+def test_a_store_draws_alike_wherever_its_memory_lies(
+    schema: Schema, tmp_path: Path, device: str, memory: str, cached: dict[str, Any]
+) -> None:
+    plain, other = (
+        build_store(
+            ReplaySettings.model_validate({"capacity": 200, "device_memory": lies, **cached}),
+            *(schema, torch.device(name), 0, tmp_path / name / lies),
+        )
+        for name, lies in (("cpu", "device"), (device, memory))
     )
-    for store in (on_host, on_gpu):
+    for store in (plain, other):
         store.add(fake_columns(schema, range(1000), label=[0, 1, 2, 3]), PARTITIONS)
-    for step in range(5):
-        expected = on_host.fetch(on_host.plan(step, 32)).columns
-        drawn = on_gpu.fetch(on_gpu.plan(step, 32)).columns
-        assert all(drawn[name].is_cuda and drawn[name].cpu().equal(value) for name, value in expected.items())
+    for step in range(20):
+        expected = plain.fetch(plain.plan(step, 32)).columns
+        drawn = other.fetch(other.plan(step, 32)).columns
+        assert all(drawn[name].device.type == device for name in expected)
+        assert all(drawn[name].cpu().equal(value) for name, value in expected.items())
+    expected, found = (FakeCuts(store).cut(1) for store in (plain, other))
+    assert np.array_equal(expected.index, found.index)
+    if expected.payload is not None:
+        assert found.payload is not None
+        assert expected.payload.equal(found.payload)
+    for store in (plain, other):
+        store.close()
 
 
 class TestCuts:

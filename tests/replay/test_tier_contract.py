@@ -26,8 +26,8 @@ def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[Op
     servers: list[RedisServer] = []
 
     def make(row_bytes: int = ROW_BYTES, slots: int = SLOTS) -> Tier:
-        if kind == "device":
-            tiers.append(MemoryTier(row_bytes, slots, torch.device("cpu")))
+        if kind in ("device", "host"):
+            tiers.append(MemoryTier(row_bytes, slots, torch.device("cpu"), on_host=kind == "host"))
         elif kind == "disk":
             file = path / f"{row_bytes}.rows"
             tiers.append(DiskTier.open(file) if file.exists() else DiskTier.create(file, row_bytes, slots))
@@ -42,7 +42,7 @@ def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[Op
         each.close()
 
 
-@pytest.fixture(params=["device", "disk", REDIS])
+@pytest.fixture(params=["device", "host", "disk", REDIS])
 def open_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     yield from opened(request.param, tmp_path, request)
 
@@ -150,6 +150,28 @@ def test_what_is_erased_is_no_events_row_and_the_others_stay(open_slow: Callable
     assert np.array_equal(read.numpy()[20:], written[20:])
     tier.write(slots[:1], identity[:1], written[:1])
     assert tier.read(slots[:1], identity[:1])[1].all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_host", [False, True])
+def test_memory_brings_rows_to_the_gpu_wherever_they_lie(on_host: bool) -> None:
+    gpu = torch.device("cuda")
+    tier = MemoryTier(ROW_BYTES, SLOTS, gpu, on_host=on_host)
+    slots, identity, written = some(700), names(700), rows(700)
+    before = torch.cuda.memory_allocated()
+    tier.write(slots[:300], identity[:300], written[:300])
+    tier.put(slots[300:], torch.from_numpy(written[300:]).to(gpu))
+    assert tier._words.is_pinned() == on_host
+    gathered = tier.gather(slots[::-1].copy())
+    assert gathered.is_cuda
+    assert np.array_equal(gathered.cpu().numpy(), written[::-1])
+    read, _ = tier.read(slots, identity)
+    assert read.is_cuda != on_host
+    tier.erase(slots)
+    assert not tier.gather(slots).any()
+    del gathered, read
+    assert torch.cuda.memory_allocated() <= before
+    tier.close()
 
 
 def test_the_memory_tier_has_zeros_in_place_of_what_is_erased() -> None:
