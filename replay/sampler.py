@@ -34,6 +34,10 @@ _LEAST = 1e-3
 """A loss below this counts as this, so that every event may be drawn."""
 _MOST_EXPONENT = 500.0
 _STALE_SHARE = 8
+_MOST_STALE = 64
+"""Stale events that wait for a draw of their cluster."""
+_PLACED = -1
+"""A cluster that no event is in."""
 
 
 @dataclass(frozen=True)
@@ -138,20 +142,44 @@ class Even(Uniform):
 class Diverse(Even):
     """Every cluster of the model's embeddings comes as often as any other.
 
-    When the index process has found other clusters, all events are grouped anew.
+    When the index process has found other clusters, all events are grouped anew. Within a cluster, those whose
+    embeddings are of a model long gone come sooner: being drawn renews them.
     """
 
     def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
         super().__init__(entries, lambda slots: whereabouts.clusters(slots).astype(np.int64))
         self._whereabouts = whereabouts
         self._grouped = whereabouts.training
+        self._stale = np.empty(0, np.int32)
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
-        """Group anew if need be, and choose."""
+        """Group anew if need be, and choose; one in eight makes way for an event of its cluster that is stale."""
         if self._grouped != self._whereabouts.training:
             self._grouped, self._groups = self._whereabouts.training, Groups()
             self.come(self._entries.slots)
-        return super().choose(n, generator)
+        slots = super().choose(n, generator).slots
+        return Choice(generator.permutation(self._with_stale(slots, _stale_share(n, generator))))
+
+    def leave(self, slots: Slots) -> None:
+        """Take events out of their groups."""
+        super().leave(slots)
+        self._stale = self._stale[~np.isin(self._stale, slots)]
+
+    def _with_stale(self, slots: Slots, n: int) -> Slots:
+        """Put at most n stale events in the places of others of their clusters; those without a place wait."""
+        stale = self._stale
+        if len(stale) < _MOST_STALE:
+            stale = np.concatenate([stale, self._whereabouts.stale(n)])
+        clusters = self._whereabouts.clusters(slots).copy()
+        clusters[np.isin(slots, stale)] = _PLACED
+        stale = stale[~np.isin(stale, slots)]
+        waits = np.ones(len(stale), np.bool_)
+        for at, cluster in enumerate(self._whereabouts.clusters(stale).tolist()):
+            places = np.flatnonzero(clusters == cluster)[: n - int((~waits).sum())]
+            if len(places):
+                slots[places[0]], clusters[places[0]], waits[at] = stale[at], _PLACED, False
+        self._stale = stale[waits]
+        return slots
 
 
 class Proportional(Uniform):
@@ -306,9 +334,14 @@ class Similar(Uniform):
 
         One in eight is an event whose embedding is of a model long gone, where there are such: being drawn renews it.
         """
-        stale = self._whereabouts.stale(n // _STALE_SHARE)
+        stale = self._whereabouts.stale(_stale_share(n, generator))
         near = self._whereabouts.nearest()
         found = np.concatenate([stale, near[~np.isin(near, stale)]])[:n]
         rest = super().choose(n, generator).slots
         slots = np.concatenate([found, rest[~np.isin(rest, found)]])[: min(n, len(self._entries))]
         return Choice(generator.permutation(slots))
+
+
+def _stale_share(n: int, generator: np.random.Generator) -> int:
+    """Return how many of n events may be drawn for their age: an eighth, by chance where that is no whole number."""
+    return (n + int(generator.integers(_STALE_SHARE))) // _STALE_SHARE

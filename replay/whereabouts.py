@@ -104,7 +104,7 @@ class Whereabouts:
         """Forget n events."""
         ids = self._ids[slots]
         self._neighbours.remove(ids[ids != _NO_ID])
-        self._ids[slots] = _NO_ID
+        self._ids[slots], self._cluster[slots], self._next[slots] = _NO_ID, _UNKNOWN, _UNKNOWN
 
     def restore(self, slots: NDArray[np.int32]) -> None:
         """Take up events of a cut: where they lie is found when they are drawn."""

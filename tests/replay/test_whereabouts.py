@@ -1,5 +1,7 @@
 """Policies that compare events: the store with a real index process."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,10 +13,12 @@ import torch
 from ingest.block import TopicPartition
 from ingest.errors import SettingsError
 from ingest.fake import fake_columns
+from ingest.identity import partition_name
 from ingest.schema import Schema
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCuts
+from replay.forgotten import ByRange, Forgotten
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -98,6 +102,95 @@ def test_diverse_draws_as_many_of_each_cluster(schema: Schema, build: Build) -> 
     until(store._whereabouts.follow)
     rare = np.isin(store.plan(0, 400).records["offset"] % 16, np.arange(1, DIM)).mean()
     assert rare > 2 * (DIM - 1) / 16
+
+
+def test_diverse_draws_the_oldest_embeddings_first_and_clusters_as_evenly_as_ever(schema: Schema, build: Build) -> None:
+    """By chance alone one of the old ones would come in every fifth draw, and about 170 such draws had all of them."""
+    store, n, offsets = build(sampling="diverse"), 64, np.arange(9000)
+    fill(store, schema, 0, 9000)
+    until(store._whereabouts.follow)
+    old = store.entries.slots[::225].copy()
+    new = store.entries.slots[~np.isin(store.entries.slots, old)]
+    store._whereabouts._step = 20_000
+    for part in np.array_split(new, 40):
+        store._whereabouts.move(part, place(offsets)[store.entries.of("offset", part)])
+        until(lambda: store.neighbours.stats().waiting < 20)
+    store.seek(20_000, place(np.arange(1)))
+    missing, draws = set(old.tolist()), 0
+
+    def all_came() -> bool:
+        nonlocal draws
+        plan = store.plan(0, n)
+        clusters, sizes = (store._whereabouts.clusters(each) for each in (plan.slots, store.entries.slots))
+        drawn, there = (np.bincount(each, minlength=100) for each in (clusters, sizes))
+        assert (drawn >= np.minimum(there, drawn.max() - 1)).all()
+        assert len(set(plan.slots.tolist())) == n
+        assert store.entries.are(plan.slots, plan.records).all()
+        draws += not missing.isdisjoint(plan.slots.tolist())
+        missing.difference_update(plan.slots.tolist())
+        return not missing
+
+    until(all_came)
+    assert draws <= 40
+
+
+class TestForgotten:
+    """An event that was forgotten is nobody's neighbour, whatever becomes of the index process."""
+
+    @pytest.fixture(params=["similar", "diverse"])
+    def store(self, schema: Schema, build: Build, request: pytest.FixtureRequest) -> Store:
+        store = build(capacity=4000, sampling=request.param)
+        fill(store, schema, 0, 3200)
+        return store
+
+    def test_it_leaves_the_index_the_clusters_and_the_plans(self, store: Store) -> None:
+        until(lambda: store.neighbours.stats().process.trained_rows and store._whereabouts.follow())
+        store.seek(1, place(np.full(8, 3)))
+        until(lambda: store._whereabouts.follow() and len(store._whereabouts.nearest()))
+        store.plan_ahead(2, 64)
+        ids = forget(store)
+        until(lambda: store.neighbours.stats().process.rows == len(store))
+        self._assert_none(store, ids)
+
+    def test_it_does_not_come_back_when_the_process_is_killed(self, store: Store) -> None:
+        store.seek(1, place(np.full(8, 3)))
+        store.plan_ahead(2, 64)
+        draw = store.fetch(store.plan(0, 400))
+        assert store.neighbours.pid is not None
+        os.kill(store.neighbours.pid, signal.SIGKILL)
+        ids = forget(store)
+        until(lambda: store.neighbours.stats().restarts == 1)
+        until(lambda: store.neighbours.stats() and store.neighbours.ill is None and store.neighbours.reports)
+        # A step that was under way then, and others: only what is held goes into the new process.
+        for each in (draw, store.fetch(store.plan(1, len(store)))):
+            store.learned(each, np.zeros(len(each), np.float32), place(each.records["offset"]))
+        until(lambda: store.neighbours.stats().process.rows == len(store))
+        self._assert_none(store, ids)
+
+    @staticmethod
+    def _assert_none(store: Store, ids: np.ndarray) -> None:
+        """Ask the process itself too, for all that is near to what was forgotten."""
+        for step in range(2, 6):
+            assert (store.draw(step, 64).records["offset"] % 16 != 3).all()
+        assert store.neighbours is not None
+        store.neighbours.answers()
+        until(lambda: store.neighbours.ask(9, place(np.full(8, 3)), 20))
+        (answer,) = until(store.neighbours.answers)
+        assert answer.ids.shape == (8, 20)
+        assert not np.isin(answer.ids, ids).any()
+        for step in range(10, 30):
+            assert (store.plan(step, 64).records["offset"] % 16 != 3).all()
+
+
+def forget(store: Store) -> np.ndarray:
+    """Forget the events of one centre, and return the ids that they had in the index."""
+    offsets = [offset for offset in store.entries.copy()["offset"].tolist() if offset % 16 == 3]
+    gone = np.isin(store.entries.of("offset", store.entries.slots), offsets)
+    ids = store._whereabouts._ids[store.entries.slots[gone]].copy()
+    name = partition_name(PARTITIONS[0])
+    records = [ByRange(time=0, by="command", partition=name, first=offset, last=offset) for offset in offsets]
+    assert store.forget(Forgotten(records)) == len(offsets) == 200
+    return ids
 
 
 def test_diverse_keeps_more_of_what_is_rare(schema: Schema, build: Build) -> None:
