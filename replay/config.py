@@ -23,7 +23,8 @@ class RedisSettings(Section):
     """The tier in Redis or Valkey: below the memory tier, a cache of the disk tier or, without one, what holds all."""
 
     url: Annotated[SecretStr, AfterValidator(_url)]
-    """`redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://...` for TLS, or `unix://PATH`; never printed."""
+    """`redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://...?ssl_ca_certs=/path/ca.pem` for TLS, or `unix://PATH`; never
+    printed."""
     bytes: Annotated[ByteSize, Field(ge=4096)]
     """Memory that the events may take there, keys and all; less than the server's `maxmemory`."""
 

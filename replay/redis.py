@@ -7,9 +7,10 @@ becomes an OSError here. KEYS and FLUSHDB are never sent: others may use the sam
 
 import collections
 import logging
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -29,6 +30,7 @@ _MOST_BYTES = 1_000_000
 _SWEPT_AT_ONCE = 500
 _SWEEP_PAUSE_SECONDS = 0.005
 _PROBE_LIFE_MS = 10_000
+_TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 Sweep = Callable[[str], bool]
 """Tells of a key, without the prefix, whether it is an orphan."""
@@ -56,6 +58,7 @@ class RedisServer:
         except ValueError as exc:
             raise SettingsError(f"replay.redis.url cannot be used: {exc}") from exc
         options = self._client.connection_pool.connection_kwargs
+        _check_files(options)
         self.address = str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
         """Where it is, without user and password."""
         self._away: str | None = None
@@ -239,6 +242,20 @@ class RedisServer:
         if removed:
             log.info("removed %d rows from %s that belong to no cut", removed, self.address)
         self._sweeps.popleft()
+
+
+def _check_files(options: Mapping[str, Any]) -> None:
+    """Refuse files for TLS that cannot be used: the client, which reads them as it connects, would say it is away."""
+    files = {name: options[name] for name in _TLS_FILES if options.get(name)}
+    mine, key = files.get("ssl_certfile"), files.get("ssl_keyfile")
+    try:
+        if "ssl_ca_certs" in files:
+            ssl.create_default_context(cafile=files["ssl_ca_certs"])
+        if mine is not None:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(mine, key, options.get("ssl_password"))
+    except OSError as exc:  # as an SSLError is
+        named = ", ".join(f"{name}={path}" for name, path in files.items())
+        raise SettingsError(f"replay.redis.url names a file for TLS that cannot be used, of {named}: {exc}") from exc
 
 
 def _chunks(n: int, value_bytes: int) -> Iterator[slice]:

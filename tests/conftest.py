@@ -6,6 +6,7 @@ skipped, but fails under CI.
 
 import contextlib
 import gc
+import ipaddress
 import json
 import logging
 import os
@@ -22,10 +23,15 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
 from kafka.errors import KafkaError
@@ -267,6 +273,35 @@ def browser() -> Iterator[Any]:
 def free_port() -> Callable[[], int]:
     """Returns a port of loopback that is free now."""
     return _free_ports
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """Writes a certificate of this host that is valid for some days from now on, and its key, and returns both."""
+
+    def make(days: int, name: str = "server") -> tuple[Path, Path]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+        names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        now = datetime.now(UTC)
+        built = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(days=400))
+            .not_valid_after(now + timedelta(days=days))
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        cert_path, key_path = tmp_path / f"{name}.crt", tmp_path / f"{name}.key"
+        cert_path.write_bytes(built.public_bytes(serialization.Encoding.PEM))
+        plain = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        key_path.write_bytes(key.private_bytes(*plain))
+        return cert_path, key_path
+
+    return make
 
 
 @pytest.fixture

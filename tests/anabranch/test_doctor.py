@@ -25,10 +25,6 @@ import psutil
 import pyarrow
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from kafka import KafkaAdminClient
 
 import anabranch.doctor.state
@@ -307,34 +303,6 @@ def server():
         yield listen
 
 
-@pytest.fixture
-def certificate(tmp_path):
-    """Writes a certificate of localhost that is valid for some days from now on, and its key, and returns both."""
-
-    def make(days, name="server"):
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-        now = datetime.now(UTC)
-        built = (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(subject)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - timedelta(days=400))
-            .not_valid_after(now + timedelta(days=days))
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-            .sign(key, hashes.SHA256())
-        )
-        cert_path, key_path = tmp_path / f"{name}.crt", tmp_path / f"{name}.key"
-        cert_path.write_bytes(built.public_bytes(serialization.Encoding.PEM))
-        plain = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        key_path.write_bytes(key.private_bytes(*plain))
-        return cert_path, key_path
-
-    return make
-
-
 class TestReachingTheBroker:
     @pytest.mark.finds("broker.name")
     def test_a_name_that_is_none(self, diagnose, setting):
@@ -561,6 +529,12 @@ class TestRedis:
         finding = only(diagnose("redis"), "redis.refused")
         assert "refuses user or password" in finding.matter
         assert "sesame" not in finding.matter
+
+    @pytest.mark.finds("redis.refused")
+    def test_an_authority_that_is_not_there(self, diagnose, edit, tmp_path):
+        url = f"rediss://localhost/0?ssl_ca_certs={tmp_path}/ca.pem"
+        edit("[replay]\n", f'[replay]\nredis = {{url = "{url}", bytes = "50MB"}}\n')
+        assert f"ssl_ca_certs={tmp_path}/ca.pem" in only(diagnose("redis"), "redis.refused").matter
 
     @pytest.mark.finds("redis.memory", "redis.policy")
     def test_too_little_memory_and_a_policy_that_evicts(self, diagnose, redis, edit, mortal_redis):
