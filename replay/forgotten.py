@@ -57,7 +57,8 @@ class Forgotten:
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         self._ends: dict[int, dict[int, int]] = {}
-        self._ranges: list[tuple[int, int, int]] = []
+        self._ranges: dict[int, NDArray[np.int64]] = {}
+        """By partition base: ranges that neither meet nor overlap, rising, `[2, n]`: their first and last offsets."""
         self._sorted: NDArray[np.uint64] | None = None
         self.add(records)
 
@@ -66,9 +67,10 @@ class Forgotten:
 
     def add(self, records: Sequence[Record]) -> None:
         """Cover what further records say."""
+        ranges: dict[int, list[tuple[int, int]]] = {}
         for record in records:
             if isinstance(record, ByRange):
-                self._ranges.append((base_of(record.partition), record.first, record.last))
+                ranges.setdefault(base_of(record.partition), []).append((record.first, record.last))
                 continue
             key, known = int(record.key_hash, 16), len(self._ends)
             ends = self._ends.setdefault(key, {})
@@ -77,6 +79,9 @@ class Forgotten:
                 ends[base] = max(end, ends.get(base, 0))
             if len(self._ends) > known:
                 self._sorted = None
+        for base, new in ranges.items():
+            before = self._ranges.get(base, np.empty((2, 0), np.int64))
+            self._ranges[base] = _merged(np.concatenate([before, np.array(new, np.int64).T], axis=1))
 
     def covers(self, bases: NDArray[np.uint64], columns: Mapping[str, Array]) -> NDArray[np.bool_]:
         """Return which of n events are forgotten, bool `[n]`.
@@ -87,9 +92,12 @@ class Forgotten:
         """
         partition, offset = columns["partition"], columns["offset"]
         found = np.zeros(len(offset), np.bool_)
-        for base, first, last in self._ranges:
+        for base, (firsts, lasts) in self._ranges.items():
             for index in np.flatnonzero(bases == np.uint64(base)).tolist():
-                found |= np.equal(partition, index) & np.greater_equal(offset, first) & np.less_equal(offset, last)
+                mine = np.flatnonzero(np.equal(partition, index))
+                offsets = offset[mine]
+                before = np.searchsorted(firsts, offsets, side="right") - 1
+                found[mine] |= (before >= 0) & (offsets <= lasts[before])
         if self._ends:
             keys = columns["key_hash"].astype(np.uint64, copy=False)
             for place in self._keyed(keys).tolist():
@@ -105,3 +113,12 @@ class Forgotten:
             self._sorted = np.sort(np.fromiter(self._ends, np.uint64, len(self._ends)))
         places = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
         return np.flatnonzero(self._sorted[places] == keys)
+
+
+def _merged(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the ranges `[2, n]` that cover the same offsets, without those that meet or overlap, rising."""
+    firsts, lasts = ranges[:, np.argsort(ranges[0], kind="stable")]
+    reached = np.maximum.accumulate(lasts)
+    begins = np.ones(len(firsts), np.bool_)
+    begins[1:] = firsts[1:] - 1 > reached[:-1]
+    return np.stack([firsts[begins], reached[np.append(begins[1:], True)]])
