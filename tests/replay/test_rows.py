@@ -1,6 +1,7 @@
 """Packed rows."""
 
 import numpy as np
+import pytest
 import torch
 
 from ingest.config import SchemaSettings
@@ -21,3 +22,15 @@ def test_rows_can_be_read_after_the_features_have_changed_places_in_the_file():
     rows = torch.from_numpy(RowLayout(before.payload()).pack(columns, np.arange(1)))
     read = RowLayout(after.payload()).unpack(rows)
     assert (read["feature.a"].tolist(), read["feature.b"].tolist()) == ([1.0], [2.0])
+
+
+@pytest.mark.parametrize("which", [[0, 1, 2, 3], [3, 2, 1, 0], [2], [], [1, 1, 0, 3], [0, 1, 2]])
+def test_rows_are_of_the_events_that_are_wanted_in_their_order(which: list[int]) -> None:
+    fields = schema("a", "b").payload()
+    rng = np.random.default_rng(0)
+    columns = {name: rng.integers(0, 100, (4, *shape)).astype(dtype) for name, (dtype, shape) in fields.items()}
+    layout = RowLayout(fields)
+    rows = layout.pack(columns, np.array(which, np.intp))
+    assert rows.shape == (len(which), layout.row_bytes)
+    read = layout.unpack(torch.from_numpy(rows))
+    assert all(np.array_equal(read[name].numpy(), columns[name][which]) for name in fields)
