@@ -23,6 +23,7 @@ from learner.cut import RANK, Cut, Cuts
 from learner.forgotten_cut import remembered
 from learner.replay_cut import unpack
 from learner.report import read_report
+from learner.strategy import OUTPUT, kept
 from replay.contents import Contents
 from replay.disk import DiskTier
 from replay.forgotten import Forgotten, hash_of_key
@@ -145,7 +146,8 @@ def draw_sample(config: Config, n: int, where: Sequence[str], seed: int | None) 
     for condition in where:
         fits &= _fits(condition, schema, stored.names, index)
     places = np.random.default_rng(seed).permutation(np.flatnonzero(fits))
-    layout = RowLayout(schema.payload())
+    shape = stored.cut.state.get(OUTPUT)
+    layout = RowLayout({**schema.payload(), **({} if shape is None else kept(tuple(shape)))})
     for begin in range(0, len(places), _AT_ONCE):
         for place, row in _rows(config, stored, layout, places[begin : begin + _AT_ONCE]):
             if n == 0:

@@ -4,7 +4,7 @@ import math
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from ingest.config import Section
 from ingest.units import PositiveDuration
@@ -42,6 +42,36 @@ class OptimizerSettings(BaseModel):
     """Learning rate."""
 
 
+class StrategySettings(BaseModel):
+    """A strategy by its name alone, or a table of the name and its own arguments, such as
+    `{name = "der++", alpha = 0.1, beta = 0.5}`; docs/learning.md has them."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+
+    name: Literal["none", "er", "er-ace", "der", "der++"] = "er"
+    """How old events take part, or what else keeps the model from forgetting: `none` nothing, `er` experience replay;
+    further keys are its arguments."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether there is a store that old events are drawn from."""
+        return self.name not in {"none"}
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether the store keeps the model's output with each event."""
+        return self.name in {"der", "der++"}
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it compares events by the model's embedding."""
+        return False
+
+
+def _named(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class LearnerSettings(Section):
     """The training loop."""
 
@@ -54,8 +84,8 @@ class LearnerSettings(Section):
     micro_batch_size: Annotated[int, Field(ge=2)] | None = None
     """Events that go through the model at once, new and replayed: a step is as many such parts as it takes, with the
     gradient of all together, so that it fits the device. Absent: a step is one part."""
-    strategy: Literal["none", "er"] = "er"
-    """How old events take part: `none` not at all, `er` experience replay."""
+    strategy: Annotated[StrategySettings, BeforeValidator(_named)] = StrategySettings()
+    """How old events take part."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """The optimizer and its arguments."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0

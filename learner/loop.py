@@ -24,10 +24,11 @@ from learner.metrics import LearnerMetrics
 from learner.prequential import Prequential
 from learner.publisher import Progress, Publisher, Snapshot
 from learner.rng import restore_rng, rng_tensors, rng_values
-from learner.strategy import Examples
-from learner.trainer import OUTPUT, StepResult, Trainer
+from learner.strategy import OUTPUT, Examples
+from learner.trainer import StepResult, Trainer
 from replay.draw import Draw
 from replay.metrics import ReplayMetrics
+from replay.rows import Fields
 from replay.store import Store
 
 _COMMIT_SECONDS = 5.0
@@ -126,7 +127,8 @@ class Loop:
             if not result.finite:
                 outcome, reason = Outcome.SKIPPED, SkipReason.NON_FINITE
         if self._parts.store is not None:
-            columns = _in_order(batch.new if outcome is Outcome.TRAINED else {}, batch.stored_only)
+            stored_only = _not_known(batch.stored_only, self._parts.store.fields)
+            columns = _in_order(batch.new if outcome is Outcome.TRAINED else {}, stored_only)
             if columns:
                 embedding = columns.get(_EMBEDDING)
                 self._parts.store.add(columns, names, None if embedding is None else embedding.astype(np.float32))
@@ -250,6 +252,7 @@ class Loop:
             "rows_replay": self.rows_replay,
             "replay_debt": self._replay_debt,
             "rng": rng_values(),
+            OUTPUT: _shape_kept(parts.store),
         }
         tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors(), "rng": rng_tensors()}
         return Moment(self.steps, tensors, state, parts.store.hold(number) if parts.store is not None else None)
@@ -279,12 +282,25 @@ class Loop:
             self._next_commit = time.monotonic() + _COMMIT_SECONDS
 
 
+def _shape_kept(store: Store | None) -> list[int] | None:
+    """Return the shape of the output that a store keeps with each event; None when it keeps none."""
+    return None if store is None or OUTPUT not in store.fields else list(store.fields[OUTPUT][1])
+
+
+def _not_known(columns: dict[str, Array], fields: Fields) -> dict[str, Array]:
+    """Say of events which the model has not been run on that its output is not known, where the store keeps that."""
+    if not columns or OUTPUT not in fields:
+        return columns
+    dtype, shape = fields[OUTPUT]
+    return {**columns, OUTPUT: np.full((len(columns["row"]), *shape), np.nan, dtype)}
+
+
 def _in_order(first: dict[str, Array], second: dict[str, Array]) -> dict[str, Array]:
     """Join two sets of rows in the order of (partition, offset, row), in which the store takes them up at no cost."""
     if not first or not second:
         return first or second
-    for name in {_EMBEDDING, OUTPUT} & first.keys():
-        second = {**second, name: np.full((len(second["row"]), *first[name].shape[1:]), np.nan, np.float32)}
+    if _EMBEDDING in first:
+        second = {**second, _EMBEDDING: np.full((len(second["row"]), first[_EMBEDDING].shape[1]), np.nan, np.float32)}
     joined = {name: np.concatenate([column, second[name]]) for name, column in first.items()}
     order = np.lexsort((joined["row"], joined["offset"], joined["partition"]))
     return {name: column[order] for name, column in joined.items()}

@@ -61,10 +61,13 @@ def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
     return output
 
 
-def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> None:
-    """Run the model on a few events of zeros, and raise ModelError when it fails or its output does not fit.
+def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> tuple[int, ...]:
+    """Run the model on a few events of zeros, and return the shape of its output for one event.
 
     It is run as in serving and as in training. The module's mode and state are as before afterwards.
+
+    Raises:
+        ModelError: it fails, or its output does not fit.
     """
     was_training = model.training
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -77,7 +80,9 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
         }
         with torch.no_grad():
             for training in (False, True):
-                task.check(forward(model.train(training), features), schema.label, _CHECK_ROWS)
+                output = forward(model.train(training), features)
+                task.check(output, schema.label, _CHECK_ROWS)
+        return tuple(output.shape[1:])
     except ModelError:
         raise
     except Exception as exc:  # the user's own code may raise anything

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import GapError
+from ingest.errors import GapError, SettingsError
 from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
 from ingest.source import Source
@@ -36,7 +36,8 @@ from learner.publisher import Publisher
 from learner.replay_cut import unpack
 from learner.reporter import Reporter
 from learner.status import serve_status
-from learner.strategies import STRATEGIES
+from learner.strategies.build import build_strategy
+from learner.strategy import OUTPUT, kept
 from learner.trainer import Trainer
 from learner.version import Versions
 from replay.build import build_store, discard_files
@@ -46,6 +47,7 @@ from replay.forgotten import Forgotten
 from replay.forgotten_log import NAME as LOG
 from replay.forgotten_log import ForgottenLog
 from replay.metrics import ReplayMetrics
+from replay.rows import Fields
 from replay.store import Store
 
 _GUARD_SALT = 0x5F3759DF
@@ -92,8 +94,8 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
     task = make_task(deployment.model.task)
     model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
     embedding = _embedding(deployment, model)
-    check_model(model, task, schema, device)
-    strategy = STRATEGIES[deployment.learner.strategy]()
+    shape = check_model(model, task, schema, device)
+    strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
     trainer = Trainer(model, task, strategy, schema, deployment.learner, device, precision, embedding)
     registry = CollectorRegistry()
     metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
@@ -119,7 +121,10 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         replayed = unpack(found[1]) if found is not None else None
         contents, segments = replayed if replayed is not None else (None, ())
         dim = embedding.heard().shape[1] if embedding is not None else None
-        store = _store(deployment, schema, device, cuts, contents, dim) if strategy.replays else None
+        columns = kept(shape) if strategy.keeps_output else {}
+        if found is not None and contents is not None and strategy.replays:
+            _check_columns(*found, list(shape) if columns else None, deployment.learner.strategy.name)
+        store = _store(deployment, schema, device, cuts, contents, columns, dim) if strategy.replays else None
         if store is not None:
             stack.callback(store.close)
         cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, segments)
@@ -130,7 +135,7 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         _resume(loop, cuts, found)
         reporter = Reporter(
             *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, metrics),
-            strategy=deployment.learner.strategy,
+            strategy=deployment.learner.strategy.name,
             classification=schema.label.classes is not None,
         )
         port = stack.enter_context(
@@ -153,8 +158,28 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         log.info("stopped after %d steps, version %s", loop.steps, publisher.number)
 
 
+def _check_columns(number: int, cut: Cut, wanted: list[int] | None, strategy: str) -> None:
+    """Raise SettingsError unless the events that a cut has stored have the output that the strategy wants, or none."""
+    before = cut.state.get(OUTPUT)
+    if before != wanted:
+        raise SettingsError(
+            f'learner.strategy = "{strategy}" wants {_output(wanted)} kept with each stored event, and cut {number} '
+            f"has {_output(before)}; put back the strategy and model of the cut, or begin anew by moving the cuts away"
+        )
+
+
+def _output(shape: list[int] | None) -> str:
+    return "no output of the model" if shape is None else f"an output of shape {shape}"
+
+
 def _store(
-    deployment: Deployment, schema: Schema, device: torch.device, cuts: Cuts, contents: Contents | None, dim: int | None
+    deployment: Deployment,
+    schema: Schema,
+    device: torch.device,
+    cuts: Cuts,
+    contents: Contents | None,
+    columns: Fields,
+    dim: int | None,
 ) -> Store:
     """Compose the store, with what the newest cut has of it."""
     folder = deployment.state_dir / "replay" / RANK
@@ -163,6 +188,7 @@ def _store(
         discard_files(folder)
     return build_store(
         *(deployment.replay, schema, device, deployment.seed, folder, contents),
+        extra=columns,
         dim=dim,
         keys=f"{deployment.name}:{RANK}",
         first=first,
@@ -170,9 +196,11 @@ def _store(
 
 
 def _embedding(deployment: Deployment, model: nn.Module) -> Embedding | None:
-    """Listen to the module that `model.embedding` names, where a policy of `[replay]` compares events."""
+    """Listen to the module that `model.embedding` names, where the strategy or a policy of `[replay]` needs it."""
+    strategy = deployment.learner.strategy
     compared = {deployment.replay.admission, deployment.replay.sampling} & COMPARING
-    if not compared or not deployment.model.embedding or not STRATEGIES[deployment.learner.strategy].replays:
+    wanted = strategy.embeds or (strategy.replays and compared)
+    if not wanted or not deployment.model.embedding:
         return None
     embedding = Embedding(model, deployment.model.embedding)
     embedding.listen()

@@ -7,18 +7,23 @@ Legend: B new events, R replayed ones, N ranks, C classes, D dimensions of an em
 draws, each of a number of events of its own: most strategies ask for one, DER++ for two.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from learner.task import Task
+from replay.rows import Fields
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 """Runs the model on features by name, `[B, ...]`; returns its output."""
 Tensors = Mapping[str, Tensor]
+OUTPUT = "output"
+"""A column that a step adds to its events where the strategy keeps what the model said of them."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,12 @@ def joined(parts: Sequence[Examples]) -> Examples:
         torch.cat([part.label_B for part in parts]),
         torch.cat([part.weight_B for part in parts]),
     )
+
+
+def apart(values: Tensor, parts: Sequence[Examples]) -> list[Tensor]:
+    """Return what several have of values that were found for all their events, in order."""
+    ends = [*itertools.accumulate(map(len, parts))]
+    return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -191,6 +202,11 @@ class ExperienceReplay(Strategy):
         losses = self.learner.task.loss(output, everything.label_B)
         total = weighted(losses, everything.weight_B, torch.stack([whole.new, *whole.old]).sum())
         return Loss(total, output[: len(new)].detach(), [losses[len(new) :].detach()] if old else ())
+
+
+def kept(shape: tuple[int, ...]) -> Fields:
+    """Return the column in which a store keeps the model's output, which has a shape for each event."""
+    return {OUTPUT: (np.dtype(np.float32), shape)}
 
 
 def weighted(loss_B: Tensor, weight_B: Tensor, whole: Tensor) -> Tensor:

@@ -23,12 +23,10 @@ from learner.model import forward
 from learner.optimizer import build_optimizer
 from learner.precision import Precision
 from learner.ranks import Alone, Ranks
-from learner.strategy import Examples, Learner, Loss, Strategy, Tensors, Whole
+from learner.strategy import OUTPUT, Examples, Learner, Loss, Strategy, Tensors, Whole
 from learner.task import Task
 from replay.draw import Draw
 
-OUTPUT = "output"
-"""A column that a step adds to its events where the strategy keeps what the model said of them."""
 _SCALE_RETRIES = 16
 """How often fp16 may halve its loss scale within a step before the events themselves are to blame."""
 

@@ -44,7 +44,10 @@ class Resumption:
         standing, payload = contents.standing, contents.payload
         rows = [plan.rows for plan in standing.plans] + ([] if payload is None else [payload])
         if any(each.shape[1:] != (layout.row_bytes,) for each in rows):
-            raise SettingsError("the cut's replay contents have another layout than this store")
+            raise SettingsError(
+                "the events that the cut has stored have other columns than [schema] and learner.strategy say; put "
+                "those back, or begin anew by moving the cuts away"
+            )
         self._source, self._roll, self._layout, self._tiers, self._seed = source, roll, layout, tiers, seed
         self.moves = standing.file is None or source is not None
         """Whether events get other slots than the cut names."""

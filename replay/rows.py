@@ -52,9 +52,9 @@ class RowLayout:
         self.row_bytes = place
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def fields(self) -> Fields:
         """The columns that a row holds."""
-        return tuple(self._fields)
+        return {name: (field.dtype, field.shape) for name, field in self._fields.items()}
 
     def pack(self, columns: Mapping[str, Array], which: NDArray[np.intp]) -> NDArray[np.uint8]:
         """Copy what n events have in columns `[N, ...]`, those in the places `which`, into rows, uint8 `[n, R]`."""

@@ -23,7 +23,7 @@ from replay.neighbours import Neighbours
 from replay.policies import Policies
 from replay.resumption import Resumption
 from replay.roll import Offer, Roll
-from replay.rows import RowLayout
+from replay.rows import Fields, RowLayout
 from replay.slots import Slots
 from replay.tier import Tier
 from replay.tiers import Tiers
@@ -88,6 +88,11 @@ class Store:
     def bounds(self) -> dict[str, int]:
         """Bytes that each tier may hold."""
         return self.tiers.bounds
+
+    @property
+    def fields(self) -> Fields:
+        """The columns that are kept of an event."""
+        return self._layout.fields
 
     @property
     def capacity(self) -> int:

@@ -46,6 +46,7 @@ FINDINGS: dict[str, Kind] = {
     "device.memory": Kind("problem", "Lower replay.device_bytes or replay.capacity."),
     "model.factory": Kind("problem", "Mend the function that model.factory names, or model.args."),
     "model.output": Kind("problem", "Mend the model's forward, model.task or [schema]."),
+    "model.strategy": Kind("problem", "Mend learner.strategy."),
     "model.optimizer": Kind("problem", "Mend learner.optimizer."),
     "model.crash": Kind("problem", 'Run it by hand in the config\'s folder: python -c "import {module}".'),
     "model.hang": Kind("problem", "Find out what it waits for, or give it more time with --timeout."),

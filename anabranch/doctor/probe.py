@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,6 +13,9 @@ from ingest.errors import SettingsError
 from ingest.schema import Schema
 from learner.config import LearnerSettings, ModelSettings
 from replay.config import ReplaySettings
+
+if TYPE_CHECKING:
+    from replay.rows import Fields
 
 _LONGEST_MATTER = 2_000
 _OVERHEAD = 1.1
@@ -38,6 +42,8 @@ def main() -> int:
     from learner.model import build_model, check_model, make_task
     from learner.optimizer import build_optimizer
     from learner.precision import choose_device, choose_precision
+    from learner.strategies.build import build_strategy
+    from learner.strategy import kept
     from serving.served import pick_device
 
     schema = Schema(SchemaSettings.model_validate_json(asked.events))
@@ -59,12 +65,7 @@ def main() -> int:
         pick_device(asked.serving_device)
     except SettingsError as exc:
         say(Said("device.missing", f"{exc}.", "serving.device"))
-    replay = ReplaySettings.model_validate_json(asked.replay)
-    near = torch.device("cpu") if replay.device_memory == "host" else device
-    wanted, free = _wanted(replay, schema), _free(near)
-    if learner.strategy != "none" and wanted > free:
-        matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
-        say(Said("device.memory", matter))
+    columns = schema.payload()
     say(Step(f"building {settings.factory}"))
     kind = "model.factory"
     try:
@@ -72,7 +73,12 @@ def main() -> int:
         say(Size(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
         say(Step("running the model on three events of zeros"))
         kind = "model.output"
-        check_model(model, make_task(settings.task), schema, device)
+        task = make_task(settings.task)
+        shape = check_model(model, task, schema, device)
+        kind = "model.strategy"
+        strategy = build_strategy(learner.strategy, settings, task)
+        if strategy.keeps_output:
+            columns |= kept(shape)
         kind = "model.optimizer"
         build_optimizer(learner.optimizer, model.parameters())
     except SettingsError as exc:
@@ -80,13 +86,19 @@ def main() -> int:
     else:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         say(Said("", f"{settings.factory} has {parameters:,} parameters, and its output fits the {settings.task}."))
+    replay = ReplaySettings.model_validate_json(asked.replay)
+    near = torch.device("cpu") if replay.device_memory == "host" else device
+    wanted, free = _wanted(replay, columns), _free(near)
+    if learner.strategy.replays and wanted > free:
+        matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
+        say(Said("device.memory", matter))
     return 0
 
 
-def _wanted(replay: ReplaySettings, schema: Schema) -> int:
+def _wanted(replay: ReplaySettings, columns: "Fields") -> int:
     from replay.rows import RowLayout
 
-    most = int(replay.capacity * _OVERHEAD) * RowLayout(schema.payload()).row_bytes
+    most = int(replay.capacity * _OVERHEAD) * RowLayout(columns).row_bytes
     return min(int(replay.device_bytes), most)
 
 

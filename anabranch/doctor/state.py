@@ -18,6 +18,7 @@ _MEMORY = {"tmpfs", "ramfs"}
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.s3fs"}
 _SKEW_SECONDS = 5.0
 _OPTIMIZER_TENSORS = 3
+_OUTPUT_BYTES = 4
 """Weights and two moments: what a cut holds of a model with AdamW."""
 _ROW_BYTES = 56
 """What a cut holds of each event beside its fields."""
@@ -84,9 +85,12 @@ def _file_system(folder: Path) -> str | None:
 def _check_space(patient: Patient, folder: Path) -> Iterator[Finding]:
     """Compare what is free with what one more cut and version need, and with all that are to be kept."""
     pipeline, state_dir = patient.config.pipeline, patient.config.state_dir
-    row = sum(dtype.itemsize * _product(shape) for dtype, shape in Schema(pipeline.events).payload().values())
+    schema = Schema(pipeline.events)
+    row = sum(dtype.itemsize * _product(shape) for dtype, shape in schema.payload().values())
     capacity, disk, file = pipeline.replay.capacity, pipeline.replay.disk, 0
-    if pipeline.learner.strategy == "none":
+    if pipeline.learner.strategy.keeps_output:
+        row += _OUTPUT_BYTES * (schema.label.classes or 1)
+    if not pipeline.learner.strategy.replays:
         replay = 0
     elif disk is None and pipeline.replay.redis is not None:
         replay = min(capacity, int(pipeline.replay.redis.bytes) // row) * _ROW_BYTES

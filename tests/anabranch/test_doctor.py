@@ -232,6 +232,11 @@ class TestModel:
         edit('name = "adamw"', 'name = "adamw", momentum = 0.9')
         assert "has no 'momentum'" in only(diagnose("model"), "model.optimizer").matter
 
+    @pytest.mark.finds("model.strategy")
+    def test_the_strategy(self, diagnose, change):
+        change("learner", strategy={"name": "der++", "gamma": 0.9})
+        assert "has no 'gamma'" in only(diagnose("model"), "model.strategy").matter
+
     @pytest.mark.finds("device.memory")
     def test_more_replay_than_there_is_memory(self, diagnose, setting):
         setting("learner.device", "cpu")

@@ -39,6 +39,8 @@ from learner.precision import choose_precision
 from learner.publisher import Publisher
 from learner.replay_cut import unpack
 from learner.strategies import STRATEGIES
+from learner.strategies.der import DarkReplayPlus
+from learner.strategy import Examples, Strategy, kept
 from learner.task import Classification
 from learner.trainer import Trainer
 from learner.version import Versions
@@ -63,6 +65,8 @@ class Stream:
         self.stop = stop
         self.next = 0
         self.ill: str | None = None
+        self.unlabelled: set[int] = set()
+        """Blocks whose events have no label."""
         self.unknown_fields = 0
         self.partitions = [Partition(NAME, 0, blocks * ROWS)]
 
@@ -74,6 +78,9 @@ class Stream:
         self.next += 1
         columns = fake_columns(self.schema, range(begin, begin + ROWS), label=[0, 1, 2, 1])
         columns["outcome"][5] = 3  # held out
+        if self.next - 1 in self.unlabelled:
+            columns["labelled"] = columns["outcome"] == 3
+            columns["label"][~columns["labelled"]] = -1
         columns["feature.x"] += torch.randn(
             columns["feature.x"].shape, generator=torch.Generator().manual_seed(begin)
         ).numpy()
@@ -97,6 +104,7 @@ class Bench:
         blocks: int,
         every: str = "1h",
         replay: Mapping[str, Any] | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop)
@@ -104,13 +112,15 @@ class Bench:
         registry = CollectorRegistry()
         self.metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
         task = Classification()
-        trainer = Trainer(model, task, STRATEGIES["er"](), schema, settings, CPU, choose_precision("auto", CPU))
+        strategy = strategy or STRATEGIES["er"]()
+        trainer = Trainer(model, task, strategy, schema, settings, CPU, choose_precision("auto", CPU))
         self.cuts = Cuts(path / "cuts", schema.digest, 1)
         self.cuts.clean()
         self.found = self.cuts.newest()
         contents, segments = (unpack(self.found[1]) if self.found else None) or (None, ())
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
-        self.store = build_store(options, schema, CPU, 0, path / "replay", contents)
+        columns = kept((3,)) if strategy.keeps_output else None
+        self.store = build_store(options, schema, CPU, 0, path / "replay", contents, columns)
         settings_of_cuts = CutsSettings.model_validate({"every": every})
         self.cutter = Cutter(self.cuts, settings_of_cuts, self.store, self.metrics.learner, segments)
         publisher = Publisher(
@@ -360,6 +370,40 @@ def test_a_new_learning_rate_holds_after_a_restart(make_bench: Callable[..., Ben
 
 def _no_space(_descriptor: int) -> None:
     raise OSError(28, "No space left on device")
+
+
+class Listening(DarkReplayPlus):
+    """DER++ that writes down what the model said of each event, by its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: dict[tuple[float, ...], list[float]] = {}
+
+    def learned(self, new: Examples, output_B: torch.Tensor) -> None:
+        self.said |= {tuple(x.tolist()): output.tolist() for x, output in zip(new.features["x"], output_B, strict=True)}
+
+
+@each_arrangement
+def test_the_store_keeps_what_the_model_said_of_an_event_when_it_was_new(
+    make_bench: Callable[..., Bench], replay: dict[str, Any]
+) -> None:
+    """Also after a restart; of events without a label the model has said nothing."""
+    strategy = Listening()
+    half = make_bench(8, replay=replay, strategy=strategy)
+    half.stream.unlabelled = {2, 6}
+    half.run()
+    half.finish()
+    half.close()
+    resumed = make_bench(14, replay=replay, strategy=strategy)
+    resumed.resume()
+    resumed.run()
+    draw = resumed.store.fetch(resumed.store.plan(0, len(resumed.store)))
+    known = 0
+    for x, output, labelled in zip(*(draw.columns[name] for name in ("feature.x", "output", "labelled")), strict=True):
+        assert bool(output.isnan().all()) != bool(labelled)
+        assert not labelled or output.tolist() == strategy.said[tuple(x.tolist())]
+        known += int(labelled)
+    assert len(resumed.store) > known > 200
 
 
 CRASHES = 20

@@ -58,8 +58,10 @@ def test_the_gradient_of_micro_batches_is_that_of_the_large_batch(schema: Schema
             columns = fake_columns(schema, range(begin, begin + n), label=[0, 1, 2])
             columns["weight"][::3] = 2.5
             found = trainer.examples(columns)
-            batches.append(Examples({"x": found.features["x"].double()}, found.label_B, found.weight_B.double()))
+            said = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
+            batches.append(Examples({"x": found.features["x"].double()}, found.label_B, found.weight_B.double(), said))
         new, old = batches
-        trainer.step(new, [old] if trainer.strategy.replays else [])
+        draws = len(trainer.strategy.draws(len(old)))
+        trainer.step(new, [old[place::draws] for place in range(draws)])
         weights.append(torch.cat([each.reshape(-1) for each in trainer.snapshot().values()]))
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-6)
