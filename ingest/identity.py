@@ -1,5 +1,6 @@
 """An event's identity, `topic#incarnation[partition]@offset/row`, as 64-bit hashes, whole blocks at a time."""
 
+import functools
 import hashlib
 
 import numpy as np
@@ -54,5 +55,8 @@ def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
+@functools.lru_cache(maxsize=64)
 def _salt(seed: int) -> NDArray[np.uint64]:
-    return mix(np.array([seed & (2**64 - 1)], np.uint64))
+    salt = mix(np.array([seed & (2**64 - 1)], np.uint64))
+    salt.flags.writeable = False
+    return salt

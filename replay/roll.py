@@ -68,10 +68,15 @@ class Roll:
             cluster: of each event's embedding; 0 where it is not known.
         """
         self.entries.meet(partitions)
-        where, offset = columns["partition"].astype(np.int64), columns["offset"].astype(np.int64)
-        row, weight = columns["row"].astype(np.int32), columns["weight"].astype(np.float32)
+        # What has its dtype already is looked at and never written to.
+        where, offset = (columns[name].astype(np.int64, copy=False) for name in ("partition", "offset"))
+        row, weight = columns["row"].astype(np.int32, copy=False), columns["weight"].astype(np.float32, copy=False)
         identity = identity_hash(self.entries.bases[where], offset, row, self._seed)
-        label = columns["label"].astype(np.int64) if columns["label"].dtype.kind == "i" else np.zeros_like(where)
+        label = (
+            columns["label"].astype(np.int64, copy=False)
+            if columns["label"].dtype.kind == "i"
+            else np.zeros_like(where)
+        )
         time_s = np.clip(columns["time_ms"] // 1000, 0, _LATEST).astype(np.uint32)
         group = self.admission.group(label, cluster)
         priority = self.admission.priorities(Offered(identity, weight, time_s))
