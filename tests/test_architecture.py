@@ -45,7 +45,7 @@ KEYS_OF_THE_DESIGN = words("""
     schema.features.*.default schema.label.name schema.label.dtype schema.label.classes
     schema.key.name schema.time.name schema.weight.name schema.group.name
     model.factory model.args model.task model.embedding
-    learner.batch_size learner.micro_batch_size learner.replay_ratio learner.strategy.name
+    learner.batch_size learner.replay_ratio learner.strategy.name
     learner.optimizer.name learner.optimizer.lr
     learner.precision learner.device learner.stop_timeout learner.status
     replay.admission replay.sampling replay.capacity replay.device_bytes replay.redis.url replay.redis.bytes
@@ -57,7 +57,7 @@ KEYS_OF_THE_DESIGN = words("""
 """)
 KEYS_ADDED = words("""
     stream.max_message_bytes stream.buffer_bytes
-    learner.max_delay learner.max_grad_norm
+    learner.max_delay learner.max_grad_norm learner.micro_batch_size
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.twin
     replay.half_life replay.device_memory
