@@ -354,5 +354,5 @@ class TestCuts:
         contents = FakeCuts(store).cut(1)
         torn = [dataclasses.replace(plan, rows=plan.rows[:, :8]) for plan in contents.standing.plans]
         standing = dataclasses.replace(contents.standing, plans=torn)
-        with pytest.raises(SettingsError, match="another layout"):
+        with pytest.raises(SettingsError, match="other columns"):
             make_store(10, contents=dataclasses.replace(contents, standing=standing))
