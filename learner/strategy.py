@@ -40,7 +40,7 @@ class Examples:
     output_B: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.label_B)
+        return self.label_B.shape[0]
 
     def __getitem__(self, which: slice | Tensor) -> "Examples":
         """Return some of them."""
@@ -76,7 +76,8 @@ class Whole:
     Attributes:
         new: the sum of the weights of the new events, float32 scalar.
         old: of each draw, likewise.
-        present_C: which classes are among the new events, bool `[C]`; None where labels are no classes.
+        present_C: which classes are among the new events, bool `[C]`; None where labels are no classes, or the
+            strategy does not look.
     """
 
     new: Tensor
@@ -134,6 +135,8 @@ class Strategy:
     """Whether the store keeps the model's output with each event."""
     tasks: ClassVar[frozenset[str]] = frozenset()
     """The tasks that it is made for; empty: any."""
+    sees_classes: ClassVar[bool] = True
+    """Whether it looks at which classes are among the new events of a step."""
     embeds: ClassVar[bool] = False
     """Whether it needs embeddings."""
 
@@ -185,6 +188,7 @@ class NoReplay(Strategy):
     """Learns from new events alone; what a model without this project does."""
 
     replays = False
+    sees_classes = False
 
     def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: Whole) -> Loss:
         """Weighted mean loss of the new events."""
@@ -195,12 +199,14 @@ class NoReplay(Strategy):
 class ExperienceReplay(Strategy):
     """Learns from new and replayed events in one batch (ER: Chaudhry et al. 2019, "On tiny episodic memories")."""
 
+    sees_classes = False
+
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole) -> Loss:
         """Weighted mean loss of new and old events together."""
         everything = joined([new, *old])
         output = forward(everything.features)
         losses = self.learner.task.loss(output, everything.label_B)
-        total = weighted(losses, everything.weight_B, torch.stack([whole.new, *whole.old]).sum())
+        total = weighted(losses, everything.weight_B, sum(whole.old, whole.new))
         return Loss(total, output[: len(new)].detach(), [losses[len(new) :].detach()] if old else ())
 
 

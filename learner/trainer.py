@@ -7,7 +7,8 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,15 +16,18 @@ from torch import Tensor, nn
 
 from ingest.block import Array
 from ingest.schema import Schema
+from learner.buffers import Buffers, Saved
 from learner.config import LearnerSettings
 from learner.embedding import Embedding
 from learner.errors import CutError
+from learner.gradients import Gradients
+from learner.heard import Heard, cat, dealt
 from learner.micro import micro_batches
 from learner.model import forward
 from learner.optimizer import build_optimizer
 from learner.precision import Precision
 from learner.ranks import Alone, Ranks
-from learner.strategy import OUTPUT, Examples, Learner, Loss, Strategy, Tensors, Whole
+from learner.strategy import OUTPUT, Examples, Learner, Strategy, Tensors, Whole
 from learner.task import Task
 from replay.draw import Draw
 
@@ -57,24 +61,6 @@ class StepResult:
     output_B: Tensor | None = None
 
 
-@dataclass
-class _Heard:
-    """What the micro-batches of a step said."""
-
-    total: list[Tensor] = field(default_factory=list)
-    output: list[Tensor] = field(default_factory=list)
-    old: list[Sequence[Tensor]] = field(default_factory=list)
-    embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def add(self, loss: Loss, embedding_N: Tensor | None) -> None:
-        self.total.append(loss.total.detach())
-        self.output.append(loss.output_B)
-        self.old.append(loss.old)
-        if embedding_N is not None:
-            rows = len(loss.output_B)
-            self.embedding.append((embedding_N[:rows], embedding_N[rows:]))
-
-
 class Trainer:
     """Owns the model, its optimizer and the loss scaler. Used by one thread."""
 
@@ -100,8 +86,9 @@ class Trainer:
         self._features = [feature.name for feature in schema.features]
         self._classes = schema.label.classes
         self._precision = precision
-        self._max_grad_norm = settings.max_grad_norm
         self._optimizer = build_optimizer(settings.optimizer, model.parameters())
+        self._buffers = Buffers(model)
+        self._gradients = Gradients([each for each in model.parameters() if each.requires_grad], settings.max_grad_norm)
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         self._ranks = ranks or Alone()
         self._trained = self._ranks.wrap(self.model)
@@ -144,7 +131,7 @@ class Trainer:
         if rows == 1 and not sum(drawn):
             # Batch norm needs two: the event stands for another one of no weight.
             new = _twice(new)
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        before = self._buffers.saved()
         picked = self._pick(new, old, before)
         if picked is not None:
             old = [each[places] for each, places in zip(old, picked, strict=True)]
@@ -157,7 +144,7 @@ class Trainer:
             if finite:
                 self._scaler.step(self._optimizer)
             else:
-                self._put_back(before)
+                self._buffers.put_back(before)
             if self._precision.scaled:
                 self._scaler.update()
             if finite or not math.isfinite(total):
@@ -165,37 +152,42 @@ class Trainer:
         if not finite and self._precision.scaled:
             # The events are to blame, not the scale.
             self._scaler.update(scale)
-        output_B = torch.cat(heard.output)
+        output_B = cat(heard.output)
         if finite:
             self.strategy.learned(new, output_B)
-        old_R, embedding_N = _dealt(heard, drawn, picked, rows)
+        old_R, embedding_N = dealt(heard, drawn, picked, rows)
         return StepResult(finite, total, score, old_R, embedding_N, output_B[:rows])
 
-    def _pick(self, new: Examples, old: Sequence[Examples], before: Mapping[str, Tensor]) -> Sequence[Tensor] | None:
+    def _pick(self, new: Examples, old: Sequence[Examples], before: Saved) -> Sequence[Tensor] | None:
         """Let the strategy choose among the old events, which leaves the model as it was."""
         if not any(map(len, old)):
             return None
         with self._precision.autocast(self.device):
             picked = self.strategy.pick(lambda features: forward(self.model, features), new, old)
         if picked is not None:
-            self._put_back(before)
+            self._buffers.put_back(before)
         return picked
 
     def _whole(self, new: Examples, old: Sequence[Examples]) -> Whole:
         """Add up the weights of all ranks."""
-        weights = torch.stack([each.weight_B.sum() for each in (new, *old)])
-        self._ranks.average([weights])
+        weights = [each.weight_B.sum() for each in (new, *old)]
+        if self._ranks.size > 1:
+            together = torch.stack(weights)
+            self._ranks.average([together])
+            weights = list(together)
         present = None
-        if self._classes is not None:
-            counts = torch.zeros(self._classes, dtype=torch.bool, device=self.device)
-            present = self._ranks.any(counts.index_fill_(0, new.label_B[new.weight_B > 0], True))
-        return Whole(weights[0], list(weights[1:]), present)
+        if self._classes is not None and self.strategy.sees_classes:
+            # One place more takes the labels that do not count: to leave them out would be to wait for the device.
+            found = torch.zeros(self._classes + 1, dtype=torch.bool, device=self.device)
+            found.index_fill_(0, torch.where(new.weight_B > 0, new.label_B, self._classes), True)
+            present = self._ranks.any(found[: self._classes])
+        return Whole(weights[0], weights[1:], present)
 
-    def _backward(self, new: Examples, old: Sequence[Examples], whole: Whole) -> _Heard:
+    def _backward(self, new: Examples, old: Sequence[Examples], whole: Whole) -> Heard:
         """Compute the gradient of the whole step, as the strategy wants it."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._gradients.clear()
         self.strategy.start()
-        heard = _Heard()
+        heard = Heard()
         parts = micro_batches(new, old, self.micro_batch_size)
         for place, (some_new, some_old) in enumerate(parts):
             with self._ranks.apart() if place < len(parts) - 1 else contextlib.nullcontext():
@@ -204,7 +196,7 @@ class Trainer:
         self.strategy.adjust(self._scaler.get_scale())
         return heard
 
-    def _learn(self, new: Examples, old: Sequence[Examples], whole: Whole, heard: _Heard) -> None:
+    def _learn(self, new: Examples, old: Sequence[Examples], whole: Whole, heard: Heard) -> None:
         if self._embedding is not None:
             self._embedding.listen()
         with self._precision.autocast(self.device):
@@ -212,9 +204,7 @@ class Trainer:
         self.strategy.backward(loss, self._scaler.scale)
         heard.add(loss, None if self._embedding is None else self._embedding.heard())
 
-    def _numbers(
-        self, heard: _Heard, new: Examples, rows: int, before: Mapping[str, Tensor]
-    ) -> tuple[float, float, bool, float]:
+    def _numbers(self, heard: Heard, new: Examples, rows: int, before: Saved) -> tuple[float, float, bool, float]:
         """Clip the gradient, and read back what settles the step.
 
         Returns:
@@ -222,25 +212,18 @@ class Trainer:
             overflow can spoil them while loss and gradient look well), and the score of the first `rows` events; of
             all ranks.
         """
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        norm = self._gradients.clip()
         with torch.no_grad():
-            score = self.task.score(torch.cat(heard.output)[:rows], new.label_B[:rows]).sum()
-            spoiled = torch.zeros((), dtype=torch.bool, device=self.device)
-            for name, buffer in self.model.named_buffers():
-                if buffer.is_floating_point() and name in before and before[name].shape == buffer.shape:
-                    spoiled = spoiled | (before[name].isfinite() & ~buffer.isfinite()).any()
-            total = torch.stack(heard.total).sum()
-            told = torch.stack([total.float(), norm.float(), spoiled.float(), score.float()])
-            self._ranks.average([told])
+            score = self.task.score(cat(heard.output)[:rows], new.label_B[:rows]).sum()
+            told = [reduce(torch.add, heard.total), norm, score, *self._buffers.spoiled(before)]
+            if self._ranks.size == 1 and self.device.type == "cpu":
+                total_, norm_, score_, *spoiled = [each.item() for each in told]
+                return total_, norm_, any(spoiled), score_
+            together = torch.stack([each.float() for each in told])
+            self._ranks.average([together])
             # The one wait for the device in a step: whether its events were learned is settled before the next.
-            numbers = told.tolist()
-        return numbers[0], numbers[1], bool(numbers[2]), numbers[3] * self._ranks.size
-
-    def _put_back(self, buffers: Mapping[str, Tensor]) -> None:
-        """Undo what a forward pass left in buffers, also in those that the model binds anew."""
-        for name, value in buffers.items():
-            owner, _, attribute = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[attribute] = value.clone()
+            total_, norm_, score_, *spoiled = together.tolist()
+        return total_, norm_, any(spoiled), score_ * self._ranks.size
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the weights and buffers as they are now, on the device; later steps do not change the copy."""
@@ -322,26 +305,3 @@ def _twice(one: Examples) -> Examples:
         torch.cat([one.label_B, one.label_B]),
         torch.cat([one.weight_B, torch.zeros_like(one.weight_B)]),
     )
-
-
-def _dealt(
-    heard: _Heard, drawn: Sequence[int], picked: Sequence[Tensor] | None, rows: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the loss of each event drawn and the embeddings of all, in the order in which they were given."""
-    old_R: Tensor | None = None
-    draws = [torch.cat(parts) for parts in zip(*(each for each in heard.old if each), strict=False)]
-    if draws:
-        if picked is not None:
-            draws = [
-                torch.full((n,), math.nan, device=losses.device).index_copy(0, places, losses.float())
-                for n, places, losses in zip(drawn, picked, draws, strict=True)
-            ]
-        old_R = torch.cat(draws)
-    embedding_N: Tensor | None = None
-    if heard.embedding:
-        new = torch.cat([each for each, _ in heard.embedding])[:rows]
-        old = torch.cat([each for _, each in heard.embedding])
-        if picked is not None or len(drawn) > 1 or len(old) != sum(drawn):
-            old = new.new_full((sum(drawn), new.shape[1]), math.nan)
-        embedding_N = torch.cat([new, old])
-    return old_R, embedding_N

@@ -39,7 +39,7 @@ def as_draw(columns: Columns) -> Draw:
 def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model: MakeModel) -> None:
     trainer = make_trainer(schema, make_model(), max_grad_norm=0.5)
     plain = make_model()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, fused=True)
     for step in range(20):
         new = trainer.examples(fake_columns(schema, range(step * 8, step * 8 + 8), label=[0, 1, 2]))
         drawn = fake_columns(schema, range(100 + step, 104 + step), label=[2, 1])
