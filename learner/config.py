@@ -48,14 +48,14 @@ class StrategySettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
-    name: Literal["none", "er", "er-ace", "der", "der++"] = "er"
+    name: Literal["none", "er", "er-ace", "der", "der++", "mir", "agem", "ewc", "lwf", "slda", "ncm"] = "er"
     """How old events take part, or what else keeps the model from forgetting: `none` nothing, `er` experience replay;
     further keys are its arguments."""
 
     @property
     def replays(self) -> bool:
         """Whether there is a store that old events are drawn from."""
-        return self.name not in {"none"}
+        return self.name not in {"none", "ewc", "lwf", "slda", "ncm"}
 
     @property
     def keeps_output(self) -> bool:
@@ -64,8 +64,8 @@ class StrategySettings(BaseModel):
 
     @property
     def embeds(self) -> bool:
-        """Whether it compares events by the model's embedding."""
-        return False
+        """Whether it works on the model's embedding."""
+        return self.name in {"slda", "ncm"}
 
 
 def _named(value: object) -> object:

@@ -31,7 +31,7 @@ class Gradients:
         """
         gradients = [weight.grad for weight in self._weights if weight.grad is not None]
         if not gradients:
-            return torch.zeros(())
+            return self._weights[0].new_zeros(())
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         if math.isinf(self._max_norm) or (norm.is_cpu and not norm.item() + 1e-6 > self._max_norm):
             return norm  # times 1 changes nothing; off the CPU, to look would be to wait

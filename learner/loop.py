@@ -166,11 +166,10 @@ class Loop:
             )
             return result
         self.non_finite_in_a_row = 0
-        drawn = len(draw) if draw is not None else 0
         self.rows_new += len(batch)
-        self.rows_replay += drawn
+        self.rows_replay += result.replayed
         self._metrics.learner.rows.labels("new").inc(len(batch))
-        self._metrics.learner.rows.labels("replay").inc(drawn)
+        self._metrics.learner.rows.labels("replay").inc(result.replayed)
         self.prequential.add(len(batch), result.score)
         self._tell_store(batch, draw, result)
         return result

@@ -7,8 +7,9 @@ Legend: B new events, R replayed ones, N ranks, C classes, D dimensions of an em
 draws, each of a number of events of its own: most strategies ask for one, DER++ for two.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,6 +70,26 @@ def apart(values: Tensor, parts: Sequence[Examples]) -> list[Tensor]:
     return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
+def twice(one: Examples) -> Examples:
+    """Return an event and its double, which has no weight: batch norm has no statistics of a lone event."""
+    return Examples(
+        {name: torch.cat([value, value]) for name, value in one.features.items()},
+        torch.cat([one.label_B, one.label_B]),
+        torch.cat([one.weight_B, torch.zeros_like(one.weight_B)]),
+    )
+
+
+@contextlib.contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Run a model as in evaluation; its mode is as before afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 @dataclass(frozen=True)
 class Whole:
     """What a step weighs over all its micro-batches and ranks, divided by N: gradients are averaged over the ranks.
@@ -108,13 +129,20 @@ class Learner:
         model: the module itself; its gradients are those of this rank until `adjust`.
         task: what its output means.
         reduce: averages tensors over the ranks, in place; all ranks have to call it alike.
-        embed: runs the model on features and returns embeddings, float32 `[B, D]`; None when no module is named.
+        rate: returns the optimizer's learning rate as it is now.
+        parts: cuts events into parts that are small enough to go through the model at once.
+        probe: features of a few made-up events, which differ.
+        embed: runs the model on features; returns embeddings, float32 `[B, D]`, and its output. None when no module is
+            named.
     """
 
     model: nn.Module
     task: Task
     reduce: Callable[[Sequence[Tensor]], None]
-    embed: Callable[[Tensors], Tensor] | None = None
+    rate: Callable[[], float]
+    parts: Callable[[Examples], Sequence[Examples]]
+    probe: Tensors
+    embed: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -139,6 +167,8 @@ class Strategy:
     """Whether it looks at which classes are among the new events of a step."""
     embeds: ClassVar[bool] = False
     """Whether it needs embeddings."""
+    learns_gradient: ClassVar[bool] = True
+    """Whether the optimizer takes a step; else `learned` does what is to be done."""
 
     def begin(self, learner: Learner) -> None:
         """Take what it needs of the learner; called once, before the first step."""
@@ -171,6 +201,9 @@ class Strategy:
 
     def learned(self, new: Examples, output_B: Tensor, /) -> None:
         """Hear of a step that is done: its new events on this rank, and the model's output for them before it."""
+
+    def drifted(self) -> None:
+        """Hear that the stream is not what it was; called between steps, by every rank."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a cut has to keep, as tensors that later steps do not change."""

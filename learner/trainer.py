@@ -23,14 +23,15 @@ from learner.errors import CutError
 from learner.gradients import Gradients
 from learner.heard import Heard, cat, dealt
 from learner.micro import micro_batches
-from learner.model import forward
+from learner.model import forward, tensor_dtype
 from learner.optimizer import build_optimizer
 from learner.precision import Precision
 from learner.ranks import Alone, Ranks
-from learner.strategy import OUTPUT, Examples, Learner, Strategy, Tensors, Whole
+from learner.strategy import OUTPUT, Examples, Learner, Strategy, Tensors, Whole, twice
 from learner.task import Task
 from replay.draw import Draw
 
+_PROBES = 3
 _SCALE_RETRIES = 16
 """How often fp16 may halve its loss scale within a step before the events themselves are to blame."""
 
@@ -51,6 +52,7 @@ class StepResult:
         embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device, NaN where
             it is not known; None unless it was asked for.
         output_B: the model's output for the new events, `[B, ...]` on the device.
+        replayed: how many old events were trained on.
     """
 
     finite: bool
@@ -59,6 +61,7 @@ class StepResult:
     old_R: Tensor | None = None
     embedding_N: Tensor | None = None
     output_B: Tensor | None = None
+    replayed: int = 0
 
 
 class Trainer:
@@ -92,7 +95,12 @@ class Trainer:
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         self._ranks = ranks or Alone()
         self._trained = self._ranks.wrap(self.model)
-        strategy.begin(Learner(model, task, self._ranks.average, None if embedding is None else self._embed))
+        strategy.begin(
+            Learner(
+                *(model, task, self._ranks.average, self._rate, self._parts, _probe(schema, device)),
+                None if embedding is None else self._embed,
+            )
+        )
 
     def examples(self, columns: Mapping[str, Array]) -> Examples:
         """Move the columns of B labelled events to the device."""
@@ -130,33 +138,33 @@ class Trainer:
         rows, drawn = len(new), [len(each) for each in old]
         if rows == 1 and not sum(drawn):
             # Batch norm needs two: the event stands for another one of no weight.
-            new = _twice(new)
+            new = twice(new)
         before = self._buffers.saved()
         picked = self._pick(new, old, before)
         if picked is not None:
             old = [each[places] for each, places in zip(old, picked, strict=True)]
         whole = self._whole(new, old)
-        scale = self._scaler.get_scale()
-        for _ in range(_SCALE_RETRIES if self._precision.scaled else 1):
+        scale, scaled = self._scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
+        for _ in range(_SCALE_RETRIES if scaled else 1):
             heard = self._backward(new, old, whole)
             total, norm, spoiled, score = self._numbers(heard, new, rows, before)
             finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
-            if finite:
-                self._scaler.step(self._optimizer)
-            else:
+            if not finite:
                 self._buffers.put_back(before)
-            if self._precision.scaled:
+            elif self.strategy.learns_gradient:
+                self._scaler.step(self._optimizer)
+            if scaled:
                 self._scaler.update()
             if finite or not math.isfinite(total):
                 break
-        if not finite and self._precision.scaled:
+        if not finite and scaled:
             # The events are to blame, not the scale.
             self._scaler.update(scale)
         output_B = cat(heard.output)
         if finite:
             self.strategy.learned(new, output_B)
         old_R, embedding_N = dealt(heard, drawn, picked, rows)
-        return StepResult(finite, total, score, old_R, embedding_N, output_B[:rows])
+        return StepResult(finite, total, score, old_R, embedding_N, output_B[:rows], sum(map(len, old)))
 
     def _pick(self, new: Examples, old: Sequence[Examples], before: Saved) -> Sequence[Tensor] | None:
         """Let the strategy choose among the old events, which leaves the model as it was."""
@@ -192,8 +200,9 @@ class Trainer:
         for place, (some_new, some_old) in enumerate(parts):
             with self._ranks.apart() if place < len(parts) - 1 else contextlib.nullcontext():
                 self._learn(some_new, some_old, whole, heard)
-        self._scaler.unscale_(self._optimizer)
-        self.strategy.adjust(self._scaler.get_scale())
+        if self.strategy.learns_gradient:
+            self._scaler.unscale_(self._optimizer)
+            self.strategy.adjust(self._scaler.get_scale())
         return heard
 
     def _learn(self, new: Examples, old: Sequence[Examples], whole: Whole, heard: Heard) -> None:
@@ -201,7 +210,8 @@ class Trainer:
             self._embedding.listen()
         with self._precision.autocast(self.device):
             loss = self.strategy.loss(lambda features: forward(self._trained, features), new, old, whole)
-        self.strategy.backward(loss, self._scaler.scale)
+        if self.strategy.learns_gradient:
+            self.strategy.backward(loss, self._scaler.scale)
         heard.add(loss, None if self._embedding is None else self._embedding.heard())
 
     def _numbers(self, heard: Heard, new: Examples, rows: int, before: Saved) -> tuple[float, float, bool, float]:
@@ -284,24 +294,35 @@ class Trainer:
 
     def _restore_strategy(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
         """Let the strategy go on, unless the cut is of another, which says nothing to this one."""
-        if state.get("class") == type(self.strategy).__name__:
+        now, before = type(self.strategy).__name__, state.get("class")
+        if before == now:
             self.strategy.restore(tensors, state)
+        elif before is not None:
+            log.info("the cut was made under the strategy %s: %s begins with nothing of its own", before, now)
 
-    def _embed(self, features: Tensors) -> Tensor:
-        """Return the embeddings of events, by the module that is named."""
+    def _embed(self, features: Tensors) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of events, by the module that is named, and the model's output."""
         assert self._embedding is not None
         self._embedding.listen()
-        forward(self.model, features)
-        return self._embedding.heard()
+        output = forward(self.model, features)
+        return self._embedding.heard(), output
+
+    def _rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def _parts(self, examples: Examples) -> list[Examples]:
+        return [part for part, _ in micro_batches(examples, (), self.micro_batch_size)]
 
     def _tensor(self, column: Array) -> Tensor:
         return torch.from_numpy(column).to(self.device, non_blocking=True)
 
 
-def _twice(one: Examples) -> Examples:
-    """Return an event and its double, which has no weight."""
-    return Examples(
-        {name: torch.cat([value, value]) for name, value in one.features.items()},
-        torch.cat([one.label_B, one.label_B]),
-        torch.cat([one.weight_B, torch.zeros_like(one.weight_B)]),
-    )
+def _probe(schema: Schema, device: torch.device) -> dict[str, Tensor]:
+    """Return features of a few events, of numbers that differ where they may."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for feature in schema.features:
+        dtype, shape = tensor_dtype(feature.dtype.name), (_PROBES, *feature.shape)
+        noise = torch.randn(shape, generator=generator) if dtype.is_floating_point else torch.zeros(shape)
+        found[feature.name] = noise.to(device, dtype)
+    return found

@@ -15,6 +15,7 @@ class DarkReplay(Strategy):
     """
 
     keeps_output = True
+    sees_classes = False
 
     def __init__(self, *, alpha: float = 0.3) -> None:
         """Take what the outputs of old events count for; the default is the paper's for Split-CIFAR-10."""

@@ -233,8 +233,9 @@ class TestModel:
         assert "has no 'momentum'" in only(diagnose("model"), "model.optimizer").matter
 
     @pytest.mark.finds("model.strategy")
-    def test_the_strategy(self, diagnose, change):
-        change("learner", strategy={"name": "der++", "gamma": 0.9})
+    def test_an_argument_of_the_strategy(self, diagnose, setting):
+        setting("learner.strategy", "der++")
+        setting("learner.strategy.gamma", "0.9")
         assert "has no 'gamma'" in only(diagnose("model"), "model.strategy").matter
 
     @pytest.mark.finds("device.memory")

@@ -30,6 +30,7 @@ from learner.config import CutsSettings, LearnerSettings, ModelSettings, Version
 from learner.cut import MANIFEST, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
+from learner.embedding import Embedding
 from learner.errors import CutError
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
@@ -113,7 +114,8 @@ class Bench:
         self.metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
         task = Classification()
         strategy = strategy or STRATEGIES["er"]()
-        trainer = Trainer(model, task, strategy, schema, settings, CPU, choose_precision("auto", CPU))
+        embedding = Embedding(model, "3") if strategy.embeds else None
+        trainer = Trainer(model, task, strategy, schema, settings, CPU, choose_precision("auto", CPU), embedding)
         self.cuts = Cuts(path / "cuts", schema.digest, 1)
         self.cuts.clean()
         self.found = self.cuts.newest()
@@ -370,6 +372,45 @@ def test_a_new_learning_rate_holds_after_a_restart(make_bench: Callable[..., Ben
 
 def _no_space(_descriptor: int) -> None:
     raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"er"}))
+def test_a_resumed_run_of_any_strategy_is_the_uninterrupted_one_bit_for_bit(
+    make_bench: Callable[..., Bench], name: str
+) -> None:
+    def make() -> Strategy:
+        return STRATEGIES[name](every=7) if name in {"ewc", "lwf"} else STRATEGIES[name]()
+
+    whole = make_bench(40, strategy=make())
+    whole.run()
+    half = make_bench(17, strategy=make())
+    half.run()
+    half.finish()
+    half.close()
+    resumed = make_bench(40, strategy=make())
+    resumed.resume()
+    resumed.run()
+    for part, tensors in whole.trainer.tensors().items():
+        assert tensors.keys() == resumed.trainer.tensors()[part].keys()
+        for key, value in tensors.items():
+            assert torch.equal(resumed.trainer.tensors()[part][key], value), (part, key)
+    assert resumed.trainer.state() == whole.trainer.state()
+    assert resumed.loop.prequential.state() == whole.loop.prequential.state()
+
+
+def test_a_strategy_begins_anew_at_the_cut_of_another(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    half = make_bench(17, strategy=STRATEGIES["ewc"]())
+    half.run()
+    half.finish()
+    half.close()
+    resumed = make_bench(20, strategy=STRATEGIES["lwf"]())
+    with caplog.at_level("INFO"):
+        resumed.resume()
+    assert "made under the strategy ElasticWeights: Distillation begins with nothing" in caplog.text
+    resumed.run()
+    assert resumed.loop.steps == 20
 
 
 class Listening(DarkReplayPlus):

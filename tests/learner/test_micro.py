@@ -11,6 +11,7 @@ from torch import nn
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings
+from learner.embedding import Embedding
 from learner.micro import micro_batches
 from learner.precision import choose_precision
 from learner.strategies import STRATEGIES
@@ -46,13 +47,16 @@ def test_the_gradient_of_micro_batches_is_that_of_the_large_batch(schema: Schema
     weights = []
     for micro in (None, most):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        kind = STRATEGIES[strategy]
         settings = LearnerSettings.model_validate(
             {"optimizer": {"name": "sgd", "lr": 1.0}, "micro_batch_size": micro, "max_grad_norm": float("inf")}
         )
         trainer = Trainer(
-            *(model, Classification(), STRATEGIES[strategy](), schema, settings, CPU, choose_precision("fp32", CPU))
+            *(model, Classification(), kind(), schema, settings, CPU, choose_precision("fp32", CPU)),
+            Embedding(model, "1") if kind.embeds else None,
         )
+        model.double()
         batches = []
         for begin, n in ((0, 11), (50, 9)):
             columns = fake_columns(schema, range(begin, begin + n), label=[0, 1, 2])

@@ -2,21 +2,29 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ingest.config import SchemaSettings
 from ingest.errors import SettingsError
 from ingest.schema import Schema
 from learner.config import LearnerSettings, ModelSettings, StrategySettings
 from learner.embedding import Embedding
 from learner.precision import choose_precision
 from learner.strategies import STRATEGIES
+from learner.strategies.agem import ProjectedGradient
 from learner.strategies.build import build_strategy
+from learner.strategies.class_means import NearestClassMean
 from learner.strategies.der import DarkReplay, DarkReplayPlus
 from learner.strategies.er_ace import AsymmetricReplay
-from learner.strategy import Examples, Strategy
+from learner.strategies.ewc import ElasticWeights
+from learner.strategies.lwf import Distillation
+from learner.strategies.mir import InterferedReplay
+from learner.strategies.slda import StreamingDiscriminant
+from learner.strategy import Examples, Learner, NoReplay, Strategy, Whole, joined
 from learner.task import Classification, Regression, Task
 from learner.trainer import Trainer
 
@@ -64,6 +72,101 @@ def cross_entropy(model: nn.Module, examples: Examples) -> Tensor:
     return functional.cross_entropy(model(examples.features["x"]), examples.label_B, reduction="none")
 
 
+class Stream:
+    """Three classes in turn, well apart, with all that was learned of them to rehearse."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.learned: list[Examples] = []
+
+    def score(self, steps: int, rows: int = 12) -> float:
+        """Learn, and return the share of the last events that was predicted."""
+        found = 0.0
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            label_B = torch.arange(rows) % 3
+            x = torch.eye(3)[label_B] + 0.1 * torch.randn(rows, 3, generator=generator)
+            new = Examples({"x": x}, label_B, torch.ones(rows))
+            result = self.trainer.step(new, self._drawn(rows, generator))
+            assert result.finite
+            self.learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
+            found = result.score / rows
+        return found
+
+    def _drawn(self, rows: int, generator: torch.Generator) -> list[Examples]:
+        draws = self.trainer.strategy.draws(rows) if self.learned else ()
+        places = [torch.randint(len(self.learned), (n,), generator=generator).tolist() for n in draws]
+        return [_stacked([self.learned[place][place % rows : place % rows + 1] for place in each]) for each in places]
+
+
+def _stacked(parts: list[Examples]) -> Examples:
+    said = [part.output_B for part in parts if part.output_B is not None]
+    whole = joined(parts)
+    return Examples(whole.features, whole.label_B, whole.weight_B, torch.cat(said))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+class TestEveryStrategy:
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_it_learns_a_separable_stream(self, schema: Schema, name: str, precision: str) -> None:
+        optimizer = {"name": "adamw", "lr": 1e-2}
+        trainer = make_trainer(schema, small(), STRATEGIES[name](), optimizer=optimizer, precision=precision)
+        assert Stream(trainer).score(150) == 1
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_it_takes_a_lone_event_with_old_ones_and_without(self, schema: Schema, name: str, precision: str) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        trainer = make_trainer(schema, model, STRATEGIES[name](), precision=precision)
+        draws = trainer.strategy.draws(1)
+        for old in ([], [events(n, place) for place, n in enumerate(draws)], [events(1, 4) for _ in draws]):
+            assert trainer.step(events(1, 1), old).finite
+
+    def test_it_does_a_step_that_is_not_finite_over(self, schema: Schema, name: str) -> None:
+        trainer = make_trainer(schema, small(), STRATEGIES[name]())
+        draws = trainer.strategy.draws(6)
+        old = [events(n, place) for place, n in enumerate(draws)]
+        assert trainer.step(events(6, 1), old).finite
+        before = trainer.tensors()
+        bad = events(6, 2)
+        bad.features["x"][1] = math.inf
+        assert not trainer.step(bad, old).finite
+        for part, tensors in trainer.tensors().items():
+            for key, value in tensors.items():
+                assert torch.equal(value, before[part][key]), (part, key)
+        assert trainer.step(events(6, 3), old).finite
+
+    def test_it_replays_what_its_draws_bring_to_the_step(self, schema: Schema, name: str) -> None:
+        trainer = make_trainer(schema, small(), STRATEGIES[name]())
+        draws = trainer.strategy.draws(6)
+        result = trainer.step(events(6, 1), [events(n, place) for place, n in enumerate(draws)])
+        assert (len(draws) > 0) == trainer.strategy.replays
+        assert result.replayed == (6 if name == "mir" else sum(draws))
+        if draws:
+            assert result.old_R is not None
+            assert int((~result.old_R.isnan()).sum()) == result.replayed
+
+
+REGRESSIONS = sorted(name for name, kind in STRATEGIES.items() if not kind.tasks)
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_a_strategy_that_is_not_made_for_classes_learns_a_regression(name: str) -> None:
+    fields = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "dtype": "float32"}}
+    schema = Schema(SchemaSettings.model_validate(fields))
+    torch.manual_seed(0)
+    strategy = STRATEGIES[name](every=40) if name in {"ewc", "lwf"} else STRATEGIES[name]()
+    trainer = make_trainer(schema, nn.Linear(3, 1), strategy, Regression(), optimizer={"name": "sgd", "lr": 0.05})
+    learned: list[Examples] = []
+    for step in range(200):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        new = Examples({"x": x}, x @ torch.tensor([1.0, -2.0, 0.5]) + 1, torch.ones(8))
+        old = [_stacked([learned[-1]] * (n // 8)) for n in strategy.draws(8)] if learned else []
+        result = trainer.step(new, old)
+        learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
+    assert -result.score / 8 < (0.5 if name in {"der", "der++"} else 0.1)
+
+
 class TestErAce:
     def test_new_events_are_told_apart_among_the_classes_that_are_new(self, schema: Schema) -> None:
         new, old, plain = events(6, 1, (0, 2)), events(5, 2), small()
@@ -106,6 +209,216 @@ class TestDer:
         found = stepped(make_trainer(schema, small(), DarkReplay()), new, [old])
         expected = stepped(make_trainer(schema, small(), DarkReplay()), new, [old[:2]])
         assert torch.allclose(found, expected, atol=1e-6)
+
+
+class TestMir:
+    def test_those_are_picked_whose_loss_rises_most(self, schema: Schema) -> None:
+        new, old, plain = events(6, 1), events(20, 2), small()
+        before = cross_entropy(plain, old).detach()
+        down = gradient(plain, mean(cross_entropy(plain, new), new))
+        moved = nn.utils.parameters_to_vector(plain.parameters()).detach() - 0.1 * down
+        nn.utils.vector_to_parameters(moved, plain.parameters())
+        picked = (cross_entropy(plain, old).detach() - before).topk(5).indices.sort().values
+        strategy = InterferedReplay(candidates=4)
+        assert strategy.draws(5) == (20,)
+        result = make_trainer(schema, small(), strategy).step(new, [old])
+        assert result.old_R is not None
+        assert (~result.old_R.isnan()).nonzero()[:, 0].tolist() == picked.tolist()
+
+    def test_the_step_is_that_of_new_and_picked_events(self, schema: Schema) -> None:
+        new, old, plain = events(6, 1), events(20, 2), small()
+        trainer = make_trainer(schema, small(), InterferedReplay(candidates=4))
+        result = make_trainer(schema, small(), InterferedReplay(candidates=4)).step(new, [old])
+        assert result.old_R is not None
+        both = joined([new, old[~result.old_R.isnan()]])
+        expected = gradient(plain, mean(cross_entropy(plain, both), both))
+        assert torch.allclose(stepped(trainer, new, [old]), expected, atol=1e-6)
+
+    def test_the_virtual_step_is_seen_in_low_precision_too(self, schema: Schema) -> None:
+        """Which keeps copies of the weights: with stale ones no loss would rise, and the first would be picked."""
+        new, old = events(40, 1, (0,)), events(20, 2)
+        trainer = make_trainer(schema, small(), InterferedReplay(candidates=4), precision="bf16")
+        trainer._optimizer.param_groups[0]["lr"] = 5.0
+        result = trainer.step(new, [old])
+        assert result.old_R is not None
+        assert (old.label_B[~result.old_R.isnan()] != 0).all()
+        assert (old.label_B == 0).any()
+
+    def test_events_without_a_label_are_picked_last(self, schema: Schema) -> None:
+        old = events(20, 2)
+        old.weight_B[:16] = 0
+        result = make_trainer(schema, small(), InterferedReplay()).step(events(6, 1), [old])
+        assert result.old_R is not None
+        assert (~result.old_R.isnan()).nonzero()[:, 0].tolist() == [16, 17, 18, 19]
+
+
+class TestAGem:
+    @pytest.mark.parametrize("against", [True, False])
+    def test_what_goes_against_old_events_is_taken_away(self, schema: Schema, against: bool) -> None:
+        new, plain = events(6, 1, (0,)), small()
+        old = Examples(new.features, torch.full((6,), 1 if against else 0), new.weight_B)
+        g, reference = (gradient(plain, mean(cross_entropy(plain, each), each)) for each in (new, old))
+        assert (g @ reference < 0) == against
+        expected = g - (g @ reference) / (reference @ reference) * reference if against else g
+        found = stepped(make_trainer(schema, small(), ProjectedGradient()), new, [old])
+        assert torch.allclose(found, expected, atol=1e-6)
+        assert not against or abs(float(found @ reference)) < 1e-5
+
+    def test_the_loss_scale_cancels_out(self) -> None:
+        assert torch.allclose(self.projected(1), self.projected(1024), atol=1e-6)
+
+    def projected(self, scale: float) -> Tensor:
+        """Return the gradient of a step by hand, under a loss scale."""
+        model, strategy = small(), ProjectedGradient()
+        strategy.begin(learner_of(model))
+        new, old = events(6, 1, (0,)), events(6, 1, (1,))
+        whole = Whole(new.weight_B.sum(), [old.weight_B.sum()])
+        strategy.start()
+        loss = strategy.loss(lambda features: model(features["x"]), new, [old], whole)
+        strategy.backward(loss, lambda total: total * scale)
+        for each in model.parameters():
+            assert each.grad is not None
+            each.grad /= scale
+        strategy.adjust(scale)
+        return torch.cat([each.grad.reshape(-1) for each in model.parameters() if each.grad is not None])
+
+    def test_an_overflow_of_the_old_events_gradient_is_seen_in_the_new_ones(self) -> None:
+        """So that the scaler halves its scale."""
+        model, strategy = small(), ProjectedGradient()
+        strategy.begin(learner_of(model))
+        new, old = events(6, 1), events(6, 2)
+        old.weight_B[0] = math.inf
+        strategy.start()
+        whole = Whole(new.weight_B.sum(), [torch.tensor(6.0)])
+        strategy.backward(strategy.loss(lambda features: model(features["x"]), new, [old], whole), lambda total: total)
+        assert all(not each.grad.isfinite().all() for each in model.parameters())
+
+
+class TestEwc:
+    def test_the_penalty_and_the_fisher_information_are_those_of_the_paper(self, schema: Schema) -> None:
+        strategy, plain = ElasticWeights(strength=3.0, decay=0.5, every=2), small()
+        trainer = make_trainer(schema, small(), strategy)
+        weights = list(plain.parameters())
+        fisher, anchor, squares = torch.tensor(0.0), torch.tensor(0.0), []
+        for step in range(6):
+            new = events(5, step)
+            now = nn.utils.parameters_to_vector(weights).detach()
+            penalty = 3.0 * fisher * (now - anchor) if step >= 2 else 0.0
+            down = gradient(plain, mean(cross_entropy(plain, new), new)) + penalty
+            assert torch.allclose(stepped(trainer, new, []), down, atol=1e-5)
+            nn.utils.vector_to_parameters(now - 0.1 * down, weights)
+            squares.append(gradient(plain, cross_entropy(plain, new[:1]).sum()).square())
+            if step % 2:
+                fisher, squares = 0.5 * fisher + torch.stack(squares).mean(dim=0), []
+                anchor = nn.utils.parameters_to_vector(weights).detach()
+
+    def test_it_consolidates_when_the_stream_drifts(self, schema: Schema) -> None:
+        strategy = ElasticWeights()
+        trainer = make_trainer(schema, small(), strategy)
+        trainer.step(events(5, 1))
+        assert not any(name.startswith("anchor") for name in strategy.tensors())
+        strategy.drifted()
+        assert torch.equal(strategy.tensors()["anchor.0"], trainer.snapshot()["0.weight"])
+
+    def test_it_forgets_less_than_plain_training(self, schema: Schema) -> None:
+        kept = []
+        for strategy in (ElasticWeights(strength=100, every=100), NoReplay()):
+            trainer = make_trainer(schema, small(), strategy, optimizer={"name": "sgd", "lr": 0.05})
+            for step in range(200):
+                x = torch.randn(12, 3, generator=torch.Generator().manual_seed(step))
+                place = 0 if step < 100 else 1
+                trainer.step(Examples({"x": x}, (x[:, place] > 0).long(), torch.ones(12)))
+            x = torch.randn(500, 3, generator=torch.Generator().manual_seed(1000))
+            kept.append((trainer.model(x).argmax(dim=1) == (x[:, 0] > 0).long()).float().mean().item())
+        assert kept[0] > kept[1] + 0.05
+
+
+class TestLwf:
+    def test_outputs_are_held_to_those_of_the_snapshot(self, schema: Schema) -> None:
+        trainer = make_trainer(schema, small(), Distillation(strength=0.5, temperature=3.0, every=2))
+        for step in range(2):
+            trainer.step(events(5, step))
+        teacher, plain = small(), small()
+        teacher.load_state_dict(trainer.snapshot())
+        trainer.step(events(5, 2))
+        plain.load_state_dict(trainer.snapshot())
+        new = events(5, 3)
+        told = (teacher(new.features["x"]).detach() / 3).softmax(dim=1)
+        said = (plain(new.features["x"]) / 3).log_softmax(dim=1)
+        losses = cross_entropy(plain, new) - 0.5 * (told * said).sum(dim=1)
+        assert torch.allclose(stepped(trainer, new, []), gradient(plain, mean(losses, new)), atol=1e-6)
+
+    def test_the_snapshot_has_its_own_running_statistics(self, schema: Schema) -> None:
+        model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        trainer = make_trainer(schema, model, Distillation(every=1))
+        trainer.step(events(8, 1))
+        before = trainer.strategy.tensors()["1.running_mean"]
+        learned = {**trainer.strategy.tensors()}
+        trainer.strategy._told(events(8, 2))  # type: ignore[attr-defined]
+        assert torch.equal(learned["1.running_mean"], before)
+        assert torch.equal(trainer.snapshot()["1.running_mean"], before)
+        assert model.training
+
+
+class TestClassMeans:
+    def seen(self, trainer: Trainer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        parts = [events(7, step, (0, 2)) for step in range(9)]
+        for part in parts:
+            trainer.step(part)
+        whole = joined(parts)
+        return (
+            trainer.model[:3](whole.features["x"]).detach().double().numpy(),
+            whole.label_B.numpy(),
+            (whole.weight_B.double().numpy()),
+        )
+
+    def test_slda_is_linear_discriminant_analysis(self, schema: Schema) -> None:
+        trainer = make_trainer(schema, small(), StreamingDiscriminant(shrinkage=0.01))
+        z, y, w = self.seen(trainer)
+        means = np.array([np.average(z[y == c], axis=0, weights=w[y == c]) for c in (0, 2)])
+        centred = z - means[y // 2]
+        covariance = (centred * w[:, None]).T @ centred / w.sum()
+        inverse = np.linalg.inv(0.99 * covariance + 0.01 * np.eye(8))
+        state = trainer.snapshot()
+        assert np.allclose(state["3.weight"][[0, 2]].numpy(), means @ inverse, atol=1e-3)
+        bias = -0.5 * np.einsum("cd,de,ce->c", means, inverse, means)
+        assert np.allclose(state["3.bias"][[0, 2]].numpy(), bias, atol=1e-3)
+
+    def test_ncm_says_the_class_whose_mean_is_nearest(self, schema: Schema) -> None:
+        trainer = make_trainer(schema, small(), NearestClassMean())
+        z, y, w = self.seen(trainer)
+        means = np.array([np.average(z[y == c], axis=0, weights=w[y == c]) for c in (0, 2)])
+        asked = events(50, 99).features["x"]
+        z = trainer.model[:3](asked).detach().double().numpy()
+        nearest = np.square(z[:, None] - means).sum(axis=2).argmin(axis=1) * 2
+        assert trainer.model(asked).argmax(dim=1).tolist() == nearest.tolist()
+
+    @pytest.mark.parametrize("kind", [NearestClassMean, StreamingDiscriminant])
+    def test_all_but_the_last_layer_stays_as_it_was_built(self, schema: Schema, kind: type[NearestClassMean]) -> None:
+        model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        trainer = make_trainer(schema, model, kind())
+        trainer.step(events(8, 1))
+        changed = [name for name, value in trainer.snapshot().items() if not torch.equal(value, before[name])]
+        assert changed == ["3.weight", "3.bias"]
+
+    def test_a_layer_that_does_not_give_the_logits_of_the_embedding_is_refused(self, schema: Schema) -> None:
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Identity(), nn.ReLU(), nn.Linear(8, 3))
+        with pytest.raises(SettingsError, match="not that of the linear layer 4 on the embedding"):
+            make_trainer(schema, model, NearestClassMean())
+        with pytest.raises(
+            SettingsError, match="head = '7' has to be a linear layer with a bias; the model's are 0, 3"
+        ):
+            make_trainer(schema, small(), NearestClassMean(head="7"))
+
+    @pytest.mark.parametrize("name", [name for name, kind in STRATEGIES.items() if kind.embeds])
+    def test_a_model_without_a_named_embedding_is_refused(self, name: str) -> None:
+        with pytest.raises(SettingsError, match=f'"{name}" compares embeddings, and model.embedding is ""'):
+            build_strategy(StrategySettings(name=name), ModelSettings(factory="m:build"), Classification())
+
+
+def learner_of(model: nn.Module) -> Learner:
+    return Learner(model, Classification(), lambda _: None, lambda: 0.1, lambda each: [each], {})
 
 
 class TestSettings:

@@ -13,6 +13,7 @@ from ingest.errors import SettingsError
 from ingest.fake import Columns, fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings
+from learner.embedding import Embedding
 from learner.precision import Precision, choose_device, choose_precision
 from learner.strategies import STRATEGIES
 from learner.task import Classification
@@ -27,7 +28,9 @@ MakeModel = Callable[[], nn.Module]
 def make_trainer(schema: Schema, model: nn.Module, strategy: str = "er", **settings: object) -> Trainer:
     options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, **settings})
     precision = choose_precision(options.precision, CPU)
-    return Trainer(model, Classification(), STRATEGIES[strategy](), schema, options, CPU, precision)
+    kind = STRATEGIES[strategy]
+    embedding = Embedding(model, "2") if kind.embeds else None
+    return Trainer(model, Classification(), kind(), schema, options, CPU, precision, embedding)
 
 
 def as_draw(columns: Columns) -> Draw:

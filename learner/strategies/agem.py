@@ -1,0 +1,73 @@
+"""A-GEM: a step must not raise the loss of old events."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.strategy import Examples, Forward, Loss, Strategy, Whole, apart, joined, weighted
+
+
+@dataclass(frozen=True)
+class _TwoLosses(Loss):
+    reference: Tensor | None = None
+    """The mean loss of old events; None when there are none."""
+
+
+class ProjectedGradient(Strategy):
+    """Follows the gradient of the new events, without the part of it that goes against that of the old ones.
+
+    A-GEM: Chaudhry et al. 2019, "Efficient lifelong learning with A-GEM".
+    """
+
+    sees_classes = False
+
+    def start(self) -> None:
+        """Forget the old events' gradient."""
+        self._reference: list[Tensor] = []
+
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole) -> Loss:
+        """Mean loss of the new events; that of the old ones goes with it, to be told apart in `backward`."""
+        everything, loss = [new, *old], self.learner.task.loss
+        output, *outputs = apart(forward(joined(everything).features), everything)
+        total = weighted(loss(output, new.label_B), new.weight_B, whole.new)
+        if not old:
+            return _TwoLosses(total, output.detach())
+        losses = [loss(output_R, each.label_B) for output_R, each in zip(outputs, old, strict=True)]
+        parts = [weighted(*each) for each in zip(losses, (each.weight_B for each in old), whole.old, strict=True)]
+        return _TwoLosses(total, output.detach(), [each.detach() for each in losses], torch.stack(parts).sum())
+
+    def backward(self, loss: Loss, scaled: Callable[[Tensor], Tensor]) -> None:
+        """Add up both gradients, under the same scale."""
+        total = loss.total
+        if isinstance(loss, _TwoLosses) and loss.reference is not None:
+            found = torch.autograd.grad(
+                *(scaled(loss.reference), self.learner.weights),
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            before = self._reference or [torch.zeros_like(each) for each in found]
+            self._reference = [sum_ + each for sum_, each in zip(before, found, strict=True)]
+            # An overflow here has to be seen by the scaler, on all ranks: it spoils the gradient that they share.
+            total = total * (1 + torch.stack([(each * 0).sum() for each in found]).sum())
+        scaled(total).backward()  # type: ignore[no-untyped-call]
+
+    def adjust(self, scale: float) -> None:
+        """Take away what goes against the old events' gradient; both are those of all ranks."""
+        if not self._reference:
+            return
+        self.learner.reduce(self._reference)
+        weights = self.learner.weights
+        reference = [each / scale for each in self._reference]
+        gradients = [each.grad if each.grad is not None else torch.zeros_like(each) for each in weights]
+        along, length = _dot(gradients, reference), _dot(reference, reference)
+        # Written so that a length that is not finite spoils the step, which is then left out or done again.
+        factor = torch.where((along >= 0) & length.isfinite(), 0.0, along / length)
+        for weight, gradient, each in zip(weights, gradients, reference, strict=True):
+            weight.grad = gradient.sub_(each * factor)
+
+
+def _dot(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(a * b).sum() for a, b in zip(first, second, strict=True)]).sum()

@@ -1,0 +1,90 @@
+"""Online EWC: weights that mattered for what was learned are held where they were."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.model import forward as run
+from learner.strategy import Examples, NoReplay, Tensors, evaluated
+
+
+class ElasticWeights(NoReplay):
+    """Pulls each weight back to where it was consolidated last, by how much past events depend on it.
+
+    Online EWC: Schwarz et al. 2018, "Progress & compress"; Kirkpatrick et al. 2017. A stream has no borders between
+    tasks, so it consolidates every so many steps. How much events depend on a weight is its squared gradient (the
+    empirical Fisher information), which is taken of one new event a step, as in evaluation.
+    """
+
+    def __init__(self, *, strength: float = 10.0, decay: float = 0.9, every: int = 1000) -> None:
+        """Take the penalty's weight, what a consolidation leaves of earlier ones, and the steps between two of them."""
+        if decay > 1:
+            raise ValueError("decay has to be at most 1")
+        self._strength, self._decay, self._every = strength, decay, every
+        self._steps = 0
+        self._sum: list[Tensor] = []
+        self._fisher: list[Tensor] = []
+        self._anchor: list[Tensor] = []
+
+    def adjust(self, _scale: float) -> None:
+        """Add the gradient of the penalty, strength / 2 * sum of Fisher information * (weight - anchor)^2."""
+        weights = self.learner.weights if self._anchor else []
+        for weight, fisher, anchor in zip(weights, self._fisher, self._anchor, strict=True):
+            pull = self._strength * fisher * (weight.detach() - anchor)
+            weight.grad = pull if weight.grad is None else weight.grad.add_(pull)
+
+    def learned(self, new: Examples, _output_B: Tensor) -> None:
+        """Look at one event, and consolidate when it is time."""
+        self._add(new[:1])
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self.drifted()
+
+    def drifted(self) -> None:
+        """Consolidate: what was learned since the last time is to be held from now on. Called by every rank."""
+        if not self._sum:
+            return
+        self.learner.reduce(self._sum)
+        *sums, count = self._sum
+        found = [each / count.clamp_min(1e-9) for each in sums]
+        before = self._fisher or [torch.zeros_like(each) for each in found]
+        self._fisher = [self._decay * old + new for old, new in zip(before, found, strict=True)]
+        self._anchor = [weight.detach().clone() for weight in self.learner.weights]
+        self._sum = []
+
+    def _add(self, event: Examples) -> None:
+        """Add the squared gradient of a single event, if there is one, and count it."""
+        weights = self.learner.weights
+        if not self._sum:
+            self._sum = [torch.zeros_like(weight) for weight in weights] + [weights[0].new_zeros(())]
+        if not len(event):
+            return
+        with evaluated(self.learner.model):
+            loss = self.learner.task.loss(run(self.learner.model, event.features), event.label_B).sum()
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        for sum_, gradient in zip(self._sum, [*gradients, weights[0].new_ones(())], strict=True):
+            sum_ += gradient.square()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is held where, and what was added up since."""
+        kinds = {"sum": self._sum, "fisher": self._fisher, "anchor": self._anchor}
+        return {f"{name}.{place}": each.clone() for name, found in kinds.items() for place, each in enumerate(found)}
+
+    def state(self) -> dict[str, Any]:
+        """The steps so far."""
+        return {"steps": self._steps}
+
+    def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
+        """Go on from a cut."""
+        self._steps = state["steps"]
+        device = self.learner.weights[0].device
+        self._sum, self._fisher, self._anchor = (
+            _numbered(tensors, name, device) for name in ("sum", "fisher", "anchor")
+        )
+
+
+def _numbered(tensors: Tensors, name: str, device: torch.device) -> list[Tensor]:
+    found: Sequence[str] = [key for key in tensors if key.startswith(f"{name}.")]
+    return [tensors[f"{name}.{place}"].to(device) for place in range(len(found))]

@@ -1,0 +1,68 @@
+"""MIR: old events that the step is about to harm are rehearsed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from learner.strategy import Examples, ExperienceReplay, Forward, twice, weighted
+
+
+class InterferedReplay(ExperienceReplay):
+    """Draws more old events than it takes, and takes those whose loss would rise most by learning the new ones.
+
+    MIR: Aljundi et al. 2019, "Online continual learning with maximal interfered retrieval". The virtual step is that of
+    plain SGD with the optimizer's learning rate.
+    """
+
+    def __init__(self, *, candidates: int = 5) -> None:
+        """Take how many events are drawn for each that is taken; the paper draws 50 for 10."""
+        self._candidates = candidates
+
+    def draws(self, replayed: int) -> tuple[int, ...]:
+        """All candidates."""
+        return (replayed * self._candidates,)
+
+    def pick(self, forward: Forward, new: Examples, old: Sequence[Examples]) -> Sequence[Tensor]:
+        """Return the places of the events whose loss rises most, and of those without a label last."""
+        (candidates,) = old
+        n = -(-len(candidates) // self._candidates)
+        before_R = self._losses(forward, candidates)
+        gradients, rate = self._gradients(forward, new), self.learner.rate()
+        weights = self.learner.weights
+        kept = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.sub_(gradient, alpha=rate)
+            torch.clear_autocast_cache()  # which holds the weights as they were, in low precision
+            rise_R = self._losses(forward, candidates) - before_R
+            for weight, value in zip(weights, kept, strict=True):
+                weight.copy_(value)
+        # A loss that is not finite after the step has risen most.
+        rise_R = rise_R.nan_to_num(nan=torch.inf).masked_fill(candidates.weight_B == 0, -torch.inf)
+        return [rise_R.topk(n).indices]
+
+    def _losses(self, forward: Forward, examples: Examples) -> Tensor:
+        """Return the loss of each event, `[R]`."""
+        n = len(examples)
+        with torch.no_grad():
+            losses = [
+                self.learner.task.loss(forward(each.features), each.label_B)
+                for each in self.learner.parts(twice(examples) if n == 1 else examples)
+            ]
+        torch.clear_autocast_cache()  # which holds weights without a graph
+        return torch.cat(losses)[:n].float()
+
+    def _gradients(self, forward: Forward, new: Examples) -> list[Tensor]:
+        """Return the gradient of the mean loss of the new events of all ranks, which the virtual step takes."""
+        weights = self.learner.weights
+        whole = new.weight_B.sum()
+        self.learner.reduce([whole])
+        total = [torch.zeros_like(weight) for weight in weights]
+        for each in self.learner.parts(twice(new) if len(new) == 1 else new):
+            loss = weighted(self.learner.task.loss(forward(each.features), each.label_B), each.weight_B, whole)
+            for sum_, part in zip(total, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
+                if part is not None:
+                    sum_ += part
+        self.learner.reduce(total)
+        return total
