@@ -1,6 +1,7 @@
 """The sections `[model]`, `[learner]`, `[versions]` and `[gate]` of `pipeline.toml`. Imports no torch."""
 
 import math
+import re
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
@@ -8,6 +9,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ingest.config import Section
 from ingest.units import PositiveDuration
+
+_IMPORT_STRING = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+TASK_NAMES = ("classification", "regression")
+"""The tasks that come with the learner."""
 
 
 def _host_and_port(value: str) -> str:
@@ -17,15 +22,22 @@ def _host_and_port(value: str) -> str:
     return value
 
 
+def _task(value: str) -> str:
+    if value not in TASK_NAMES and not re.fullmatch(_IMPORT_STRING, value):
+        raise ValueError(f'it is neither {" nor ".join(TASK_NAMES)} nor an import string such as "my_model:MyTask"')
+    return value
+
+
 class ModelSettings(Section):
     """The model to train and to serve."""
 
-    factory: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    factory: Annotated[str, Field(pattern=_IMPORT_STRING)]
     """Import string of a callable that returns an `nn.Module`; the config's folder is on the path, last."""
     args: dict[str, Any] = {}
     """Keyword arguments of the factory."""
-    task: Literal["classification", "regression"] = "classification"
-    """What the model's output means: logits `[B, classes]`, or one number an event."""
+    task: Annotated[str, AfterValidator(_task)] = "classification"
+    """What the model's output means: logits `[B, classes]` for `classification`, one number an event for `regression`,
+    or what a task of your own says, by import string as of the factory."""
     embedding: str = ""
     """Name of the submodule whose output says where an event lies, such as `body.2`, best the last but one: for
     `replay.sampling` and `replay.admission` that compare events. Empty: none."""

@@ -3,11 +3,14 @@
 Legend: B events, D numbers of an embedding.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from learner.errors import ModelError
+from learner.task import Embeds
 
 
 class Embedding:
@@ -44,3 +47,51 @@ class Embedding:
     def _hear(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._listens and isinstance(output, Tensor) and output.ndim:
             self._listens, self._heard = False, output.detach().reshape(len(output), -1).float()
+
+
+class TaskEmbedding:
+    """What a task of the user's says of the events of a forward pass, at the price of another one."""
+
+    def __init__(self, model: nn.Module, task: Embeds, features: Sequence[str]) -> None:
+        """Take the names of the features, in the order of the schema."""
+        self._model, self._task, self._names = model, task, features
+        self._listens = False
+        self._seen: Mapping[str, Tensor] | None = None
+        model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def listen(self) -> None:
+        """Take the events of the next forward pass."""
+        self._listens, self._seen = True, None
+
+    def heard(self) -> Tensor:
+        """Return the embeddings of the first pass since `listen`, float32 `[B, D]` on the learner's device.
+
+        Raises:
+            ModelError: the task returns no floats with one row an event.
+        """
+        assert self._seen is not None
+        rows, was_training = len(next(iter(self._seen.values()))), self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                found: object = self._task.embed(self._model, self._seen)
+        finally:
+            self._model.train(was_training)
+        if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != rows or not found.is_floating_point():
+            raise ModelError(
+                f"model.task: embed returned {_kind(found)} for {rows} events, but it needs floats of shape [{rows}, D]"
+            )
+        return found.detach().float()
+
+    def _see(self, _model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if self._listens:
+            self._listens = False
+            self._seen = dict(zip(self._names, inputs, strict=True)) if inputs else dict(named)
+
+
+Embeddings = Embedding | TaskEmbedding
+"""Either of them."""
+
+
+def _kind(found: object) -> str:
+    return f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

@@ -3,16 +3,16 @@
 import importlib
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ingest.schema import Schema
 from learner.errors import ModelError
-from learner.task import TASKS, Task
+from learner.task import METHODS, TASKS, Task
 
 _CHECK_ROWS = 3
 """Events of the check at start: more than one, so that an output without the batch dimension is noticed."""
@@ -24,24 +24,7 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
     Raises:
         ModelError: the module or the name is not there, the call fails, or what it returns is no `nn.Module`.
     """
-    module_name, _, name = factory.partition(":")
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as exc:
-        if exc.name != module_name.partition(".")[0] and exc.name != module_name:
-            raise ModelError(
-                f'model.factory = "{factory}": {module_name} imports {exc.name}, which is missing'
-            ) from exc
-        raise ModelError(
-            f'model.factory = "{factory}": no module named {exc.name} in {folder} or on the Python path'
-        ) from exc
-    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        raise ModelError(f'model.factory = "{factory}": importing {module_name} fails: {_told(exc)}') from exc
-    build = getattr(module, name, None)
-    if not callable(build):
-        raise ModelError(f'model.factory = "{factory}": {module.__file__} has no function {name}')
+    build = _imported("model.factory", factory, folder)
     try:
         model = build(**args)
     except (Exception, SystemExit) as exc:  # the user's own code may raise anything
@@ -49,6 +32,27 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
     if not isinstance(model, nn.Module):
         raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
     return model
+
+
+def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
+    """Return what an import string names; raises ModelError when it is not there or cannot be called."""
+    module_name, _, name = reference.partition(":")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as exc:
+        if exc.name != module_name.partition(".")[0] and exc.name != module_name:
+            raise ModelError(f'{key} = "{reference}": {module_name} imports {exc.name}, which is missing') from exc
+        raise ModelError(
+            f'{key} = "{reference}": no module named {exc.name} in {folder} or on the Python path'
+        ) from exc
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
+        raise ModelError(f'{key} = "{reference}": importing {module_name} fails: {_told(exc)}') from exc
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ModelError(f'{key} = "{reference}": {module.__file__} has no function {name}')
+    return cast("Callable[..., object]", found)
 
 
 def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
@@ -93,9 +97,27 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
         model.load_state_dict(before)
 
 
-def make_task(name: str) -> Task:
-    """Return the task of that name."""
-    return TASKS[name]()
+def make_task(name: str, folder: Path = Path()) -> Task:
+    """Return the task of that name, or the user's own that an import string names; learner and serving both do so.
+
+    Args:
+        name: one of TASKS, or `module:name` of what makes a Task when it is called without arguments.
+        folder: the config's, which is on the path, last.
+
+    Raises:
+        ModelError: it is not there, fails, or lacks a method.
+    """
+    if name in TASKS:
+        return TASKS[name]()
+    build = _imported("model.task", name, folder)
+    try:
+        task = build()
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
+        raise ModelError(f'model.task = "{name}" fails: {_told(exc)}') from exc
+    lacking = [method for method in METHODS if not callable(getattr(task, method, None))]
+    if lacking:
+        raise ModelError(f'model.task = "{name}": {type(task).__name__} has no method {lacking[0]}')
+    return cast("Task", task)
 
 
 def tensor_dtype(name: str) -> torch.dtype:

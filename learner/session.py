@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSet
 from learner.cut import RANK, Cut, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
-from learner.embedding import Embedding
+from learner.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.forgetting import Forgetting
 from learner.forgotten_cut import remembered
 from learner.guard import GuardSet
@@ -38,6 +38,7 @@ from learner.reporter import Reporter
 from learner.status import serve_status
 from learner.strategies.build import build_strategy
 from learner.strategy import OUTPUT, kept
+from learner.task import Embeds, Task
 from learner.trainer import Trainer
 from learner.version import Versions
 from replay.build import build_store, discard_files
@@ -91,9 +92,9 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
     device = choose_device(deployment.learner.device)
     precision = choose_precision(deployment.learner.precision, device)
     torch.manual_seed(deployment.seed)
-    task = make_task(deployment.model.task)
+    task = make_task(deployment.model.task, deployment.folder)
     model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
-    embedding = _embedding(deployment, model)
+    embedding = _embedding(deployment, model, task, [feature.name for feature in schema.features])
     shape = check_model(model, task, schema, device)
     strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
     trainer = Trainer(model, task, strategy, schema, deployment.learner, device, precision, embedding)
@@ -195,15 +196,19 @@ def _store(
     )
 
 
-def _embedding(deployment: Deployment, model: nn.Module) -> Embedding | None:
-    """Listen to the module that `model.embedding` names, where the strategy or a policy of `[replay]` needs it."""
+def _embedding(deployment: Deployment, model: nn.Module, task: Task, features: Sequence[str]) -> Embeddings | None:
+    """Listen to the module that `model.embedding` names, else ask the task, where a strategy or policy wants it."""
     strategy = deployment.learner.strategy
     compared = {deployment.replay.admission, deployment.replay.sampling} & COMPARING
-    wanted = strategy.embeds or (strategy.replays and compared)
-    if not wanted or not deployment.model.embedding:
+    embedding: Embeddings | None = None
+    if not (strategy.embeds or (strategy.replays and compared)):
         return None
-    embedding = Embedding(model, deployment.model.embedding)
-    embedding.listen()
+    if deployment.model.embedding:
+        embedding = Embedding(model, deployment.model.embedding)
+    elif isinstance(task, Embeds):
+        embedding = TaskEmbedding(model, task, features)
+    if embedding is not None:
+        embedding.listen()
     return embedding
 
 

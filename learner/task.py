@@ -3,18 +3,25 @@
 Legend: B events, C classes. `output` is what the module returned for a batch.
 """
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ingest.schema import Label
 from learner.errors import ModelError
 
+METHODS = ("check", "loss", "score", "predict")
+"""What every task has."""
+
 
 class Task(Protocol):
-    """The meaning of the model's output. Called on the learner's device and in serving; keeps no state."""
+    """The meaning of the model's output. Called on the learner's device and in serving; keeps no state.
+
+    One may have a method more, `embed(model, features)`, which returns where the model puts events, floats `[B, D]`.
+    """
 
     def check(self, output_B: Tensor, label: Label, rows: int) -> None:
         """Raise ModelError when the output for `rows` events does not fit the schema's label."""
@@ -30,6 +37,15 @@ class Task(Protocol):
 
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
         """Return the named outputs that serving replies with, each `[B, ...]` on the CPU's dtypes."""
+        ...
+
+
+@runtime_checkable
+class Embeds(Protocol):
+    """A task that knows where a model puts events."""
+
+    def embed(self, model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings of events, floats `[B, D]`; the model is as in evaluation, and no graph is kept."""
         ...
 
 

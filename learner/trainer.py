@@ -18,7 +18,7 @@ from ingest.block import Array
 from ingest.schema import Schema
 from learner.buffers import Buffers, Saved
 from learner.config import LearnerSettings
-from learner.embedding import Embedding
+from learner.embedding import Embeddings
 from learner.errors import CutError
 from learner.gradients import Gradients
 from learner.heard import Heard, cat, dealt
@@ -76,7 +76,7 @@ class Trainer:
         settings: LearnerSettings,
         device: torch.device,
         precision: Precision,
-        embedding: Embedding | None = None,
+        embedding: Embeddings | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.model = model.train()

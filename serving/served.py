@@ -49,18 +49,22 @@ class Deployment:
     @cached_property
     def task(self) -> Task:
         """The meaning of the model's output."""
-        return make_task(self.model.task)
+        return make_task(self.model.task, self.folder)
 
     def outputs(self) -> list[TensorSpec]:
         """Describe what the task predicts, by trying it on an output of one row."""
-        classes = self.schema.label.classes
-        predictions = self.task.predict(torch.zeros((1, classes) if classes else (1,)))
+        predictions = self.task.predict(torch.zeros((1, *self._output_shape)))
         return [TensorSpec(name, value.numpy().dtype, tuple(value.shape[1:])) for name, value in predictions.items()]
 
     def check(self) -> None:
         """Build the configured model once; raises ModelError when that fails, before any version exists."""
+        assert self._output_shape is not None
+
+    @cached_property
+    def _output_shape(self) -> tuple[int, ...]:
+        """The shape of the configured model's output for one event."""
         model = build_model(self.model.factory, self.model.args, self.folder).to(self.device)
-        check_model(model, self.task, self.schema, self.device)
+        return check_model(model, self.task, self.schema, self.device)
 
 
 class ServedVersion:

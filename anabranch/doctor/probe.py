@@ -73,7 +73,7 @@ def main() -> int:
         say(Size(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
         say(Step("running the model on three events of zeros"))
         kind = "model.output"
-        task = make_task(settings.task)
+        task = make_task(settings.task, Path(asked.folder))
         shape = check_model(model, task, schema, device)
         kind = "model.strategy"
         strategy = build_strategy(learner.strategy, settings, task)

@@ -8,7 +8,7 @@ from ingest.errors import SettingsError
 from learner.config import ModelSettings, StrategySettings
 from learner.strategies import STRATEGIES
 from learner.strategy import Strategy
-from learner.task import TASKS, Task
+from learner.task import TASKS, Embeds, Task
 
 
 def build_strategy(settings: StrategySettings, model: ModelSettings, task: Task) -> Strategy:
@@ -23,7 +23,7 @@ def build_strategy(settings: StrategySettings, model: ModelSettings, task: Task)
             f'learner.strategy = "{name}" is made for model.task = "{", ".join(sorted(kind.tasks))}", and that is '
             f'"{model.task}"; take "er", which works for any'
         )
-    if kind.embeds and not model.embedding:
+    if kind.embeds and not model.embedding and not isinstance(task, Embeds):
         raise SettingsError(
             f'learner.strategy = "{name}" compares embeddings, and model.embedding is ""; set it to the name of the '
             "module before the last"
