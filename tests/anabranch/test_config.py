@@ -61,7 +61,7 @@ class TestDefaults:
         assert (pipeline.events.features["x"].shape, pipeline.events.label.dtype) == ((64,), "int64")
         assert (pipeline.model.args, pipeline.model.task) == ({}, "classification")
         learner = pipeline.learner
-        assert (learner.batch_size, learner.replay_ratio, learner.strategy) == (64, 1.0, "er")
+        assert (learner.batch_size, learner.replay_ratio, learner.strategy.name) == (64, 1.0, "er")
         assert (learner.optimizer.name, learner.optimizer.lr) == ("adamw", 1e-3)
         assert (learner.precision, learner.device, learner.status) == ("auto", "auto", "127.0.0.1:8001")
         assert learner.stop_timeout == timedelta(seconds=30)

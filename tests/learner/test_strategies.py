@@ -1,6 +1,8 @@
 """Strategies: what every one promises, and each against a plain reference of what is special to it."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +31,9 @@ from learner.task import Classification, Regression, Task
 from learner.trainer import Trainer
 
 CPU = torch.device("cpu")
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "learning.md").read_text(encoding="utf-8")
+(ADDED,) = re.findall(r"<!-- file: learner/strategies/\S+ -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+((LINE, NAME),) = re.findall(r'^```python\n(    "(\S+)": .*?,)\n```$', PAGE, re.MULTILINE)
 PLAIN = {"optimizer": {"name": "sgd", "lr": 0.1}, "max_grad_norm": math.inf}
 
 
@@ -105,7 +110,15 @@ def _stacked(parts: list[Examples]) -> Examples:
     return Examples(whole.features, whole.label_B, whole.weight_B, torch.cat(said))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.fixture(autouse=True)
+def _the_page_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add to the strategies what docs/learning.md says."""
+    namespace: dict[str, object] = {}
+    exec(compile(ADDED, NAME, "exec"), namespace)
+    monkeypatch.setitem(STRATEGIES, NAME, eval("{" + LINE + "}", namespace)[NAME])
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, NAME])
 class TestEveryStrategy:
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_it_learns_a_separable_stream(self, schema: Schema, name: str, precision: str) -> None:
