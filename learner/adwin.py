@@ -1,0 +1,157 @@
+"""A window that is as long as what it sees stays the same (ADWIN: Bifet & Gavaldà 2007).
+
+"Learning from time-changing data with adaptive windowing", SDM 2007, the variant with an exponential histogram.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_PER_ROW = 5
+"""Buckets of one size, beyond which the two oldest become one of twice the size."""
+_SHORTEST = 5
+"""Neither part of a window that is split has fewer values."""
+_GRACE = 10
+"""A window with so many values or fewer is not split."""
+_TAIL = 4.0
+"""The bound's term for rare values, in standard deviations, where values have no range of their own."""
+
+Summary = tuple[int, float, float, float]
+"""Of a bucket: values, their weight, the weighted sum, and the squared deviations from the mean."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    count: int
+    weight: float
+    total: float
+    deviation: float
+
+    @property
+    def summary(self) -> Summary:
+        return self.count, self.weight, self.total, self.deviation
+
+    def joined(self, other: "_Bucket") -> "_Bucket":
+        weight = self.weight + other.weight
+        apart = self.total / self.weight - other.total / other.weight
+        deviation = self.deviation + other.deviation + self.weight * other.weight / weight * apart * apart
+        return _Bucket(self.count + other.count, weight, self.total + other.total, deviation)
+
+
+class Adwin:
+    """Keeps the longest window of which no two parts have means that differ by more than chance allows.
+
+    Its memory grows with the logarithm of the window's length. State is plain numbers, and what it does is a function
+    of the values alone. Used by one thread.
+    """
+
+    def __init__(self, delta: float = 0.002, *, every: int = 32, bounded: bool = True) -> None:
+        """Set up an empty window.
+
+        Args:
+            delta: chance of splitting a window in which nothing has changed.
+            every: values between two looks.
+            bounded: whether values lie between 0 and 1; else the bound is taken from how much they vary.
+        """
+        self._delta = delta
+        self._every = every
+        self._bounded = bounded
+        self._rows: list[list[_Bucket]] = []  # by size, 1, 2, 4, ...; in each the oldest first
+        self._all: _Bucket | None = None
+        self._since = 0
+
+    def add(self, total: float, weight: float = 1.0) -> float:
+        """Take up one value: the mean of `weight` observations that add up to `total`.
+
+        Returns:
+            By how much the mean has changed, newer less older part, when the older has been dropped; else 0.
+        """
+        bucket = _Bucket(1, weight, total, 0.0)
+        self._all = bucket if self._all is None else self._all.joined(bucket)
+        if not self._rows:
+            self._rows.append([])
+        self._rows[0].append(bucket)
+        self._compress()
+        self._since += 1
+        if self._since < self._every:
+            return 0.0
+        self._since = 0
+        return self._shorten()
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over the window, or None before the first value."""
+        return None if self._all is None else self._all.total / self._all.weight
+
+    @property
+    def weight(self) -> float:
+        """Observations in the window."""
+        return 0.0 if self._all is None else self._all.weight
+
+    @property
+    def length(self) -> int:
+        """Values in the window."""
+        return 0 if self._all is None else self._all.count
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers, for a cut."""
+        rows = [[bucket.summary for bucket in row] for row in self._rows]
+        return {"rows": rows, "all": None if self._all is None else self._all.summary, "since": self._since}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up the window of a cut."""
+        self._rows = [[_Bucket(*summary) for summary in row] for row in state["rows"]]
+        self._all = None if state["all"] is None else _Bucket(*state["all"])
+        self._since = state["since"]
+
+    def _compress(self) -> None:
+        for size, row in enumerate(self._rows):
+            if len(row) <= _PER_ROW:
+                return
+            if size + 1 == len(self._rows):
+                self._rows.append([])
+            self._rows[size + 1].append(row[0].joined(row[1]))
+            del row[:2]
+
+    def _shorten(self) -> float:
+        """Drop oldest buckets until no split tells two parts apart; return by how much the mean has changed."""
+        changed = 0.0
+        while (change := self._change()) is not None:
+            changed = changed or change
+            self._drop_oldest()
+        return changed
+
+    def _change(self) -> float | None:
+        """Return by how much the newer part differs at the first split that tells two apart, the oldest first."""
+        whole = self._all
+        if whole is None or whole.count <= _GRACE:
+            return None
+        confidence = math.log(2 * math.log(whole.count) / self._delta)
+        variance = whole.deviation / whole.weight
+        scale = 1.0 if self._bounded else _TAIL * math.sqrt(variance)
+        count, weight, total = 0, 0.0, 0.0
+        for row in reversed(self._rows):
+            for bucket in row:
+                count, weight, total = count + bucket.count, weight + bucket.weight, total + bucket.total
+                newer = whole.count - count
+                if newer < _SHORTEST:
+                    return None
+                if count < _SHORTEST:
+                    continue
+                change = (whole.total - total) / (whole.weight - weight) - total / weight
+                few = 1 / (count - _SHORTEST + 1) + 1 / (newer - _SHORTEST + 1)
+                if abs(change) > math.sqrt(2 * few * variance * confidence) + 2 / 3 * few * confidence * scale:
+                    return change
+        return None
+
+    def _drop_oldest(self) -> None:
+        assert self._all is not None
+        oldest = self._rows[-1].pop(0)
+        while self._rows and not self._rows[-1]:
+            self._rows.pop()
+        whole = self._all
+        count, weight, total = whole.count - oldest.count, whole.weight - oldest.weight, whole.total - oldest.total
+        apart = oldest.total / oldest.weight - total / weight
+        lost = oldest.deviation + oldest.weight * weight / (oldest.weight + weight) * apart * apart
+        self._all = _Bucket(count, weight, total, max(0.0, whole.deviation - lost))
