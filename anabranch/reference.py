@@ -111,7 +111,7 @@ _TAIL = """\
 The design fixes the names that users build on. These were added to it:
 
 - keys `stream.max_message_bytes`, `stream.buffer_bytes`, `learner.max_delay`, `learner.max_grad_norm`,
-  `learner.micro_batch_size`,
+  `learner.micro_batch_size`, `learner.old_weight`, `learner.drift`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
   `serving.twin`, `replay.half_life`, `replay.device_memory`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
@@ -125,7 +125,10 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_replay_index_declined_total`, `anabranch_replay_index_left_out_rows_total`,
   `anabranch_replay_index_restarts_total`,
   `anabranch_guard_rows`, `anabranch_cut_number`, `anabranch_cut_time_seconds`, `anabranch_serving_ill`,
-  `anabranch_learner_heartbeat_time_seconds`
+  `anabranch_learner_heartbeat_time_seconds`, `anabranch_learner_loss`, `anabranch_learner_window_rows`,
+  `anabranch_learner_class_accuracy_ratio`, `anabranch_learner_group_accuracy_ratio`,
+  `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`
+- windows `overall`, `near_future`, `old_lowest` and `worst_group` of `anabranch_learner_accuracy_ratio`
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
 - files `learner.json`, `serving.json`, `learner.lock`, `epoch`

@@ -93,11 +93,20 @@ def _learner(report: LearnerReport) -> RenderableType:
     table = _section()
     rates = report.rates
     table.add_row("steps", f"{report.steps:,} ({_rate(rates, 'steps')})")
-    table.add_row("events", f"{_rate(rates, 'rows_new')} new, {_rate(rates, 'rows_replay')} replayed")
+    table.add_row(
+        "events",
+        f"{_rate(rates, 'rows_new')} new, {_rate(rates, 'rows_replay')} replayed, ratio {report.replay_ratio:.3g}",
+    )
     if report.error:
         table.add_row("absolute error", _pairs({k: f"{v:.4g}" for k, v in report.error.items()}))
     else:
         table.add_row("accuracy", _pairs({k: f"{v:.1%}" for k, v in report.accuracy.items()}) or "not known yet")
+    if report.loss:
+        table.add_row("loss", _pairs({k: f"{v:.4g}" for k, v in report.loss.items()}))
+    if report.forgetting is not None:
+        table.add_row("forgetting", f"{report.forgetting:.1%}" if not report.error else f"{report.forgetting:.4g}")
+    if report.drifts:
+        table.add_row("drifts", f"{report.drifts:,}, the last at step {report.drift_step or 0:,}")
     table.add_row("outcomes", _pairs({k: f"{v:,}" for k, v in report.outcomes.items()}) or "none")
     if any(report.skipped.values()):
         table.add_row("skipped", _pairs({k: f"{v:,}" for k, v in report.skipped.items() if v}))

@@ -84,6 +84,22 @@ def _named(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
+class DriftSettings(Section):
+    """What is done when the error on new events rises: the stream has changed."""
+
+    actions: tuple[Literal["mark", "raise-lr", "raise-replay", "cut"], ...] = ("mark",)
+    """`mark` counts and logs it, as every other does too; `raise-lr` and `raise-replay` raise the learning rate and the
+    replay ratio for a while; `cut` begins a cut before that. Empty: drift is not looked for."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 0.002
+    """Chance of finding drift in a window where there is none; smaller finds less, and later."""
+    lr_factor: Annotated[float, Field(ge=1, le=100)] = 2.0
+    """What `raise-lr` multiplies the learning rate by; it falls back in a line over `steps`."""
+    replay_factor: Annotated[float, Field(ge=1, le=100)] = 2.0
+    """What `raise-replay` multiplies the replay ratio by; it falls back in a line over `steps`."""
+    steps: Annotated[int, Field(ge=1)] = 500
+    """Steps until both are back."""
+
+
 class LearnerSettings(Section):
     """The training loop."""
 
@@ -91,8 +107,10 @@ class LearnerSettings(Section):
     """New events a step."""
     max_delay: PositiveDuration = timedelta(milliseconds=50)
     """How long a step waits for a full batch of new events before it takes those that have come."""
-    replay_ratio: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    """Replayed events for each new one."""
+    replay_ratio: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = 1.0
+    """Replayed events for each new one; `auto` replays up to one for each where that is measured to undo forgetting."""
+    old_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """For `auto`: what old events count, of 1 for old and new together; 0 never replays, 1 at the least forgetting."""
     micro_batch_size: Annotated[int, Field(ge=2)] | None = None
     """Events that go through the model at once, new and replayed: a step is as many such parts as it takes, with the
     gradient of all together, so that it fits the device. Absent: a step is one part."""
@@ -106,6 +124,8 @@ class LearnerSettings(Section):
     """Arithmetic of the forward pass; `auto` is bf16 on CUDA devices that have it, else fp16 there, else fp32."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
+    drift: DriftSettings = DriftSettings()
+    """What is done when the stream changes."""
     stop_timeout: PositiveDuration = timedelta(seconds=30)
     """Time in which SIGTERM stops the learner, its last cut and version included."""
     status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"

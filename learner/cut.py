@@ -32,7 +32,7 @@ from replay.files import sync_directory
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-FORMAT = 2
+FORMAT = 3
 SEGMENT = "segment-"
 """What the names of parts begin with that cuts share: events of the store, without which a cut can do."""
 RANK = "rank-0"

@@ -58,6 +58,10 @@ class Cutter:
         self.ill: str | None = None
         """One sentence when the last cut could not be written."""
 
+    def ask(self) -> None:
+        """Let the next `cut_if_due` begin a cut, or as soon as the one that is being written is done."""
+        self._due = time.monotonic()
+
     def cut_if_due(self, take: Callable[[int], Moment]) -> None:
         """Begin a cut when one is due; one that falls due while another is written waits for it.
 

@@ -1,29 +1,22 @@
 """The guard set: held-out events, never trained on, by which old knowledge is measured.
 
-Legend: G events in the set, C classes.
+Legend: G events in the set.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from ingest.block import Array, TopicPartition
 from ingest.identity import identity_hash, partition_base
 from ingest.schema import Schema
-from learner.model import forward
-from learner.task import Task
 from replay.forgotten import Forgotten
 
-_YOUNG = 4
+YOUNG = 4
 """One in so many of the events held is young: the newest, by which accuracy on what is new is told."""
-_FEWEST_OF_A_CLASS = 10
-"""A class counts among the worst only with so many events."""
-_CHUNK = 1024
 _SEED = 0x6A09E667
 
 
@@ -48,6 +41,7 @@ class GuardSet:
         self._most = rows
         self._classes = schema.label.classes
         self._names = [*schema.payload(), "time_ms", "partition", "offset", "key_hash"]
+        self._names += ["group_hash"] if schema.group else []
         self.held = GuardRows({})
 
     def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
@@ -91,7 +85,7 @@ class GuardSet:
 
     def _stays(self, label: NDArray[np.float64], hashed: NDArray[np.uint64]) -> NDArray[np.bool_]:
         total = len(label)
-        young = self._most // _YOUNG
+        young = self._most // YOUNG
         stays = np.zeros(total, np.bool_)
         stays[total - young :] = True
         groups = label[: total - young] if self._classes else np.zeros(total - young)
@@ -114,35 +108,3 @@ def _water_level(counts: NDArray[np.int64], room: int) -> NDArray[np.int64]:
         left -= int(given.sum())
         open_ = open_[share[open_] < counts[open_]]
     return share
-
-
-def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, device: torch.device) -> dict[str, float]:
-    """Score the held-out events with a model in evaluation mode.
-
-    Returns:
-        Mean scores: `new` of the youngest quarter, `old` of the rest, and, where there are classes, `worst` of the
-        class that does worst. What cannot be told from so few events, or is not finite, is absent.
-    """
-    total = len(rows)
-    if total < 2 * _YOUNG:
-        return {}
-    scores = np.empty(total)
-    label = torch.from_numpy(rows.columns["label"])
-    with torch.inference_mode():
-        for begin in range(0, total, _CHUNK):
-            part = slice(begin, begin + _CHUNK)
-            features = {
-                feature.name: torch.from_numpy(rows.columns[f"feature.{feature.name}"][part]).to(device)
-                for feature in schema.features
-            }
-            scores[part] = task.score(forward(model, features), label[part].to(device)).cpu().numpy()
-    young = total // _YOUNG
-    result = {"new": float(scores[total - young :].mean()), "old": float(scores[: total - young].mean())}
-    if schema.label.classes:
-        members = rows.columns["label"].astype(np.int64)
-        counts = np.bincount(members, minlength=schema.label.classes)
-        sums = np.bincount(members, weights=scores, minlength=schema.label.classes)
-        enough = counts >= _FEWEST_OF_A_CLASS
-        if enough.any():
-            result["worst"] = float((sums[enough] / counts[enough]).min())
-    return {name: score for name, score in result.items() if math.isfinite(score)}

@@ -17,19 +17,22 @@ from learner.config import LearnerSettings
 from learner.cut import Cut
 from learner.cutter import Cutter, Moment
 from learner.deadline import Deadline
+from learner.drift import Drift
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
 from learner.ledger import Ledger
 from learner.metrics import LearnerMetrics
-from learner.prequential import Prequential
+from learner.prequential import Prequential, Scored
 from learner.publisher import Progress, Publisher, Snapshot
+from learner.ratio import Tally, make_ratio
+from learner.retention import retention_of
 from learner.rng import restore_rng, rng_tensors, rng_values
 from learner.strategy import OUTPUT, Examples
 from learner.trainer import StepResult, Trainer
 from replay.draw import Draw
 from replay.metrics import ReplayMetrics
 from replay.rows import Fields
-from replay.store import Store
+from replay.store import AHEAD, Store
 
 _COMMIT_SECONDS = 5.0
 _EMBEDDING = "embedding"
@@ -63,7 +66,8 @@ class Metrics:
 class Loop:
     """One rank. `run` returns when the stop event is set; `finish` then publishes and commits what was learned."""
 
-    def __init__(self, settings: LearnerSettings, parts: Parts, metrics: Metrics) -> None:
+    def __init__(self, settings: LearnerSettings, parts: Parts, metrics: Metrics, *, bounded: bool = True) -> None:
+        """Begin at step 0; `bounded` says that the task's scores lie between 0 and 1."""
         self._settings = settings
         self._parts = parts
         self._metrics = metrics
@@ -71,7 +75,9 @@ class Loop:
         self._replay_debt = 0.0
         self._next_commit = 0.0
         self.ledger = Ledger(parts.publisher.published_through())
-        self.prequential = Prequential()
+        self.prequential = Prequential(bounded=bounded)
+        self.drift = Drift(settings.drift, bounded=bounded)
+        self.ratio = make_ratio(settings, bounded=bounded)
         self.steps = 0
         self.rows_new = 0
         self.rows_replay = 0
@@ -146,13 +152,8 @@ class Loop:
     def _step(self, batch: Batch) -> StepResult:
         begin = time.perf_counter()
         trainer = self._parts.trainer
-        draw: Draw | None = None
-        old: Sequence[Examples] = ()
-        draws = trainer.strategy.draws(self._replayed(len(batch)))
-        if sum(draws) and self._parts.store is not None:
-            with self._metrics.replay.draw.time():
-                draw = self._parts.store.draw(self.steps, sum(draws))
-            old = trainer.rehearsal(draw, draws) if len(draw) else ()
+        old, draw, probed = self._drawn(len(batch))
+        trainer.scale_learning_rate(self.drift.lr_factor)
         result = trainer.step(trainer.examples(batch.new), old)
         self.steps += 1
         self._metrics.learner.steps.inc()
@@ -170,9 +171,35 @@ class Loop:
         self.rows_replay += result.replayed
         self._metrics.learner.rows.labels("new").inc(len(batch))
         self._metrics.learner.rows.labels("replay").inc(result.replayed)
-        self.prequential.add(len(batch), result.score)
+        self._measure(Scored(len(batch), result.score, result.loss_new), probed)
         self._tell_store(batch, draw, result)
         return result
+
+    def _drawn(self, new: int) -> tuple[Sequence[Examples], Draw | None, Tally | None]:
+        """Draw what the step replays, and score some old events first in a step that measures how much is forgotten."""
+        store, trainer, wanted = self._parts.store, self._parts.trainer, self._replayed(new)
+        if store is None:
+            return (), None, None
+        draws = trainer.strategy.draws(wanted)
+        probes = self._settings.batch_size if store.planned(self.steps) and self.ratio.probes(self.steps) else 0
+        if not max(sum(draws), probes):
+            return (), None, None
+        with self._metrics.replay.draw.time():
+            drawn = store.draw(self.steps, max(sum(draws), probes))
+        probed = None
+        if probes and len(drawn):
+            probed = Tally(*trainer.probe(trainer.rehearsal(drawn.first(probes), (probes,))[0]))
+        draw = drawn.first(sum(draws))
+        return trainer.rehearsal(draw, draws) if len(draw) else (), draw, probed
+
+    def _measure(self, new: Scored, probed: Tally | None) -> None:
+        """Take note of how well new events were predicted, and of old ones where they were probed."""
+        self.prequential.add(new)
+        self.ratio.learned(Tally(new.rows, new.score), probed)
+        if self.drift.add(self.steps, new):
+            self._metrics.learner.drifts.inc()
+            if self.drift.cuts:
+                self._parts.cutter.ask()
 
     def _tell_store(self, batch: Batch, draw: Draw | None, result: StepResult) -> None:
         """Hand on what the step found about its events to a store that asks: the losses and embeddings of old ones.
@@ -195,19 +222,26 @@ class Loop:
         if draw is not None and len(draw) and result.old_R is not None and store.listens:
             store.learned(draw, result.old_R.float().cpu().numpy(), old)
 
+    @property
+    def replay_ratio(self) -> float:
+        """Old events for each new one in the next step."""
+        return self.ratio.now * self.drift.replay_factor if self._parts.store is not None else 0.0
+
     def _replayed(self, new: int) -> int:
         """Return how many events to replay for so many new ones; what rounding leaves is made up for later."""
         if self._parts.store is None or not self._parts.store.planned(self.steps):
             return 0
-        self._replay_debt += new * self._settings.replay_ratio
+        self._replay_debt += new * self.replay_ratio
         whole = int(self._replay_debt)
         self._replay_debt -= whole
         return whole
 
     def _plan_ahead(self) -> None:
         if self._parts.store is not None:
-            most = int(self._settings.batch_size * self._settings.replay_ratio) + 1
-            self._parts.store.plan_ahead(self.steps, sum(self._parts.trainer.strategy.draws(most)))
+            most = sum(self._parts.trainer.strategy.draws(int(self._settings.batch_size * self.replay_ratio) + 1))
+            if self.ratio.probes(self.steps + AHEAD - 1):
+                most = max(most, self._settings.batch_size)
+            self._parts.store.plan_ahead(self.steps, most)
 
     def _ranges(self, columns: Mapping[str, Array]) -> str:
         """Name events as `topic[partition]@first..last`, for a person to look them up."""
@@ -235,6 +269,9 @@ class Loop:
         parts.guard.restore(cut.tensors["guard"])
         self.ledger.restore(state["ledger"])
         self.prequential.restore(state["prequential"])
+        self.drift.restore(state["drift"])
+        self.ratio.restore(state["ratio"])
+        parts.publisher.retention = retention_of(state["retention"])
         self.steps, self.rows_new, self.rows_replay = cut.step, state["rows_new"], state["rows_replay"]
         self._replay_debt = state["replay_debt"]
         parts.publisher.go_on_from(self._progress())
@@ -247,6 +284,9 @@ class Loop:
             "trainer": parts.trainer.state(),
             "ledger": self.ledger.state(),
             "prequential": self.prequential.state(),
+            "drift": self.drift.state(),
+            "ratio": self.ratio.state(),
+            "retention": parts.publisher.retention.state(),
             "rows_new": self.rows_new,
             "rows_replay": self.rows_replay,
             "replay_debt": self._replay_debt,

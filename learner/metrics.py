@@ -17,7 +17,7 @@ class LearnerMetrics:
         )
         self.accuracy = Gauge(
             "anabranch_learner_accuracy_ratio",
-            "Accuracy: now of the newest events before training on them, old and worst class on the guard set.",
+            "Accuracy by window: of new events before training on them, and of held-out ones.",
             ["window"],
             registry=registry,
         )
@@ -26,6 +26,32 @@ class LearnerMetrics:
             "Mean absolute error of regression, over the same windows.",
             ["window"],
             registry=registry,
+        )
+        self.loss = Gauge(
+            "anabranch_learner_loss", "Mean loss of new events before training on them.", ["window"], registry=registry
+        )
+        self.window = Gauge(
+            "anabranch_learner_window_rows",
+            "Events in the window now: it grows for as long as the accuracy stays the same.",
+            registry=registry,
+        )
+        self.class_accuracy = Gauge(
+            "anabranch_learner_class_accuracy_ratio", "Accuracy on held-out events.", ["class"], registry=registry
+        )
+        self.group_accuracy = Gauge(
+            "anabranch_learner_group_accuracy_ratio",
+            "Accuracy on held-out events, by the hash of the group.",
+            ["group"],
+            registry=registry,
+        )
+        self.forgetting = Gauge(
+            "anabranch_learner_forgetting_ratio",
+            "Best accuracy ever less accuracy now on held-out events, mean over the classes; of regression, error.",
+            registry=registry,
+        )
+        self.drifts = Counter("anabranch_learner_drifts", "Changes of the stream that were noticed.", registry=registry)
+        self.replay_ratio = Gauge(
+            "anabranch_learner_replay_ratio", "Events to replay for each new one in the next step.", registry=registry
         )
         self.non_finite = Counter(
             "anabranch_learner_non_finite_steps", "Steps skipped for a loss or gradient not finite.", registry=registry

@@ -1,36 +1,78 @@
-"""Test-then-train accuracy over the newest events."""
+"""Test-then-train: how well new events were predicted before they were trained on.
 
-from collections import deque
-from collections.abc import Iterable
+Each step's predictions are those of a model that has not seen the events (Gama et al. 2013, "On evaluating stream
+learning algorithms").
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from learner.adwin import Adwin
+
+
+@dataclass(frozen=True)
+class Scored:
+    """New events as a step found them before training: how many, and the sums of their scores and losses."""
+
+    rows: int
+    score: float
+    loss: float
 
 
 class Prequential:
-    """Mean score of the predictions made before training, over the last `window` events or a few more."""
+    """Mean score and loss over windows that are as long as nothing changes, and since the beginning of the stream."""
 
-    def __init__(self, window: int = 1000) -> None:
-        self._window = window
-        self._batches: deque[tuple[int, float]] = deque()
-        self._rows = 0
-        self._score = 0.0
+    def __init__(self, *, bounded: bool = True) -> None:
+        self._score = Adwin(bounded=bounded)
+        self._loss = Adwin(bounded=False)
+        self._rows, self._total, self._total_loss = 0, 0.0, 0.0
 
-    def add(self, rows: int, score: float) -> None:
-        """Add a batch: how many events, and the sum of their scores."""
-        self._batches.append((rows, score))
-        self._rows += rows
-        while self._rows - self._batches[0][0] >= self._window:
-            self._rows -= self._batches.popleft()[0]
-        self._score = sum(score for _, score in self._batches)
-
-    def state(self) -> list[tuple[int, float]]:
-        """The window, for a cut."""
-        return list(self._batches)
-
-    def restore(self, state: Iterable[tuple[int, float]]) -> None:
-        """Take up the window of a cut."""
-        for rows, score in state:
-            self.add(rows, score)
+    def add(self, scored: Scored) -> None:
+        """Add a step's new events."""
+        self._score.add(scored.score, scored.rows)
+        self._loss.add(scored.loss, scored.rows)
+        self._rows += scored.rows
+        self._total += scored.score
+        self._total_loss += scored.loss
 
     @property
     def mean(self) -> float | None:
-        """The mean, or None before the first event."""
-        return self._score / self._rows if self._rows else None
+        """Mean score over the window, or None before the first event."""
+        return self._score.mean
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss over its own window, or None before the first event."""
+        return self._loss.mean
+
+    @property
+    def window(self) -> int:
+        """Events in the score's window."""
+        return int(self._score.weight)
+
+    @property
+    def overall(self) -> float | None:
+        """Mean score since the beginning of the stream, restarts included; None before the first event."""
+        return self._total / self._rows if self._rows else None
+
+    @property
+    def overall_loss(self) -> float | None:
+        """Mean loss since the beginning of the stream; None before the first event."""
+        return self._total_loss / self._rows if self._rows else None
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a cut."""
+        return {
+            "score": self._score.state(),
+            "loss": self._loss.state(),
+            "rows": self._rows,
+            "total": self._total,
+            "total_loss": self._total_loss,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up the windows of a cut."""
+        self._score.restore(state["score"])
+        self._loss.restore(state["loss"])
+        self._rows, self._total, self._total_loss = state["rows"], state["total"], state["total_loss"]

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from learner.background import Background
 from learner.config import ModelSettings, VersionsSettings
 from learner.deadline import Deadline
 from learner.errors import VersionError
-from learner.guard import GuardRows, evaluate
+from learner.evaluation import Evaluation, evaluate, newcomers, score_each
+from learner.guard import GuardRows
 from learner.metrics import LearnerMetrics
 from learner.record_times import RecordTimes
+from learner.retention import Retention
 from learner.task import Task
 from learner.trained import Learned, Trained
 from learner.version import Manifest, ModelReference, Verdict, Versions
@@ -84,8 +87,11 @@ class Publisher:
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self._highest = max(versions.highest(), *(n or 0 for n in _remembered(versions)))
-        self.scores: dict[str, float] = {}
-        """Scores of the newest version that was scored on the guard set: new, old, worst."""
+        self._scored_guard: GuardRows | None = None
+        self.evaluation = Evaluation()
+        """Of the newest version that was scored on the guard set."""
+        self.retention = Retention()
+        """What the versions before it could do, and how they did on events that came after them."""
         self.ill: str | None = None
         """One sentence when the last version could not be written."""
         self.published = 0
@@ -152,7 +158,7 @@ class Publisher:
             time=time.time(),
             step=snapshot.step,
             trained_through=dict(snapshot.trained_through),
-            metrics=now | scores,
+            metrics=now | dict(scores),
             schema=self._schema.digest,
             encoders={
                 name: feature.encode.model_dump(mode="json")
@@ -183,17 +189,32 @@ class Publisher:
         else:
             self.ill = None
 
-    def _score(self, snapshot: Snapshot, *, final: bool) -> dict[str, float]:
+    def _score(self, snapshot: Snapshot, *, final: bool) -> Mapping[str, float]:
+        """Score a version on the guard set, and the one that was scored before it on what has come since."""
         begin = time.monotonic()
         if not final and begin - self._scored_at < _SCORING_SHARE * self._scoring_seconds:
             self._unscored = snapshot
             return {}
         self._unscored = None
+        self._score_near_future(snapshot.guard)
         self._scored_model.load_state_dict(dict(snapshot.weights))
-        scores = evaluate(self._scored_model, self._task, self._schema, snapshot.guard, self._device)
+        found = evaluate(self._scored_model, self._task, self._schema, snapshot.guard, self._device)
         self._scored_at, self._scoring_seconds = begin, time.monotonic() - begin
-        self.scores = scores or self.scores
-        return scores
+        self._scored_guard = snapshot.guard
+        if found.windows:
+            self.evaluation = found
+            self.retention = self.retention.followed_by(found)
+        return found.windows
+
+    def _score_near_future(self, guard: GuardRows) -> None:
+        """Score the model that is still there, of an earlier version, on held-out events that came after it."""
+        if self._scored_guard is None:
+            return
+        fresh = newcomers(guard, self._scored_guard)
+        if fresh and len(fresh["label"]):
+            total = float(score_each(self._scored_model, self._task, self._schema, fresh, self._device).sum())
+            if math.isfinite(total):
+                self.retention = self.retention.with_near(len(fresh["label"]), total)
 
     def _prune(self) -> None:
         """Delete what is beyond `keep` and `keep_hourly`, never what serving needs."""

@@ -55,9 +55,25 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     partitions: dict[str, PartitionReport] = {}
     """By `topic:partition`."""
     accuracy: dict[str, float] = {}
-    """By window: now, worst, old; a window that cannot be told yet is absent."""
+    """By window: now, overall, near_future, worst, worst_group, old, old_lowest; absent if it cannot be told yet."""
     error: dict[str, float] = {}
     """For regression the mean absolute error by window, in place of the accuracy."""
+    loss: dict[str, float] = {}
+    """Mean loss of new events before training on them, by window: now, overall."""
+    window_rows: int = 0
+    """Events in the window now of accuracy or error."""
+    classes: dict[str, float] = {}
+    """Accuracy on held-out events by class, of those with the most held-out events."""
+    groups: dict[str, float] = {}
+    """Accuracy or error on held-out events by the hash of the group, likewise."""
+    forgetting: float | None = None
+    """Best accuracy ever less accuracy now on held-out events, mean over the classes; for regression, error."""
+    drifts: int = 0
+    """Changes of the stream that were noticed over the life of the pipeline."""
+    drift_step: int | None = None
+    """The step that showed the newest one."""
+    replay_ratio: float = 0.0
+    """Events to replay for each new one in the next step."""
     rates: dict[str, float] = {}
     """Per second over the last five seconds: steps, rows_new, rows_replay."""
     replay_rows: dict[str, int] = {}

@@ -3,6 +3,7 @@
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -94,7 +95,7 @@ class Reporter:
     def report(self) -> None:
         """Report now."""
         loop, publisher, store = self._loop, self._publisher, self._store
-        windows = self._windows()
+        windows, groups = self._windows(), publisher.evaluation.groups
         report = LearnerReport(
             pid=os.getpid(),
             epoch=self._epoch,
@@ -111,7 +112,15 @@ class Reporter:
             unknown_fields=self._source.unknown_fields,
             partitions=dict(loop.ledger.reports()),
             accuracy=windows if self._classification else {},
-            error={} if self._classification else {name: -score for name, score in windows.items()},
+            error={} if self._classification else _errors(windows),
+            loss=self._losses(),
+            window_rows=loop.prequential.window,
+            classes=dict(publisher.evaluation.classes),
+            groups=dict(groups) if self._classification else _errors(groups),
+            forgetting=publisher.retention.forgetting,
+            drifts=loop.drift.count,
+            drift_step=loop.drift.step,
+            replay_ratio=loop.replay_ratio,
             rates=self._rates(),
             replay_rows=store.rows if store is not None else {},
             replay_bytes=store.bytes if store is not None else {},
@@ -134,14 +143,17 @@ class Reporter:
             self._ill = None
 
     def _windows(self) -> dict[str, float]:
-        """Mean scores: now of the newest events before training on them, old and worst of the guard set."""
-        windows: dict[str, float] = {
-            name: self._publisher.scores[name] for name in ("worst", "old") if name in self._publisher.scores
-        }
-        now = self._loop.prequential.mean
-        if now is not None:
-            windows["now"] = now
+        """Mean scores: of new events before training on them, and of the guard set."""
+        found, prequential = self._publisher.evaluation.windows, self._loop.prequential
+        windows = {name: found[name] for name in ("worst", "worst_group", "old") if name in found}
+        windows |= self._publisher.retention.windows
+        if prequential.mean is not None and prequential.overall is not None:
+            windows |= {"now": prequential.mean, "overall": prequential.overall}
         return windows
+
+    def _losses(self) -> dict[str, float]:
+        now, overall = self._loop.prequential.loss, self._loop.prequential.overall_loss
+        return {} if now is None or overall is None else {"now": now, "overall": overall}
 
     def _cut_time(self, number: int) -> float | None:
         """Return when a cut was made; its manifest is read once."""
@@ -174,6 +186,7 @@ class Reporter:
             self._metrics.learner.accuracy.labels(window).set(value)
         for window, value in report.error.items():
             self._metrics.learner.error.labels(window).set(value)
+        self._set_measures(report)
         if self._store is not None:
             self._metrics.replay.tell(self._store)
         self._metrics.learner.guard.set(report.guard_rows)
@@ -181,3 +194,23 @@ class Reporter:
         self._metrics.learner.cut_number.set(report.cut or 0)
         self._metrics.learner.cut_time.set(report.cut_time or 0)
         self._metrics.learner.ill.set(len(report.ill))
+
+    def _set_measures(self, report: LearnerReport) -> None:
+        """Set what is known of the model beside its windows; classes and groups that are told of no more disappear."""
+        metrics = self._metrics.learner
+        for window, value in report.loss.items():
+            metrics.loss.labels(window).set(value)
+        metrics.window.set(report.window_rows)
+        metrics.replay_ratio.set(report.replay_ratio)
+        if report.forgetting is not None:
+            metrics.forgetting.set(report.forgetting)
+        told = (metrics.class_accuracy, report.classes), (metrics.group_accuracy, report.groups)
+        for gauge, scores in told if self._classification else ():
+            gauge.clear()
+            for name, score in scores.items():
+                gauge.labels(name).set(score)
+
+
+def _errors(scores: Mapping[str, float]) -> dict[str, float]:
+    """Return the errors that scores of regression stand for."""
+    return {name: -score for name, score in scores.items()}

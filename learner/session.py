@@ -132,7 +132,7 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, store, guard, cutter)
         forgetting.take_note(*less)
         parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting)
-        loop = Loop(deployment.learner, parts, metrics)
+        loop = Loop(deployment.learner, parts, metrics, bounded=schema.label.classes is not None)
         _resume(loop, cuts, found)
         reporter = Reporter(
             *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, metrics),

@@ -47,6 +47,7 @@ class StepResult:
         loss: of the step on all ranks, a number.
         score: sum over the new events of all ranks of the task's score, by the predictions made before training on
             them.
+        loss_new: sum of their losses, by the same predictions.
         old_R: the loss of each event drawn, float32 `[R]` on the device, NaN where it was not trained on; None when
             nothing was drawn.
         embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device, NaN where
@@ -58,6 +59,7 @@ class StepResult:
     finite: bool
     loss: float
     score: float
+    loss_new: float
     old_R: Tensor | None = None
     embedding_N: Tensor | None = None
     output_B: Tensor | None = None
@@ -92,6 +94,7 @@ class Trainer:
         self._optimizer = build_optimizer(settings.optimizer, model.parameters())
         self._buffers = Buffers(model)
         self._gradients = Gradients([each for each in model.parameters() if each.requires_grad], settings.max_grad_norm)
+        self._lr_factor, self._lr = 1.0, [group["lr"] for group in self._optimizer.param_groups]
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         self._ranks = ranks or Alone()
         self._trained = self._ranks.wrap(self.model)
@@ -128,6 +131,32 @@ class Trainer:
         ends = [sum(draws[: place + 1]) * n // wanted for place in range(len(draws))]
         return [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
+    def probe(self, old: Examples) -> tuple[int, float]:
+        """Score old events in evaluation mode; nothing is learned from them.
+
+        Waits for the device: how much is forgotten decides how much the next step replays.
+
+        Returns:
+            How many have a label, and so many times their mean score, each counted by its importance.
+        """
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._precision.autocast(self.device):
+                score_B = self.task.score(forward(self.model, old.features), old.label_B)
+                labelled = (old.weight_B > 0).sum()
+                mean = (score_B * old.weight_B).sum() / old.weight_B.sum().clamp_min(torch.finfo(torch.float32).tiny)
+            rows, score = torch.stack([labelled.float(), mean.float()]).tolist()
+        finally:
+            self.model.train()
+        return int(rows), score * rows
+
+    def scale_learning_rate(self, factor: float) -> None:
+        """Multiply the config's learning rate by a factor, from the next step on."""
+        if factor != self._lr_factor:
+            self._lr_factor = factor
+            for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
+                group["lr"] = lr * factor
+
     def step(self, new: Examples, old: Sequence[Examples] = ()) -> StepResult:
         """Score the new events, then train on new and old.
 
@@ -147,7 +176,7 @@ class Trainer:
         scale, scaled = self._scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
         for _ in range(_SCALE_RETRIES if scaled else 1):
             heard = self._backward(new, old, whole)
-            total, norm, spoiled, score = self._numbers(heard, new, rows, before)
+            total, norm, spoiled, score, loss_new = self._numbers(heard, new, rows, before)
             finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
             if not finite:
                 self._buffers.put_back(before)
@@ -164,7 +193,7 @@ class Trainer:
         if finite:
             self.strategy.learned(new, output_B)
         old_R, embedding_N = dealt(heard, drawn, picked, rows)
-        return StepResult(finite, total, score, old_R, embedding_N, output_B[:rows], sum(map(len, old)))
+        return StepResult(finite, total, score, loss_new, old_R, embedding_N, output_B[:rows], sum(map(len, old)))
 
     def _pick(self, new: Examples, old: Sequence[Examples], before: Saved) -> Sequence[Tensor] | None:
         """Let the strategy choose among the old events, which leaves the model as it was."""
@@ -214,26 +243,29 @@ class Trainer:
             self.strategy.backward(loss, self._scaler.scale)
         heard.add(loss, None if self._embedding is None else self._embedding.heard())
 
-    def _numbers(self, heard: Heard, new: Examples, rows: int, before: Saved) -> tuple[float, float, bool, float]:
+    def _numbers(
+        self, heard: Heard, new: Examples, rows: int, before: Saved
+    ) -> tuple[float, float, bool, float, float]:
         """Clip the gradient, and read back what settles the step.
 
         Returns:
             The loss, the gradient's norm, whether running statistics that were finite `before` no longer are (an
-            overflow can spoil them while loss and gradient look well), and the score of the first `rows` events; of
+            overflow can spoil them while loss and gradient look well), score and loss of the first `rows` events; of
             all ranks.
         """
         norm = self._gradients.clip()
         with torch.no_grad():
-            score = self.task.score(cat(heard.output)[:rows], new.label_B[:rows]).sum()
-            told = [reduce(torch.add, heard.total), norm, score, *self._buffers.spoiled(before)]
+            output_B, label_B = cat(heard.output)[:rows], new.label_B[:rows]
+            score, loss_new = self.task.score(output_B, label_B).sum(), self.task.loss(output_B, label_B).sum()
+            told = [reduce(torch.add, heard.total), norm, score, loss_new, *self._buffers.spoiled(before)]
             if self._ranks.size == 1 and self.device.type == "cpu":
-                total_, norm_, score_, *spoiled = [each.item() for each in told]
-                return total_, norm_, any(spoiled), score_
+                total_, norm_, score_, loss_, *spoiled = [each.item() for each in told]
+                return total_, norm_, any(spoiled), score_, loss_
             together = torch.stack([each.float() for each in told])
             self._ranks.average([together])
             # The one wait for the device in a step: whether its events were learned is settled before the next.
-            total_, norm_, score_, *spoiled = together.tolist()
-        return total_, norm_, any(spoiled), score_ * self._ranks.size
+            total_, norm_, score_, loss_, *spoiled = together.tolist()
+        return total_, norm_, any(spoiled), score_ * self._ranks.size, loss_ * self._ranks.size
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the weights and buffers as they are now, on the device; later steps do not change the copy."""
@@ -280,6 +312,7 @@ class Trainer:
             moments.setdefault(int(index), {})[key] = value
         try:
             self.model.load_state_dict(dict(tensors["model"]))
+            self.scale_learning_rate(1.0)
             groups = self._optimizer.state_dict()["param_groups"]
             if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["groups"]]:
                 raise ValueError("the optimizer has other parameters")

@@ -65,6 +65,13 @@ class Draw:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def first(self, n: int) -> "Draw":
+        """Return the first n events, or all when there are fewer; arrays share memory with this one's."""
+        if n >= len(self):
+            return self
+        columns = {name: column[:n] for name, column in self.columns.items()}
+        return Draw(columns, self.importance[:n], self.slots[:n], self.records[:n])
+
 
 def fetch(plan: Plan, layout: RowLayout, tiers: Tiers, n: int | None) -> Draw:
     """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be had."""

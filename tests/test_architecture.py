@@ -57,7 +57,8 @@ KEYS_OF_THE_DESIGN = words("""
 """)
 KEYS_ADDED = words("""
     stream.max_message_bytes stream.buffer_bytes
-    learner.max_delay learner.max_grad_norm learner.micro_batch_size
+    learner.max_delay learner.max_grad_norm learner.micro_batch_size learner.old_weight
+    learner.drift.actions learner.drift.delta learner.drift.lr_factor learner.drift.replay_factor learner.drift.steps
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.twin
     replay.half_life replay.device_memory
@@ -85,6 +86,9 @@ METRICS_ADDED = words("""
     anabranch_replay_index_declined_total anabranch_replay_index_left_out_rows_total
     anabranch_replay_index_restarts_total
     anabranch_cut_number anabranch_cut_time_seconds anabranch_serving_ill anabranch_learner_heartbeat_time_seconds
+    anabranch_learner_loss anabranch_learner_window_rows anabranch_learner_class_accuracy_ratio
+    anabranch_learner_group_accuracy_ratio anabranch_learner_forgetting_ratio anabranch_learner_drifts_total
+    anabranch_learner_replay_ratio
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}

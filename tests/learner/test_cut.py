@@ -65,6 +65,8 @@ class Stream:
         self.blocks = blocks
         self.stop = stop
         self.next = 0
+        self.drifts_at: int | None = None
+        """From this event on labels are others."""
         self.ill: str | None = None
         self.unlabelled: set[int] = set()
         """Blocks whose events have no label."""
@@ -85,6 +87,8 @@ class Stream:
         columns["feature.x"] += torch.randn(
             columns["feature.x"].shape, generator=torch.Generator().manual_seed(begin)
         ).numpy()
+        if self.drifts_at is not None and begin >= self.drifts_at:
+            columns["label"] = (columns["label"] + 1) % 3
         return Block(columns, (Coverage(0, begin, begin + ROWS),))
 
     def release(self, block: Block) -> None:
@@ -106,10 +110,13 @@ class Bench:
         every: str = "1h",
         replay: Mapping[str, Any] | None = None,
         strategy: Strategy | None = None,
+        learner: Mapping[str, Any] | None = None,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop)
-        settings = LearnerSettings.model_validate({"batch_size": ROWS - 1, "replay_ratio": 1.3, "max_delay": "1ms"})
+        settings = LearnerSettings.model_validate(
+            {"batch_size": ROWS - 1, "replay_ratio": 1.3, "max_delay": "1ms", **(learner or {})}
+        )
         registry = CollectorRegistry()
         self.metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
         task = Classification()
@@ -219,6 +226,56 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert resumed.loop.prequential.state() == whole.loop.prequential.state()
     assert (resumed.loop.rows_new, resumed.loop.rows_replay) == (whole.loop.rows_new, whole.loop.rows_replay)
     assert all((resumed.guard.held.columns[name] == column).all() for name, column in whole.guard.held.columns.items())
+
+
+def test_a_resumed_run_measures_and_decides_as_the_uninterrupted_one(make_bench: Callable[..., Bench]) -> None:
+    """The replay ratio, drift and what it has raised go on where they were."""
+    learner = {
+        "replay_ratio": "auto",
+        "old_weight": 1.0,
+        "drift": {"actions": ["raise-lr", "raise-replay"], "delta": 0.999, "steps": 20},
+    }
+    whole = make_bench(110, learner=learner)
+    whole.run()
+    half = make_bench(60, replay=TIERS["disk with a small cache"], learner=learner)
+    half.run()
+    half.finish()
+    half.close()
+    resumed = make_bench(110, replay=TIERS["disk with a small cache"], learner=learner)
+    resumed.resume()
+    assert resumed.loop.steps == 60
+    resumed.run()
+    assert whole.loop.rows_replay > 0, "nothing was decided that could differ"
+    assert resumed.loop.rows_replay == whole.loop.rows_replay
+    assert resumed.loop.ratio.state() == whole.loop.ratio.state()
+    assert resumed.loop.drift.state() == whole.loop.drift.state()
+    for name, value in whole.trainer.snapshot().items():
+        assert torch.equal(resumed.trainer.snapshot()[name], value), name
+
+
+def test_measuring_what_is_forgotten_changes_nothing_that_is_learned(make_bench: Callable[..., Bench]) -> None:
+    """Old events are scored now and then while none is replayed; statistics of batch norm stay as they are."""
+    bare = make_bench(60, learner={"replay_ratio": 0.0})
+    bare.run()
+    bare.close()
+    measured = make_bench(60, learner={"replay_ratio": "auto", "old_weight": 0.0})
+    measured.run()
+    assert measured.loop.ratio.state()["old"][2] > 0, "nothing was scored"
+    assert measured.loop.rows_replay == 0
+    for name, value in bare.trainer.snapshot().items():
+        assert torch.equal(measured.trainer.snapshot()[name], value), name
+
+
+def test_a_drift_begins_a_cut(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(400, learner={"drift": {"actions": ["cut"]}})
+    bench.stream.drifts_at = 300 * ROWS
+    bench.run()
+    assert bench.loop.drift.count == 1
+    bench.cutter.wait(Deadline(timedelta(seconds=30)))
+    assert bench.cutter.number == 1
+    found = bench.cuts.newest()
+    assert found is not None
+    assert found[1].step == bench.loop.drift.step
 
 
 @each_arrangement

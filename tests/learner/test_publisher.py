@@ -66,6 +66,28 @@ def make_bench(tmp_path: Path, schema: Schema, make_model: Callable[[], nn.Modul
     return lambda **settings: Bench(tmp_path / "versions", schema, make_model(), **settings)
 
 
+def test_a_version_is_scored_on_what_came_after_it(make_bench: Callable[..., Bench], schema: Schema) -> None:
+    bench = make_bench()
+    bench.publish()
+    assert bench.publisher.retention.near == (), "nothing has come yet"
+    with torch.no_grad():
+        for name, value in bench.model.named_parameters():
+            value.zero_()
+            if name == "3.bias":
+                value[1] = 1.0
+    bench.publish()  # knows nothing but class 1
+    assert bench.publisher.retention.near == ()
+    bench.guard.add(fake_columns(schema, range(100, 110), label=[1]), [TopicPartition("events", 0)])
+    with torch.no_grad():
+        dict(bench.model.named_parameters())["3.bias"][2] = 2.0
+    bench.publish()  # the newest one, which would have them all wrong, is not the one that is asked
+    assert bench.publisher.retention.near == ((10, 10.0),)
+    assert bench.publisher.retention.windows["near_future"] == 1
+    bench.guard.add(fake_columns(schema, range(110, 115), label=[1]), [TopicPartition("events", 0)])
+    bench.publish()
+    assert bench.publisher.retention.near == ((10, 10.0), (5, 0.0))
+
+
 def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Schema) -> None:
     bench = make_bench()
     bench.publish()

@@ -33,6 +33,10 @@ def make_trainer(schema: Schema, model: nn.Module, strategy: str = "er", **setti
     return Trainer(model, Classification(), kind(), schema, options, CPU, precision, embedding)
 
 
+def sgd(lr: float) -> dict[str, object]:
+    return {"name": "sgd", "lr": lr, "momentum": 0.9}
+
+
 def as_draw(columns: Columns) -> Draw:
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     n = len(columns["label"])
@@ -60,8 +64,45 @@ def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model
         assert result.finite
         assert result.loss == loss.item()
         assert result.score == (output[:8].argmax(1) == new.label_B).sum().item()
+        assert result.loss_new == functional.cross_entropy(output[:8], new.label_B, reduction="none").sum().item()
     for name, value in trainer.snapshot().items():
         assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_a_probe_scores_as_in_evaluation_and_leaves_everything_as_it_was(schema: Schema, make_model: MakeModel) -> None:
+    trainer = make_trainer(schema, make_model())
+    trainer.step(trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2])))
+    before = trainer.snapshot()
+    columns = fake_columns(schema, range(20), label=[0, 1, 2])
+    columns["labelled"][::4] = False
+    old = trainer.rehearsal(as_draw(columns), (20,))[0]
+    rows, score = trainer.probe(old)
+    trainer.model.eval()
+    right = (trainer.model(old.features["x"]).argmax(1) == old.label_B).float()
+    trainer.model.train()
+    assert rows == 15
+    assert score == pytest.approx((right * old.weight_B).sum().item())
+    assert trainer.model.training
+    assert all(torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
+
+
+def test_the_learning_rate_is_scaled_from_that_of_the_config(schema: Schema, make_model: MakeModel) -> None:
+    new = fake_columns(schema, range(8), label=[0, 1, 2])
+    scaled, twice = make_trainer(schema, make_model()), make_trainer(schema, make_model(), optimizer=sgd(0.2))
+    scaled.scale_learning_rate(3.0)
+    scaled.scale_learning_rate(2.0)
+    scaled.step(scaled.examples(new))
+    twice.step(twice.examples(new))
+    assert all(torch.equal(value, twice.snapshot()[name]) for name, value in scaled.snapshot().items())
+
+
+def test_a_cut_made_while_the_learning_rate_was_raised_does_not_keep_it(schema: Schema, make_model: MakeModel) -> None:
+    trainer = make_trainer(schema, make_model(), optimizer=sgd(0.1))
+    trainer.scale_learning_rate(3.0)
+    tensors, state = trainer.tensors(), trainer.state()
+    for resumed in (trainer, make_trainer(schema, make_model(), optimizer=sgd(0.1))):
+        resumed.restore(tensors, state)
+        assert [group["lr"] for group in resumed.state()["groups"]] == [0.1]
 
 
 def test_the_weight_of_an_event_is_its_share_of_the_loss(schema: Schema, make_model: MakeModel) -> None:

@@ -1,0 +1,109 @@
+"""What the guard set tells of a model.
+
+Legend: G held-out events, C classes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ingest.block import Array
+from ingest.schema import Schema
+from learner.guard import YOUNG, GuardRows
+from learner.model import forward
+from learner.task import Task
+
+_FEWEST = 10
+"""A class or a group is told of only with so many events."""
+_MOST = 64
+"""So many classes, and so many groups, are told of: those with the most events."""
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean scores of a model on held-out events. What cannot be told from so few, or is not finite, is absent.
+
+    Attributes:
+        windows: `new` of the youngest quarter, `old` of the rest, `worst` of the class and `worst_group` of the group
+            that does worst.
+        classes: by the name of the class, or its number.
+        groups: by the hash of the group, 16 hexadecimal digits: the events do not carry its name.
+    """
+
+    windows: Mapping[str, float] = field(default_factory=dict)
+    classes: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, float] = field(default_factory=dict)
+
+
+def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, device: torch.device) -> Evaluation:
+    """Score the held-out events with a model in evaluation mode."""
+    total = len(rows)
+    if total < 2 * YOUNG:
+        return Evaluation()
+    scores_G = score_each(model, task, schema, rows.columns, device)
+    young = total // YOUNG
+    windows = {"new": float(scores_G[total - young :].mean()), "old": float(scores_G[: total - young].mean())}
+    classes: dict[str, float] = {}
+    if schema.label.classes:
+        worst, by_class = _by(rows.columns["label"].astype(np.int64), scores_G)
+        windows |= worst
+        names = schema.label.names
+        classes = {str(number) if names is None else names[number]: score for number, score in by_class.items()}
+    groups: dict[str, float] = {}
+    if schema.group:
+        hashed = rows.columns["group_hash"].astype(np.uint64)
+        worst, by_group = _by(hashed[hashed != 0], scores_G[hashed != 0])
+        windows |= {f"{name}_group": score for name, score in worst.items()}
+        groups = {f"{number:016x}": score for number, score in by_group.items()}
+    return Evaluation(_finite(windows), _finite(classes), _finite(groups))
+
+
+def score_each(
+    model: nn.Module, task: Task, schema: Schema, columns: Mapping[str, Array], device: torch.device
+) -> NDArray[np.float64]:
+    """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode."""
+    label = torch.from_numpy(columns["label"])
+    scores_G = np.empty(len(label))
+    with torch.inference_mode():
+        for begin in range(0, len(label), _CHUNK):
+            part = slice(begin, begin + _CHUNK)
+            features = {
+                feature.name: torch.from_numpy(columns[f"feature.{feature.name}"][part]).to(device)
+                for feature in schema.features
+            }
+            scores_G[part] = task.score(forward(model, features), label[part].to(device)).cpu().numpy()
+    return scores_G
+
+
+def newcomers(rows: GuardRows, before: GuardRows) -> dict[str, Array]:
+    """Return the columns of those events of the youngest quarter that an earlier state of the guard set had not.
+
+    The youngest quarter alone, since it is kept whole: among older ones rare classes are kept longer.
+    """
+    if not len(rows):
+        return {}
+    young = {name: column[len(rows) - len(rows) // YOUNG :] for name, column in rows.columns.items()}
+    known = before.columns["hash"] if len(before) else np.empty(0, np.uint64)
+    fresh = ~np.isin(young["hash"], known)
+    return {name: column[fresh] for name, column in young.items()}
+
+
+def _by(members: NDArray[np.generic], scores_G: NDArray[np.float64]) -> tuple[dict[str, float], dict[int, float]]:
+    """Return the worst score under `worst`, and the scores of the members with the most events."""
+    found, inverse, counts = np.unique(members, return_inverse=True, return_counts=True)
+    means = np.bincount(inverse, weights=scores_G, minlength=len(found)) / np.maximum(counts, 1)
+    enough = np.flatnonzero(counts >= _FEWEST)
+    if not len(enough):
+        return {}, {}
+    told = np.sort(enough[np.argsort(-counts[enough], kind="stable")[:_MOST]])
+    return {"worst": float(means[enough].min())}, {int(found[index]): float(means[index]) for index in told}
+
+
+def _finite(scores: Mapping[str, float]) -> dict[str, float]:
+    return {name: score for name, score in scores.items() if math.isfinite(score)}
