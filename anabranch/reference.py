@@ -111,7 +111,8 @@ _TAIL = """\
 The design fixes the names that users build on. These were added to it:
 
 - keys `stream.max_message_bytes`, `stream.buffer_bytes`, `learner.max_delay`, `learner.max_grad_norm`,
-  `learner.micro_batch_size`, `learner.old_weight`, `learner.drift`,
+  `learner.micro_batch_size`, `learner.old_weight`, `learner.drift.actions`, `learner.drift.delta`,
+  `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
   `serving.twin`, `replay.half_life`, `replay.device_memory`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
