@@ -1,14 +1,19 @@
 """Benchmarks can be started, and measure what they say."""
 
 import importlib
+import importlib.util
 import json
+import pickle
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 
 Load = Callable[[str], ModuleType]
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -76,3 +81,92 @@ def test_a_table_says_of_each_target_whether_it_is_met(
     assert found["speed"] == 6.0
     assert (found["speed_least"], found["speed_most"]) == (4.0, 7.0)
     assert not [value for value in found.values() if isinstance(value, dict | list)]
+
+
+@pytest.fixture
+def forgetting(load: Load) -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("benchmark_forgetting", BENCHMARKS / "forgetting.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_a_data_set_is_read_only_if_it_is_arrays(load: Load) -> None:
+    data = load("data")
+    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(2)]
+    (x, y) = data.unpickled(pickle.dumps(arrays, protocol=3))
+    assert np.array_equal(x, arrays[0])
+    assert np.array_equal(y, arrays[1])
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system"):
+        data.unpickled(b"cposix\nsystem\n(S'true'\ntR.")
+    with pytest.raises(pickle.UnpicklingError, match=r"numpy\.load"):
+        data.unpickled(b"cnumpy\nload\n(S'x'\ntR.")
+
+
+def test_a_data_set_that_is_not_in_the_folder_is_named(load: Load, tmp_path: Path) -> None:
+    np.savez(tmp_path / "elec.npz", x=np.zeros((2, 6), np.float32))
+    assert load("data").load("elec", tmp_path)["x"].shape == (2, 6)
+    with pytest.raises(SystemExit, match=r"mnist\.npz does not exist"):
+        load("data").load("mnist", tmp_path)
+
+
+def test_flights_are_in_scheduled_order_with_the_weather_of_their_hour(load: Load) -> None:
+    flights = (
+        "year,month,day,sched_dep_time,sched_arr_time,arr_delay,carrier,origin,dest,distance,hour\n"
+        "2013,1,1,1800,2030,20,UA,EWR,IAH,1400,18\n"
+        "2013,1,1,600,100,-3,AA,JFK,MIA,1000,6\n"
+        "2013,1,1,700,900,NA,AA,JFK,MIA,1000,7\n"
+    )
+    weather = (
+        "origin,year,month,day,hour,temp,dewp,humid,wind_speed,precip,pressure,visib\n"
+        "EWR,2013,1,1,18,40,30,60,10,0,NA,9\n"
+    )
+    arrays = load("flights").flights_arrays(flights, weather)
+    assert arrays["delay"].tolist() == [-3.0, 20.0]
+    assert arrays["cat"].tolist() == [[0, 1, 1], [1, 0, 0]]
+    early, late = arrays["num"]
+    assert early[:2].tolist() == pytest.approx([1, 0], abs=1e-6)
+    assert early[4:].tolist() == pytest.approx([1 / 12, 1.0, 19 * 60 / 600, *[-1] * 7])
+    assert late[7:].tolist() == [40, 30, 60, 10, 0, -1, 9]
+
+
+def test_a_pipeline_file_says_what_was_meant(load: Load) -> None:
+    document = {"a": {"b c": [1, 2.5, True]}, "d": float("inf"), "e": 'say "x"\n', "f": {"g": {"h": {}}}}
+    assert tomllib.loads(load("pipeline").toml(document)) == document
+
+
+def test_the_images_come_task_by_task_and_in_another_order_for_each_seed(forgetting: ModuleType) -> None:
+    label = np.arange(1000) % 10
+    first, second = (forgetting.in_task_order(label, seed) for seed in (0, 1))
+    assert sorted(first.tolist()) == list(range(1000))
+    assert (np.diff(label[first] // 2) >= 0).all()
+    assert not np.array_equal(first, second)
+    assert np.array_equal(label[first] // 2, label[second] // 2)
+
+
+def test_the_accuracy_is_the_mean_over_the_tasks_whatever_their_sizes(forgetting: ModuleType) -> None:
+    def always_zero(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.zeros(len(x), dtype=torch.int64), 10).float()
+
+    label = np.array([0] * 30 + [1] * 10 + [2, 4, 6, 8])
+    assert forgetting.mean_of_tasks(always_zero, np.zeros((44, 1), np.float32), label) == pytest.approx(100 * 0.75 / 5)
+
+
+def test_a_model_predicts_with_the_average_of_its_weights(load: Load) -> None:
+    torch.manual_seed(0)
+    model = load("models").averaged_pixels_mlp([4, 3, 2], decay=0.5)
+    x = torch.full((1, 4), 255.0)
+    weight = model.body[1][0].weight
+    model.train()(x)
+    assert torch.equal(model.eval()(x), model.body(x))
+    with torch.no_grad():
+        weight += 2
+    assert not torch.equal(model.eval()(x), model.body(x))
+    before = weight.detach() - 2
+    model.train()(x)
+    torch.testing.assert_close(model.average[1][0].weight, before + 2 * 0.9)
+    assert not [each for each in model.average.parameters() if each.requires_grad]

@@ -1,0 +1,287 @@
+"""Learning in one pass without forgetting, through the whole Kafka path, and what replay costs where nothing recurs.
+
+    python benchmarks/forgetting.py [--quick] [--json FILE] [--only PART ...] [--seeds N] [--jobs N] [--data DIR]
+
+    split_mnist   class-incremental Split-MNIST: five tasks of two digits after one another, each image once, a single
+                  head, MLP 784-100-100-10; the mean accuracy of the five tasks on the test images at the end
+    auto          one config with `replay_ratio = "auto"` on Split-MNIST and on two streams with natural drift, Elec2
+                  and the flights from New York: accuracy on the newest events before they are trained on, over the
+                  whole stream, less that without replay; beside it that of saying the last label again
+
+Events go into a topic of one partition as packed rows, in order; a learner process reads them, and what is evaluated is
+the last version that it published. Every figure is the mean over all seeds; the file has each seed's.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: learner.py would hide the package learner
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from harness import data
+from harness.flights import MIDDLE, SCALE
+from harness.pipeline import BrokenRunError, Outcome, Stream, broker, pipeline, produce, run_through
+from harness.table import Table, Target, options
+from numpy.typing import NDArray
+
+from ingest.block import Array
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+TARGETS = {
+    "split_mnist_er_200": Target(78.9, least=True),
+    "split_mnist_er_500": Target(84.0, least=True),
+    "split_mnist_derpp_200": Target(84.4, least=True),
+    "split_mnist_derpp_500": Target(90.0, least=True),
+    "split_mnist_best_500": Target(93.0, least=True),
+    "elec2_auto_gain": Target(-0.001, least=True),
+    "flights_auto_gain": Target(-0.001, least=True),
+    "split_mnist_auto_over_er": Target(0.97, least=True),
+}
+PUBLISHED = {
+    "split_mnist_none": 19.60,
+    "split_mnist_er_200": 80.43,
+    "split_mnist_er_500": 86.12,
+    "split_mnist_er_5120": 93.40,
+    "split_mnist_derpp_200": 85.61,
+    "split_mnist_derpp_500": 91.00,
+    "split_mnist_derpp_5120": 95.30,
+}
+"""Of Buzzega et al. 2020, "Dark experience for general continual learning"."""
+TASKS = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
+MLP = {"factory": "pixels_mlp", "args": {"widths": [784, 100, 100, 10]}}
+AVERAGED_MLP = {"factory": "averaged_pixels_mlp", "args": MLP["args"]}
+"""The same, which predicts with the average of its weights."""
+MODELS = {"split_mnist_best_500": AVERAGED_MLP}
+
+
+def settings(strategy: object, lr: float, capacity: int, replay: float, **replay_settings: object) -> Sections:
+    """Return the sections of a pipeline file: batches of 10, plain SGD, so many replayed events for each new one."""
+    learner = {
+        "strategy": strategy,
+        "batch_size": 10,
+        "replay_ratio": replay,
+        "optimizer": {"name": "sgd", "lr": lr},
+        "max_grad_norm": float("inf"),
+    }
+    return {"learner": learner, "replay": {"capacity": capacity, **replay_settings}}
+
+
+def derpp(alpha: float, beta: float) -> dict[str, object]:
+    """Return DER++ with the weights of its two terms."""
+    return {"name": "der++", "alpha": alpha, "beta": beta}
+
+
+SPLIT_MNIST: dict[str, Sections] = {
+    "split_mnist_er_200": settings("er", 0.01, 200, 1.0),
+    "split_mnist_er_500": settings("er", 0.1, 500, 1.0),
+    "split_mnist_derpp_200": settings(derpp(0.2, 1.0), 0.03, 200, 12.8),
+    "split_mnist_derpp_500": settings(derpp(1.0, 0.5), 0.03, 500, 1.0),
+    "split_mnist_best_500": settings(derpp(0.5, 0.5), 0.1, 500, 1.0),
+    "split_mnist_none": settings("none", 0.1, 500, 0.0),
+}
+LARGE_BUFFER: dict[str, Sections] = {
+    "split_mnist_er_5120": settings("er", 0.1, 5120, 1.0),
+    "split_mnist_derpp_5120": settings(derpp(0.2, 0.5), 0.1, 5120, 6.4),
+}
+"""Left out of the quick form."""
+AUTO = settings("er", 0.1, 500, 1.0)
+"""What is one and the same for all streams of the part `auto`, but for the ratio."""
+RATIOS: dict[str, object] = {"none": 0.0, "fixed": 1.0, "auto": "auto"}
+
+
+@dataclass(frozen=True)
+class Drifting:
+    """A stream with natural drift: its columns, labels of two classes, and the model for it."""
+
+    columns: dict[str, Array]
+    label: Array
+    model: dict[str, Any]
+
+    @property
+    def last_label(self) -> float:
+        """The accuracy of saying the last label again."""
+        return float((self.label[1:] == self.label[:-1]).mean())
+
+
+def elec2(folder: Path | None) -> Drifting:
+    """Electricity prices of New South Wales, up or down."""
+    arrays = data.load("elec", folder)
+    return Drifting({"x": arrays["x"]}, arrays["y"], {"factory": "mlp", "args": {"widths": [6, 64, 64, 2]}})
+
+
+def flights(folder: Path | None) -> Drifting:
+    """Departures from New York: does one arrive more than a quarter of an hour late?"""
+    arrays = data.load("nycflights", folder)
+    counts = (arrays["cat"].max(axis=0) + 1).tolist()
+    args = {"middle": MIDDLE, "scale": SCALE, "categories": counts}
+    label = (arrays["delay"] > 15).astype(np.int64)
+    return Drifting({"num": arrays["num"], "cat": arrays["cat"]}, label, {"factory": "tabular", "args": args})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all runs of one start share."""
+
+    table: Table
+    bootstrap: str
+    folder: Path
+    seeds: range
+    pool: ThreadPoolExecutor
+    data: Path | None
+    quick: bool
+
+    def outcomes(
+        self, name: str, streams: Sequence[Stream], model: Mapping[str, Any], sections: Sections
+    ) -> list[Outcome]:
+        """Learn one stream a seed, several at once; raises BrokenRunError."""
+        jobs = [
+            self.pool.submit(
+                run_through, stream, self.folder / f"{name}-{seed}", pipeline(stream, model, seed, sections)
+            )
+            for seed, stream in zip(self.seeds, streams, strict=True)
+        ]
+        return [job.result() for job in jobs]
+
+    def say(self, key: str, values: Sequence[float], note: str = "") -> None:
+        """Print the mean over the seeds and keep each seed's value."""
+        for seed, value in zip(self.seeds, values, strict=True):
+            self.table.fact(f"{key}_seed_{seed}", value)
+        spread = f"+- {statistics.stdev(values):.2g} " if len(values) > 1 else ""
+        self.table.say(key, statistics.mean(values), f"{spread}{note}".strip())
+
+
+def in_task_order(label: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """Return all images, those of a task after those of the one before, in the order of the seed within it."""
+    generator = np.random.default_rng(seed)
+    return np.concatenate([generator.permutation(np.flatnonzero(np.isin(label, task))) for task in TASKS])
+
+
+def mean_of_tasks(model: torch.nn.Module, x: Array, label: NDArray[np.int64]) -> float:
+    """Return the mean of the five tasks' accuracies in per cent; any of the ten classes may be the answer."""
+    with torch.no_grad():
+        right = model(torch.from_numpy(x)).argmax(dim=1).numpy() == label
+    return 100 * float(np.mean([right[np.isin(label, task)].mean() for task in TASKS]))
+
+
+class SplitMnist:
+    """The images, and one topic a seed."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        arrays = data.load("mnist", setup.data)
+        self._x_test, self._y_test = arrays["x_test"], arrays["y_test"]
+        x, y = arrays["x_train"], arrays["y_train"]
+        self._streams = []
+        for seed in setup.seeds:
+            order = in_task_order(y, seed)
+            topic = f"split-mnist-{seed}"
+            self._streams.append(produce(setup.bootstrap, topic, {"x": x[order]}, y[order], 10))
+
+    def accuracies(self, name: str, sections: Sections, model: Mapping[str, Any]) -> tuple[list[float], float]:
+        """Return each seed's accuracy, and the steps a second of a learner."""
+        outcomes = self._setup.outcomes(name, self._streams, model, sections)
+        found = [mean_of_tasks(outcome.model, self._x_test, self._y_test) for outcome in outcomes]
+        return found, statistics.median(outcome.report.steps / outcome.seconds for outcome in outcomes)
+
+
+def split_mnist(setup: Setup) -> None:
+    """Measure each strategy."""
+    setup.table.title("split_mnist: class-incremental, one pass, mean accuracy of five tasks in per cent")
+    mnist = SplitMnist(setup)
+    for key, sections in (SPLIT_MNIST if setup.quick else SPLIT_MNIST | LARGE_BUFFER).items():
+        try:
+            found, rate = mnist.accuracies(key, sections, MODELS.get(key, MLP))
+        except BrokenRunError as exc:
+            setup.table.word(f"{key}: left out: {exc}")
+            continue
+        published = f"published {PUBLISHED[key]:.2f}, " if key in PUBLISHED else ""
+        setup.say(key, found, f"{published}{rate:.0f} steps/s")
+
+
+def auto(setup: Setup) -> None:
+    """Measure one config with `replay_ratio = "auto"` on all streams."""
+    setup.table.title('auto: one config, the ratio "auto"')
+    drifting: dict[str, Callable[[Path | None], Drifting]] = {"elec2": elec2, "flights": flights}
+    for name, load in drifting.items():
+        _natural(setup, name, load(setup.data))
+    mnist = SplitMnist(setup)
+    try:
+        accuracies = {name: mnist.accuracies(f"mnist-{name}", _with_ratio(name), MLP)[0] for name in ("fixed", "auto")}
+    except BrokenRunError as exc:
+        setup.table.word(f"split_mnist_auto_over_er: left out: {exc}")
+        return
+    for name, found in accuracies.items():
+        setup.say(f"split_mnist_{name}", found)
+    setup.table.say(
+        "split_mnist_auto_over_er", statistics.mean(accuracies["auto"]) / statistics.mean(accuracies["fixed"])
+    )
+
+
+def _natural(setup: Setup, name: str, drifting: Drifting) -> None:
+    stream = produce(setup.bootstrap, name, drifting.columns, drifting.label, 2)
+    setup.table.say(f"{name}_last_label", drifting.last_label, "saying the last label again")
+    found: dict[str, list[float]] = {}
+    for ratio in RATIOS:
+        streams = [stream] * len(setup.seeds)
+        try:
+            outcomes = setup.outcomes(f"{name}-{ratio}", streams, drifting.model, _with_ratio(ratio))
+            found[ratio] = [prequential(outcome) for outcome in outcomes]
+        except BrokenRunError as exc:
+            setup.table.word(f"{name}_{ratio}: left out: {exc}")
+            continue
+        setup.say(f"{name}_{ratio}", found[ratio])
+    for ratio in set(found) - {"none"}:
+        gains = [with_ - without for with_, without in zip(found[ratio], found["none"], strict=True)]
+        setup.say(f"{name}_{ratio}_gain", gains)
+
+
+def _with_ratio(name: str) -> Sections:
+    return {**AUTO, "learner": {**AUTO["learner"], "replay_ratio": RATIOS[name]}, "gate": {"guard_fraction": 0.01}}
+
+
+def prequential(outcome: Outcome) -> float:
+    """Return the accuracy over the whole stream, of predictions made before training on them."""
+    if "overall" not in outcome.report.accuracy:
+        raise BrokenRunError("the learner's report has no accuracy over the whole stream")
+    return outcome.report.accuracy["overall"]
+
+
+PARTS: dict[str, Callable[[Setup], None]] = {"split_mnist": split_mnist, "auto": auto}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options(parser)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds, from 0 on")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="learners at once")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="has mnist.npz and so on, instead of what pip fetches")
+    parser.add_argument("--bootstrap", metavar="HOST:PORT", help="a broker, instead of an embedded one")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table(TARGETS)
+    table.fact("quick", chosen.quick)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        broker(chosen.bootstrap) as bootstrap,
+        ThreadPoolExecutor(chosen.jobs) as pool,
+    ):
+        setup = Setup(*(table, bootstrap, Path(folder).resolve(), range(chosen.seeds), pool, chosen.data, chosen.quick))
+        for part in chosen.only:
+            PARTS[part](setup)
+            table.write(chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The loop that one writes without this project: batches out of memory, forward, backward, update."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from harness import models
+from learner.config import OptimizerSettings
+from learner.optimizer import build_optimizer
+
+_POOL_ROWS = 20_000
+"""More than caches hold, as the rows of a stream and of a store are."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the loop trains.
+
+    Attributes:
+        model: factory and arguments, as in a pipeline file.
+        optimizer: likewise.
+        batch_size: new events a step; as many old ones come with them.
+        cores: that the loop may use; None: any.
+    """
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    batch_size: int
+    cores: set[int] | None
+
+
+class BareLoop:
+    """The loop in a process of its own, which waits between turns; it ends with the context."""
+
+    def __init__(self, loop: Loop) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(loop, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> "BareLoop":
+        self._ours.recv()  # it is ready
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ours.close()
+        self._process.join()
+
+    def turn(self, seconds: float) -> float:
+        """Train for so long, and return the steps a second."""
+        self._ours.send(seconds)
+        rate: float = self._ours.recv()
+        return rate
+
+
+def _serve(loop: Loop, connection: Connection) -> None:
+    if loop.cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, loop.cores)
+    torch.set_num_threads(1)
+    step = _steps(loop)
+    step()
+    connection.send("ready")
+    while True:
+        try:
+            seconds = connection.recv()
+        except EOFError:
+            return
+        begin, steps = perf_counter(), 0
+        while perf_counter() - begin < seconds:
+            step()
+            steps += 1
+        connection.send(steps / (perf_counter() - begin))
+
+
+def _steps(loop: Loop) -> Callable[[], None]:
+    """Return what takes one step: as many old events as new ones, on rows that are in memory."""
+    torch.manual_seed(0)
+    model: nn.Module = getattr(models, loop.model["factory"])(**loop.model["args"]).train()
+    optimizer = build_optimizer(OptimizerSettings.model_validate(loop.optimizer), model.parameters())
+    x, y = torch.rand(_POOL_ROWS, 784), torch.randint(0, 10, (_POOL_ROWS,))
+    generator, place = np.random.default_rng(0), 0
+
+    def step() -> None:
+        nonlocal place
+        begin = place
+        place = (place + loop.batch_size) % (_POOL_ROWS - loop.batch_size)
+        new = slice(begin, begin + loop.batch_size)
+        old: Tensor = torch.from_numpy(generator.integers(0, _POOL_ROWS, loop.batch_size))
+        features, label = torch.cat([x[new], x[old]]), torch.cat([y[new], y[old]])
+        optimizer.zero_grad(set_to_none=True)
+        functional.cross_entropy(model(features), label).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step

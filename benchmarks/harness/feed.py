@@ -1,0 +1,73 @@
+"""A stream that goes on: a producer in a process of its own, a little ahead of the learner that reads it."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from harness.pipeline import Stream
+from ingest.config import StreamSettings
+from ingest.producer import EventProducer
+from learner.report import read_report
+
+_AHEAD_ROWS = 8_000
+_LOOK_SECONDS = 0.02
+
+
+class Feed:
+    """Sends messages again and again, `rows` events each, and at most some 8,000 events more than were learned."""
+
+    def __init__(self, stream: Stream, messages: Sequence[bytes], rows: float, cores: set[int] | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_send, args=(stream, messages, rows, cores, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def watch(self, state_dir: Path) -> None:
+        """Begin to send, no further ahead than the learner of that directory allows."""
+        self._ours.send(state_dir)
+
+    def pause(self) -> None:
+        """Stop where it is."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Go on after a pause."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
+def _send(stream: Stream, messages: Sequence[bytes], rows: float, cores: set[int] | None, connection: object) -> None:
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    state_dir: Path = connection.recv()  # type: ignore[attr-defined]
+    producer = EventProducer(StreamSettings(bootstrap_servers=stream.bootstrap, topics=(stream.topic,)), stream.topic)
+    producer.open()
+    sent = 0.0
+    for message in itertools.cycle(messages):
+        while sent > _learned(state_dir) + _AHEAD_ROWS:
+            time.sleep(_LOOK_SECONDS)
+        producer.send(message)
+        sent += rows
+
+
+def _learned(state_dir: Path) -> int:
+    report = read_report(state_dir)
+    return sum(report.outcomes.values()) if report is not None else 0

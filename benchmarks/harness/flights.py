@@ -1,0 +1,71 @@
+"""The departures from New York in 2013 as numbers: what is known of each before it leaves, and whether it came late."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+import numpy as np
+
+from ingest.block import Array
+
+_WEATHER = ("temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")
+_MISSING = -1.0
+
+MIDDLE = [0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.3, 55.0, 40.0, 60.0, 10.0, 0.0, 1017.0, 9.0]
+SCALE = [1.0, 1.0, 1.0, 1.0, 0.3, 0.7, 0.2, 18.0, 19.0, 20.0, 6.0, 0.02, 7.5, 2.0]
+"""What brings the numbers to about the same size: from what they are, not from the stream."""
+
+Row = Mapping[str, str]
+
+
+def flights_arrays(flights: str, weather: str) -> dict[str, Array]:
+    """Return flights that arrived, in scheduled order.
+
+    Args:
+        flights: the CSV of all flights.
+        weather: the CSV of each hour's weather at each airport.
+
+    Returns:
+        `num` float32 `[N, 14]`: hour and weekday on the circle, month, distance, scheduled duration, and the weather at
+        the airport in the scheduled hour, -1 where it is missing; `cat` int64 `[N, 3]`: carrier, origin, destination;
+        `delay` float32 `[N]` in minutes; the names of the categories.
+    """
+    skies = {_place(row): [_number(row[name]) for name in _WEATHER] for row in csv.DictReader(io.StringIO(weather))}
+    rows = [row for row in csv.DictReader(io.StringIO(flights)) if row["arr_delay"] not in ("", "NA")]
+    rows.sort(key=lambda row: (_day(row), _minutes(row["sched_dep_time"])))
+    names = {column: sorted({row[column] for row in rows}) for column in ("carrier", "origin", "dest")}
+    places = {column: {name: place for place, name in enumerate(known)} for column, known in names.items()}
+    return {
+        "num": np.array([_numbers(row, skies) for row in rows], np.float32),
+        "cat": np.array([[places[column][row[column]] for column in names] for row in rows], np.int64),
+        "delay": np.array([float(row["arr_delay"]) for row in rows], np.float32),
+        "carriers": np.array(names["carrier"]),
+        "origins": np.array(names["origin"]),
+        "dests": np.array(names["dest"]),
+    }
+
+
+def _numbers(row: Row, skies: Mapping[tuple[str, ...], Sequence[float]]) -> list[float]:
+    departs, arrives = _minutes(row["sched_dep_time"]), _minutes(row["sched_arr_time"])
+    hour, weekday = departs / 60 / 24, _day(row).weekday() / 7
+    circle = [2 * np.pi * hour, 2 * np.pi * weekday]
+    turned = [float(turn(angle)) for angle in circle for turn in (np.sin, np.cos)]
+    known = [int(row["month"]) / 12, float(row["distance"]) / 1000, (arrives - departs) % 1440 / 600]
+    return turned + known + list(skies.get(_place(row), [_MISSING] * len(_WEATHER)))
+
+
+def _place(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("origin", "year", "month", "day", "hour"))
+
+
+def _day(row: Row) -> datetime:
+    return datetime(int(row["year"]), int(row["month"]), int(row["day"]), tzinfo=UTC)
+
+
+def _minutes(clock: str) -> int:
+    return int(clock) // 100 * 60 + int(clock) % 100
+
+
+def _number(text: str) -> float:
+    return _MISSING if text in ("", "NA") else float(text)

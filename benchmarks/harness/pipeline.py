@@ -1,0 +1,262 @@
+"""The product itself, from Kafka to a published version: rows into a topic, and a learner process that reads them."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from torch import nn
+
+from anabranch.broker import EmbeddedBroker, free_port
+from harness import models
+from ingest.block import Array
+from ingest.config import SchemaSettings, StreamSettings
+from ingest.producer import EventProducer, create_topics
+from ingest.rows import row_dtype
+from ingest.schema import Schema
+from learner.model import build_model
+from learner.report import LearnerReport, read_report
+from learner.version import Versions
+
+_MESSAGE_BYTES = 200_000
+_PATIENCE_SECONDS = 1800.0
+_LOOK_SECONDS = 0.1
+_CODE = "benchmark_models"
+
+
+class BrokenRunError(Exception):
+    """A learner ended by itself, or did not get on: what it said is told."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A topic of one partition that holds `rows` events of the schema, and nothing else."""
+
+    bootstrap: str
+    topic: str
+    schema: Mapping[str, Any]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run through the whole path came to.
+
+    Attributes:
+        report: the learner's own, when all events had their outcome.
+        model: what its last version holds, for evaluation.
+        seconds: from the first step seen to the last; the start of the process is left out.
+    """
+
+    report: LearnerReport
+    model: nn.Module
+    seconds: float
+
+
+@contextlib.contextmanager
+def broker(bootstrap: str | None) -> Iterator[str]:
+    """The address of a broker: the one that is named, else an embedded one that is gone at the end."""
+    if bootstrap is not None:
+        yield bootstrap
+        return
+    with EmbeddedBroker() as embedded:
+        yield embedded.bootstrap
+
+
+def schema_of(columns: Mapping[str, Array], classes: int) -> dict[str, Any]:
+    """Return the section `[schema]` for features by name and a label `y`."""
+    features = {name: {"dtype": str(array.dtype), "shape": list(array.shape[1:])} for name, array in columns.items()}
+    return {"features": features, "label": {"name": "y", "classes": classes}}
+
+
+def produce(bootstrap: str, name: str, columns: Mapping[str, Array], label: Array, classes: int) -> Stream:
+    """Make a topic of one partition and send the events to it in order, as packed rows, many a message."""
+    described = schema_of(columns, classes)
+    rows = packed(described, columns, label)
+    stream = Stream(bootstrap, name, described, len(rows))
+    producer = EventProducer(make_topic(stream), name)
+    producer.open()
+    try:
+        for message in messages(rows):
+            producer.send(message)
+        producer.flush()
+    finally:
+        producer.close()
+    return stream
+
+
+def make_topic(stream: Stream) -> StreamSettings:
+    """Make the topic, and that of its dead letters, and return how it is reached."""
+    settings = StreamSettings(bootstrap_servers=stream.bootstrap, topics=(stream.topic,))
+    create_topics(settings, {stream.topic: 1, f"{stream.topic}.dead": 1})
+    return settings
+
+
+def packed(described: Mapping[str, Any], columns: Mapping[str, Array], label: Array) -> np.ndarray[Any, Any]:
+    """Return events in the format `rows`."""
+    rows = np.zeros(len(label), row_dtype(Schema(SchemaSettings.model_validate(described))))
+    for name, column in columns.items():
+        rows[name] = column
+    rows["y"] = label
+    return rows
+
+
+def messages(rows: np.ndarray[Any, Any]) -> Iterator[bytes]:
+    """Yield rows as messages of some 200 kB."""
+    count = max(1, _MESSAGE_BYTES // rows.dtype.itemsize)
+    for begin in range(0, len(rows), count):
+        yield rows[begin : begin + count].tobytes()
+
+
+class LearnerProcess:
+    """`python -m learner` on a pipeline file written into a folder; killed when the context ends.
+
+    torch has one thread. The learner ends when its stdin does, so that it never outlives the benchmark.
+    """
+
+    def __init__(self, folder: Path, document: Mapping[str, Any], cores: set[int] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(models.__file__, folder / f"{_CODE}.py")
+        path = folder / "pipeline.toml"
+        path.write_text(toml(document))
+        self.state_dir = folder / "var"
+        self._log = folder / "learner.log"
+        with self._log.open("wb") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "learner", "-c", str(path), "--supervised"],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=said,
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        if cores is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self.process.pid, cores)
+
+    def __enter__(self) -> "LearnerProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def report(self) -> LearnerReport | None:
+        """Return its newest report, if there is one; raises BrokenRunError when the process is gone."""
+        if self.process.poll() is not None:
+            raise BrokenRunError(f"a learner ended with {self.process.returncode}; it said: {self.said()}")
+        report = read_report(self.state_dir)
+        return report if report is not None and report.pid == self.process.pid else None
+
+    def wait_for(self, condition: Callable[[LearnerReport], bool]) -> LearnerReport:
+        """Wait until its report says so."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (report := self.report()) is None or not condition(report):
+            if time.monotonic() > deadline:
+                raise BrokenRunError(f"a learner is at {report}; it said: {self.said()}")
+            time.sleep(_LOOK_SECONDS)
+        return report
+
+    def stop(self) -> None:
+        """Have it publish and end; raises BrokenRunError when that does not go well."""
+        self.process.terminate()
+        if self.process.wait(60) != 0:
+            raise BrokenRunError(f"a learner ended with {self.process.returncode}; it said: {self.said()}")
+
+    def pause(self) -> None:
+        """Stop it and its children where they are, by a signal."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Go on after a pause."""
+        self._signal(signal.SIGCONT)
+
+    def spare(self, cores: set[int] | None) -> None:
+        """Move its children, which read the stream, to these cores."""
+        for child in self._children() if cores is not None else ():
+            for thread in child.threads():
+                os.sched_setaffinity(thread.id, cores)
+
+    def _signal(self, number: int) -> None:
+        for process in (psutil.Process(self.process.pid), *self._children()):
+            process.send_signal(number)
+
+    def _children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def said(self) -> str:
+        """Return the end of its log."""
+        return self._log.read_text(errors="replace")[-2000:]
+
+
+def run_through(stream: Stream, folder: Path, document: Mapping[str, Any]) -> Outcome:
+    """Have a learner learn all of a stream, and return what its last version is.
+
+    Raises:
+        BrokenRunError: it did not end well, or not every event was trained on or held out.
+    """
+    with LearnerProcess(folder, document) as learner:
+        first = learner.wait_for(lambda report: report.steps > 0)
+        report = learner.wait_for(lambda report: sum(report.outcomes.values()) >= stream.rows)
+        learner.stop()
+    last = read_report(learner.state_dir)
+    if last is None or last.outcomes["trained"] + last.outcomes["held_out"] != stream.rows:
+        raise BrokenRunError(f"of {stream.rows} events not all were learned: {last and last.outcomes}")
+    return Outcome(last, _published(learner.state_dir, document["model"], folder), report.time - first.time)
+
+
+def pipeline(stream: Stream, model: Mapping[str, Any], seed: int, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a pipeline file that reads the stream: no event is held out, and it publishes and cuts rarely.
+
+    `sections` are laid over these settings.
+    """
+    document: dict[str, Any] = {
+        "name": stream.topic,
+        "seed": seed,
+        "stream": {"bootstrap_servers": stream.bootstrap, "topics": [stream.topic], "format": "rows"},
+        "schema": stream.schema,
+        "model": {**model, "factory": f"{_CODE}:{model['factory']}"},
+        "learner": {"device": "cpu", "precision": "fp32", "max_delay": "10s", "status": f"127.0.0.1:{free_port()}"},
+        "replay": {},
+        "versions": {"publish_every": "1h", "keep": 2},
+        "cuts": {"every": "1h"},
+        "gate": {"guard_fraction": 0.0},
+    }
+    for name, section in sections.items():
+        document[name] = {**document[name], **section}
+    return document
+
+
+def toml(document: Mapping[str, Any]) -> str:
+    """Write a document as TOML: its mappings as inline tables, which may nest."""
+    return "".join(f"{name} = {_value(value)}\n" for name, value in document.items())
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(name)} = {_value(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, float):
+        return repr(value)  # inf and nan are words of TOML
+    return json.dumps(value)
+
+
+def _published(state_dir: Path, model: Mapping[str, Any], folder: Path) -> nn.Module:
+    """Return the model of the last version, in evaluation mode."""
+    versions = Versions(state_dir / "versions")
+    manifest = versions.manifest(max(versions.numbers()))
+    module = build_model(model["factory"], model["args"], folder)
+    module.load_state_dict(versions.weights(manifest))
+    return module.eval()

@@ -1,0 +1,192 @@
+"""Steps a second of the whole learner, against the bare PyTorch loop on batches in memory.
+
+    python benchmarks/learner.py [--quick] [--json FILE] [--only PART ...]
+
+    mlp      an MLP of a million parameters
+    convnet  two convolutions over images of 28 x 28
+    formats  the MLP again with events as JSON, for information; left out of the quick form
+
+The learner reads a live topic of packed rows, replays one old event for each new one, publishes every second and cuts
+every 30 seconds. The bare loop trains the same model with the same optimizer on as many new and old rows a step. Both
+have one thread of torch on one and the same core, in turns: the learner, its ingest process and the producer are
+stopped by a signal while the bare loop has its turn, which waits while they have theirs. The broker, the ingest process
+and the producer are on the other cores. What the learner does in threads of its own counts against it, and so do its
+clocks, which go on while it is stopped: a version falls due at each turn's begin, and cuts come more often.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: this file would hide the package learner
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from harness.bare import BareLoop, Loop
+from harness.feed import Feed
+from harness.pipeline import LearnerProcess, Stream, broker, make_topic, messages, packed, pipeline, schema_of
+from harness.table import Table, Target, options
+from harness.turns import Spread, in_turns, ratio
+
+TARGETS = {"mlp_over_bare": Target(0.95, least=True), "convnet_over_bare": Target(0.95, least=True)}
+OPTIMIZER = {"name": "adamw", "lr": 1e-3}
+MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
+CONVNET = {"factory": "convnet", "args": {"channels": 16}}
+BATCH = 96
+"""New events a step, so that a step takes 10 ms and more."""
+_POOL_ROWS = 20_000
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long is measured: a turn's seconds, after so many of warming up, and rounds."""
+
+    turn: float
+    warm_up: float
+    rounds: int
+
+
+QUICK, FULL = Sizes(2.5, 1.0, 3), Sizes(8.0, 2.0, 8)
+
+
+def _cores() -> tuple[set[int] | None, set[int] | None]:
+    """Return the core for the two loops, and the others; None where cores cannot be chosen."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None, None
+    first, *others = sorted(os.sched_getaffinity(0))
+    return {first}, set(others) or {first}
+
+
+CORE, OTHERS = _cores()
+
+
+class Live:
+    """A learner on a stream that goes on, which is stopped between turns."""
+
+    def __init__(self, learner: LearnerProcess, feed: Feed, sizes: Sizes) -> None:
+        self._learner, self._feed, self._sizes = learner, feed, sizes
+
+    def turn(self) -> float:
+        """Let it learn, and return the steps a second by its own reports; what follows a stop at once is left out."""
+        self._learner.go_on()
+        self._feed.go_on()
+        warm = time.time() + self._sizes.warm_up
+        first = self._learner.wait_for(lambda report: report.time > warm)
+        end = first.time + self._sizes.turn
+        last = self._learner.wait_for(lambda report: report.time > end)
+        self._feed.pause()
+        self._learner.pause()
+        return (last.steps - first.steps) / (last.time - first.time)
+
+
+def document(stream: Stream, model: dict[str, Any], form: str) -> dict[str, Any]:
+    """Return the pipeline file: everything is on that is by default, and cuts are those of the defaults."""
+    sections = {
+        "stream": {"format": form},
+        "learner": {"batch_size": BATCH, "optimizer": OPTIMIZER, "max_grad_norm": float("inf")},
+        "replay": {"capacity": 20_000},
+        "versions": {"publish_every": "1s", "keep": 20},
+        "cuts": {"every": "30s"},
+        "gate": {"guard_fraction": 0.01},
+    }
+    return pipeline(stream, model, 0, sections)
+
+
+@contextlib.contextmanager
+def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder: Path) -> Iterator[Live]:
+    """A learner that has filled its store, and is stopped."""
+    generator = np.random.default_rng(0)
+    columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
+    label = generator.integers(0, 10, _POOL_ROWS)
+    described = schema_of(columns, 10)
+    stream = Stream(bootstrap, f"live-{folder.name}", described, 0)
+    make_topic(stream)
+    rows = packed(described, columns, label)
+    payload = list(messages(rows)) if form == "rows" else _json(columns["x"], label)
+    with (
+        Feed(stream, payload, _POOL_ROWS / len(payload), OTHERS) as feed,
+        LearnerProcess(folder, document(stream, model, form), CORE) as learner,
+    ):
+        feed.watch(learner.state_dir)
+        learner.wait_for(lambda report: sum(report.outcomes.values()) > _POOL_ROWS)
+        learner.spare(OTHERS)
+        feed.pause()
+        learner.pause()
+        yield Live(learner, feed, sizes)
+
+
+def _json(x: np.ndarray[Any, Any], label: np.ndarray[Any, Any]) -> list[bytes]:
+    """Return some events as JSON, one a message, in digits as a program would write them."""
+    few = zip(x[:2000].round(4).tolist(), label.tolist(), strict=False)
+    return [json.dumps({"x": [round(value, 4) for value in row], "y": each}).encode() for row, each in few]
+
+
+def over_bare(table: Table, key: str, model: dict[str, Any], form: str, sizes: Sizes, bootstrap: str) -> None:
+    """Measure the learner and the bare loop in turns."""
+    loop = Loop(model, OPTIMIZER, BATCH, CORE)
+    with (
+        tempfile.TemporaryDirectory(dir=".", prefix=f"{key}-") as folder,
+        BareLoop(loop) as bare,
+        live(bootstrap, model, form, sizes, Path(folder).resolve()) as learner,
+    ):
+        arms: dict[str, Callable[[], float]] = {"learner": learner.turn, "bare": lambda: bare.turn(sizes.turn)}
+        rates = in_turns(arms, sizes.rounds)
+    milliseconds = 1000 / statistics.median(rates["bare"])
+    table.say(f"{key}_over_bare", ratio(rates["learner"], rates["bare"]), f"a bare step takes {milliseconds:.1f} ms")
+    for arm, found in rates.items():
+        table.say(f"{key}_steps_per_second_{arm}", Spread.of(found))
+
+
+def mlp(table: Table, sizes: Sizes, bootstrap: str) -> None:
+    """Measure the MLP."""
+    table.title(f"mlp: a million parameters, {BATCH} new and {BATCH} old events a step, rows")
+    over_bare(table, "mlp", MLP, "rows", sizes, bootstrap)
+
+
+def convnet(table: Table, sizes: Sizes, bootstrap: str) -> None:
+    """Measure the convnet."""
+    table.title(f"convnet: 16 and 32 channels, {BATCH} new and {BATCH} old events a step, rows")
+    over_bare(table, "convnet", CONVNET, "rows", sizes, bootstrap)
+
+
+def formats(table: Table, sizes: Sizes, bootstrap: str) -> None:
+    """Measure the MLP on JSON."""
+    table.title("formats: the MLP on events of 784 numbers as JSON")
+    over_bare(table, "mlp_json", MLP, "json", sizes, bootstrap)
+
+
+PARTS: dict[str, Callable[[Table, Sizes, str], None]] = {"mlp": mlp, "convnet": convnet, "formats": formats}
+"""One rank each; what several ranks make of uneven partitions is a part of its own."""
+_QUICK_PARTS = ["mlp", "convnet"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options(parser)
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART")
+    parser.add_argument("--bootstrap", metavar="HOST:PORT", help="a broker, instead of an embedded one")
+    chosen = parser.parse_args()
+    table = Table(TARGETS)
+    table.fact("quick", chosen.quick)
+    if CORE is None:
+        table.word("cores cannot be chosen here: figures are of a machine that does several things at once")
+    else:
+        os.sched_setaffinity(0, OTHERS or CORE)
+    with broker(chosen.bootstrap) as bootstrap:
+        for part in chosen.only or (_QUICK_PARTS if chosen.quick else PARTS):
+            table.fact(f"load_before_{part}", os.getloadavg()[0])
+            PARTS[part](table, QUICK if chosen.quick else FULL, bootstrap)
+    table.write(chosen.json)
+
+
+if __name__ == "__main__":
+    main()
