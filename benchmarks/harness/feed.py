@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 
@@ -54,10 +55,12 @@ class Feed:
         os.kill(self._process.pid, number)
 
 
-def _send(stream: Stream, messages: Sequence[bytes], rows: float, cores: set[int] | None, connection: object) -> None:
+def _send(
+    stream: Stream, messages: Sequence[bytes], rows: float, cores: set[int] | None, connection: Connection
+) -> None:
     if cores is not None:
         os.sched_setaffinity(0, cores)
-    state_dir: Path = connection.recv()  # type: ignore[attr-defined]
+    state_dir: Path = connection.recv()
     producer = EventProducer(StreamSettings(bootstrap_servers=stream.bootstrap, topics=(stream.topic,)), stream.topic)
     producer.open()
     sent = 0.0

@@ -65,11 +65,12 @@ class Tabular(nn.Module):
         self.embeddings = nn.ModuleList(nn.Embedding(count, dim) for count, dim in zip(categories, dims, strict=True))
         self.body = mlp([len(middle) + sum(dims), hidden, hidden, 2])
 
-    def forward(self, num: Tensor, cat: Tensor) -> Tensor:
-        """Return logits `[B, 2]` for numbers `[B, F]` and categories, int64 `[B, C]`."""
-        num_BF = ((num - self.middle) / self.scale).clamp(-3, 3)  # what is missing is far off
-        embedded = [embed(cat[:, column]) for column, embed in enumerate(self.embeddings)]
-        logits: Tensor = self.body(torch.cat([num_BF, *embedded], dim=1))
+    def forward(self, num: Tensor, cat: Tensor | None = None) -> Tensor:
+        """Return logits `[B, 2]` for numbers `[B, F]` and, where there are any, categories, int64 `[B, C]`."""
+        parts = [((num - self.middle) / self.scale).clamp(-5, 5)]  # what is missing is far off
+        if cat is not None:
+            parts += [embed(cat[:, column]) for column, embed in enumerate(self.embeddings)]
+        logits: Tensor = self.body(torch.cat(parts, dim=1))
         return logits
 
 

@@ -64,9 +64,9 @@ class Table:
             path.write_text(json.dumps(machine | self._found, indent=2) + "\n")
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add what every benchmark takes."""
-    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds, less than a minute")
+def options(parser: argparse.ArgumentParser, quick: str = "smaller sizes and fewer rounds, less than a minute") -> None:
+    """Add what every benchmark takes; `quick` says what its quick form leaves out."""
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, one flat object")
 
 
