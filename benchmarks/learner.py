@@ -173,7 +173,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options(parser)
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART")
-    parser.add_argument("--bootstrap", metavar="HOST:PORT", help="a broker, instead of an embedded one")
+    parser.add_argument(
+        "--bootstrap", metavar="HOST:PORT", help="a broker, where topics are left, instead of an embedded one"
+    )
     chosen = parser.parse_args()
     table = Table(TARGETS)
     table.fact("quick", chosen.quick)

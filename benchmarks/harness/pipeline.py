@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,11 +81,14 @@ def schema_of(columns: Mapping[str, Array], classes: int) -> dict[str, Any]:
 
 
 def produce(bootstrap: str, name: str, columns: Mapping[str, Array], label: Array, classes: int) -> Stream:
-    """Make a topic of one partition and send the events to it in order, as packed rows, many a message."""
+    """Make a topic of one partition and send the events to it in order, as packed rows, many a message.
+
+    Its name begins with `name` and is no other's, also where the broker is one's own and has topics of earlier runs.
+    """
     described = schema_of(columns, classes)
     rows = packed(described, columns, label)
-    stream = Stream(bootstrap, name, described, len(rows))
-    producer = EventProducer(make_topic(stream), name)
+    stream = Stream(bootstrap, f"{name}-{uuid.uuid4().hex[:8]}", described, len(rows))
+    producer = EventProducer(make_topic(stream), stream.topic)
     producer.open()
     try:
         for message in messages(rows):
