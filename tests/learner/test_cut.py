@@ -21,12 +21,13 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from ingest.block import Block, Coverage, TopicPartition
-from ingest.config import SchemaSettings
+from ingest.config import SchemaSettings, StreamSettings
+from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
 from ingest.source import Partition, Source
-from learner.config import CutsSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
 from learner.cut import MANIFEST, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
@@ -39,6 +40,7 @@ from learner.metrics import LearnerMetrics
 from learner.precision import choose_precision
 from learner.publisher import Publisher
 from learner.replay_cut import unpack
+from learner.session import Deployment, learn
 from learner.strategies import STRATEGIES
 from learner.strategies.der import DarkReplayPlus
 from learner.strategy import Examples, Strategy, kept
@@ -453,6 +455,36 @@ def test_a_resumed_run_of_any_strategy_is_the_uninterrupted_one_bit_for_bit(
             assert torch.equal(resumed.trainer.tensors()[part][key], value), (part, key)
     assert resumed.trainer.state() == whole.trainer.state()
     assert resumed.loop.prequential.state() == whole.loop.prequential.state()
+
+
+def test_a_cut_of_a_strategy_with_other_columns_is_refused_before_the_first_step(
+    make_bench: Callable[..., Bench], schema: Schema, tmp_path: Path
+) -> None:
+    bench = make_bench(4)
+    bench.run()
+    bench.finish()
+    bench.close()
+    (tmp_path / "refused_model.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(3, 3)\n")
+    deployment = Deployment(
+        name="test",
+        stream=StreamSettings.model_validate({"topics": ["events"]}),
+        events=schema.settings,
+        model=ModelSettings(factory="refused_model:build"),
+        learner=LearnerSettings.model_validate({"strategy": "der"}),
+        replay=ReplaySettings.model_validate({"capacity": 300}),
+        versions=VersionsSettings(),
+        cuts=CutsSettings(),
+        gate=GateSettings(),
+        seed=0,
+        folder=tmp_path,
+        state_dir=tmp_path,
+        read_token="",
+    )
+    sentence = (
+        r'"der" wants an output of shape \[3\] kept with each stored event, and cut 1 has no output of the model; put'
+    )
+    with pytest.raises(SettingsError, match=sentence):
+        learn(deployment, threading.Event())
 
 
 def test_a_strategy_begins_anew_at_the_cut_of_another(

@@ -38,12 +38,18 @@ PLAIN = {"optimizer": {"name": "sgd", "lr": 0.1}, "max_grad_norm": math.inf}
 
 
 def make_trainer(
-    schema: Schema, model: nn.Module, strategy: Strategy, task: Task | None = None, **settings: object
+    schema: Schema,
+    model: nn.Module,
+    strategy: Strategy,
+    task: Task | None = None,
+    device: torch.device = CPU,
+    **settings: object,
 ) -> Trainer:
     options = LearnerSettings.model_validate({**PLAIN, **settings})
     embedding = Embedding(model, "2") if strategy.embeds else None
-    precision = choose_precision(options.precision, CPU)
-    return Trainer(model, task or Classification(), strategy, schema, options, CPU, precision, embedding)
+    precision = choose_precision(options.precision, device)
+    arguments = (model.to(device), task or Classification(), strategy, schema, options, device, precision)
+    return Trainer(*arguments, embedding)
 
 
 def small(seed: int = 0) -> nn.Sequential:
@@ -92,6 +98,7 @@ class Stream:
             label_B = torch.arange(rows) % 3
             x = torch.eye(3)[label_B] + 0.1 * torch.randn(rows, 3, generator=generator)
             new = Examples({"x": x}, label_B, torch.ones(rows))
+            new = on(self.trainer.device, new)
             result = self.trainer.step(new, self._drawn(rows, generator))
             assert result.finite
             self.learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
@@ -102,6 +109,12 @@ class Stream:
         draws = self.trainer.strategy.draws(rows) if self.learned else ()
         places = [torch.randint(len(self.learned), (n,), generator=generator).tolist() for n in draws]
         return [_stacked([self.learned[place][place % rows : place % rows + 1] for place in each]) for each in places]
+
+
+def on(device: torch.device, examples: Examples) -> Examples:
+    said = None if examples.output_B is None else examples.output_B.to(device)
+    features = {name: value.to(device) for name, value in examples.features.items()}
+    return Examples(features, examples.label_B.to(device), examples.weight_B.to(device), said)
 
 
 def _stacked(parts: list[Examples]) -> Examples:
@@ -125,6 +138,24 @@ class TestEveryStrategy:
         optimizer = {"name": "adamw", "lr": 1e-2}
         trainer = make_trainer(schema, small(), STRATEGIES[name](), optimizer=optimizer, precision=precision)
         assert Stream(trainer).score(150) == 1
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+    def test_it_learns_on_a_gpu_and_goes_on_from_a_cut(self, schema: Schema, name: str, precision: str) -> None:
+        options = {
+            "optimizer": {"name": "adamw", "lr": 1e-2},
+            "precision": precision,
+            "device": torch.device("cuda", 0),
+        }
+        trainer, other = (make_trainer(schema, small(), STRATEGIES[name](), **options) for _ in range(2))
+        assert Stream(trainer).score(150) == 1
+        host = {part: {key: value.cpu() for key, value in each.items()} for part, each in trainer.tensors().items()}
+        other.restore(host, trainer.state())
+        new = on(trainer.device, events(12, 1))
+        old = [on(trainer.device, events(n, 2 + place)) for place, n in enumerate(trainer.strategy.draws(12))]
+        assert trainer.step(new, old).loss == pytest.approx(other.step(new, old).loss, rel=1e-4)
+        for key, value in trainer.snapshot().items():
+            assert torch.allclose(value, other.snapshot()[key], atol=1e-4), key
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_it_takes_a_lone_event_with_old_ones_and_without(self, schema: Schema, name: str, precision: str) -> None:
