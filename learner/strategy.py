@@ -203,7 +203,10 @@ class Strategy:
         """Hear of a step that is done: its new events on this rank, and the model's output for them before it."""
 
     def drifted(self) -> None:
-        """Hear that the stream is not what it was; called between steps, by every rank."""
+        """Look back now, where that is otherwise done every so many steps: for who knows that the stream has changed.
+
+        Called between steps, by every rank.
+        """
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a cut has to keep, as tensors that later steps do not change."""

@@ -114,7 +114,8 @@ class Trainer:
         )
 
     def rehearsal(self, draw: Draw, draws: Sequence[int]) -> list[Examples]:
-        """Make examples of a draw, dealt among the `draws` that the strategy asks for: fewer each when fewer came.
+        """Make examples of a draw, dealt among the `draws` that the strategy asks for: fewer each when fewer came, and
+        none when there is not one for each.
 
         Their weight is 0 where there is no label. The draw's importance makes up for how events were kept and drawn:
         where `[schema.weight]` is declared, heavy events are kept more often than light ones, and the rehearsed loss
@@ -129,7 +130,8 @@ class Trainer:
         if len(draws) == 1:
             return [everything]
         ends = [sum(draws[: place + 1]) * n // wanted for place in range(len(draws))]
-        return [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        parts = [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        return parts if all(map(len, parts)) else []
 
     def probe(self, old: Examples) -> tuple[int, float]:
         """Score old events in evaluation mode; nothing is learned from them.

@@ -130,6 +130,15 @@ def test_rehearsed_events_without_a_label_add_nothing_to_the_loss(schema: Schema
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
+@pytest.mark.parametrize(("came", "dealt"), [(8, [4, 4]), (5, [2, 3]), (2, [1, 1]), (1, [])])
+def test_the_events_of_a_draw_are_dealt_among_those_that_the_strategy_asks_for(
+    schema: Schema, make_model: MakeModel, came: int, dealt: list[int]
+) -> None:
+    trainer = make_trainer(schema, make_model(), "der++")
+    drawn = as_draw(fake_columns(schema, range(came)))
+    assert [len(each) for each in trainer.rehearsal(drawn, trainer.strategy.draws(4))] == dealt
+
+
 @pytest.mark.parametrize("poison", [math.inf, 1e38])
 def test_a_step_that_is_not_finite_leaves_weights_and_statistics_as_they_were(
     schema: Schema, make_model: MakeModel, poison: float
