@@ -44,6 +44,7 @@ CONVNET = {"factory": "convnet", "args": {"channels": 16}}
 BATCH = 96
 """New events a step, so that a step takes 10 ms and more."""
 _POOL_ROWS = 20_000
+_STORED = 10_000
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Sizes:
     rounds: int
 
 
-QUICK, FULL = Sizes(2.5, 1.0, 3), Sizes(8.0, 2.0, 8)
+QUICK, FULL = Sizes(1.5, 0.5, 3), Sizes(8.0, 2.0, 8)
 
 
 def _cores() -> tuple[set[int] | None, set[int] | None]:
@@ -74,15 +75,18 @@ class Live:
 
     def __init__(self, learner: LearnerProcess, feed: Feed, sizes: Sizes) -> None:
         self._learner, self._feed, self._sizes = learner, feed, sizes
+        self.busy: list[float] = []
+        """The processor's seconds a step of each turn."""
 
     def turn(self) -> float:
         """Let it learn, and return the steps a second by its own reports; what follows a stop at once is left out."""
         self._learner.go_on()
         self._feed.go_on()
         warm = time.time() + self._sizes.warm_up
-        first = self._learner.wait_for(lambda report: report.time > warm)
+        first, busy = self._learner.wait_for(lambda report: report.time > warm), self._learner.busy_seconds()
         end = first.time + self._sizes.turn
         last = self._learner.wait_for(lambda report: report.time > end)
+        self.busy.append((self._learner.busy_seconds() - busy) / max(1, last.steps - first.steps))
         self._feed.pause()
         self._learner.pause()
         return (last.steps - first.steps) / (last.time - first.time)
@@ -93,7 +97,7 @@ def document(stream: Stream, model: dict[str, Any], form: str) -> dict[str, Any]
     sections = {
         "stream": {"format": form},
         "learner": {"batch_size": BATCH, "optimizer": OPTIMIZER, "max_grad_norm": float("inf")},
-        "replay": {"capacity": 20_000},
+        "replay": {"capacity": _STORED},
         "versions": {"publish_every": "1s", "keep": 20},
         "cuts": {"every": "30s"},
         "gate": {"guard_fraction": 0.01},
@@ -117,7 +121,7 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
         LearnerProcess(folder, document(stream, model, form), CORE) as learner,
     ):
         feed.watch(learner.state_dir)
-        learner.wait_for(lambda report: sum(report.outcomes.values()) > _POOL_ROWS)
+        learner.wait_for(lambda report: sum(report.outcomes.values()) > _STORED)
         learner.spare(OTHERS)
         feed.pause()
         learner.pause()
@@ -139,9 +143,12 @@ def over_bare(table: Table, key: str, model: dict[str, Any], form: str, sizes: S
         live(bootstrap, model, form, sizes, Path(folder).resolve()) as learner,
     ):
         arms: dict[str, Callable[[], float]] = {"learner": learner.turn, "bare": lambda: bare.turn(sizes.turn)}
-        rates = in_turns(arms, sizes.rounds)
+        rates = in_turns(arms, sizes.rounds, warm_up=0)
     milliseconds = 1000 / statistics.median(rates["bare"])
     table.say(f"{key}_over_bare", ratio(rates["learner"], rates["bare"]), f"a bare step takes {milliseconds:.1f} ms")
+    table.say(
+        f"{key}_busy_over_bare", ratio(bare.busy, learner.busy), "by the processor's time of both, waits left out"
+    )
     for arm, found in rates.items():
         table.say(f"{key}_steps_per_second_{arm}", Spread.of(found))
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from time import perf_counter
+from time import perf_counter, process_time
 from types import TracebackType
 from typing import Any
 
@@ -48,6 +48,8 @@ class BareLoop:
         self._process = context.Process(target=_serve, args=(loop, theirs), daemon=True)
         self._process.start()
         theirs.close()
+        self.busy: list[float] = []
+        """The processor's seconds a step of each turn."""
 
     def __enter__(self) -> "BareLoop":
         self._ours.recv()  # it is ready
@@ -62,7 +64,9 @@ class BareLoop:
     def turn(self, seconds: float) -> float:
         """Train for so long, and return the steps a second."""
         self._ours.send(seconds)
-        rate: float = self._ours.recv()
+        steps, taken, busy = self._ours.recv()
+        self.busy.append(busy / steps)
+        rate: float = steps / taken
         return rate
 
 
@@ -78,11 +82,11 @@ def _serve(loop: Loop, connection: Connection) -> None:
             seconds = connection.recv()
         except EOFError:
             return
-        begin, steps = perf_counter(), 0
+        begin, busy, steps = perf_counter(), process_time(), 0
         while perf_counter() - begin < seconds:
             step()
             steps += 1
-        connection.send(steps / (perf_counter() - begin))
+        connection.send((steps, perf_counter() - begin, process_time() - busy))
 
 
 def _steps(loop: Loop) -> Callable[[], None]:

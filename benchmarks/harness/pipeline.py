@@ -186,6 +186,11 @@ class LearnerProcess:
         """Go on after a pause."""
         self._signal(signal.SIGCONT)
 
+    def busy_seconds(self) -> float:
+        """Return the processor's time that it took so far, without its children."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
     def spare(self, cores: set[int] | None) -> None:
         """Move its children, which read the stream, to these cores."""
         for child in self._children() if cores is not None else ():
