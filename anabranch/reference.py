@@ -114,7 +114,9 @@ The design fixes the names that users build on. These were added to it:
   `learner.micro_batch_size`, `learner.old_weight`, `learner.drift.actions`, `learner.drift.delta`,
   `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
-  `serving.twin`, `replay.half_life`, `replay.device_memory`
+  `serving.twin`, `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
+  `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
+  `learner.profile.steps`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
   `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
@@ -128,7 +130,8 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_guard_rows`, `anabranch_cut_number`, `anabranch_cut_time_seconds`, `anabranch_serving_ill`,
   `anabranch_learner_heartbeat_time_seconds`, `anabranch_learner_loss`, `anabranch_learner_window_rows`,
   `anabranch_learner_class_accuracy_ratio`, `anabranch_learner_group_accuracy_ratio`,
-  `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`
+  `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`,
+  `anabranch_learner_micro_batch_rows`
 - windows `overall`, `near_future`, `old_lowest` and `worst_group` of `anabranch_learner_accuracy_ratio`
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines

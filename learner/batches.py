@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ingest.block import IDENTITY_COLUMNS, Array, Block, Outcome
 from ingest.messages import Position
 
-_PATIENCE = timedelta(milliseconds=100)
+PATIENCE = timedelta(milliseconds=100)
 
 
 class Blocks(Protocol):
@@ -71,7 +71,9 @@ class Batch:
 
 
 @dataclass
-class _Parts:
+class Parts:
+    """A batch in the making."""
+
     new: list[dict[str, Array]] = field(default_factory=list)
     stored_only: list[dict[str, Array]] = field(default_factory=list)
     held_out: list[dict[str, Array]] = field(default_factory=list)
@@ -79,7 +81,39 @@ class _Parts:
     count: int = 0
 
     def batch(self) -> Batch:
+        """Join what was taken."""
         return Batch(_joined(self.new), _joined(self.stored_only), _joined(self.held_out), self.spans)
+
+    def take(self, block: Block, begin: int, most: int, *, exactly: bool = False) -> int:
+        """Copy rows of a block from `begin` on, until there are `most` (at least 1) to train on or the block ends.
+
+        Args:
+            block: that has the rows.
+            begin: the first of them.
+            most: how many to train on.
+            exactly: leave what comes after the last of these, also where it is the last of the block.
+
+        Returns:
+            The first row that was not taken.
+        """
+        rows = block.rows(begin, len(block))
+        pending = rows["outcome"] == Outcome.PENDING
+        trained = pending & rows["labelled"].astype(np.bool_)
+        places = np.flatnonzero(trained)
+        whole = len(places) < most or (len(places) == most and not exactly)
+        end = len(block) if whole else begin + int(places[most - 1]) + 1
+        rows = {name: column[: end - begin] for name, column in rows.items()}
+        pending, trained = pending[: end - begin], trained[: end - begin]
+        for part, mask in (
+            (self.new, trained),
+            (self.stored_only, pending & ~trained),
+            (self.held_out, rows["outcome"] == Outcome.HELD_OUT),
+        ):
+            if mask.any():
+                part.append({name: column[mask] for name, column in rows.items()})
+        self.count += int(trained.sum())
+        self.spans.append(_span(block, begin, end, trained))
+        return end
 
 
 class Batches:
@@ -98,11 +132,11 @@ class Batches:
         A batch that is not full is returned when `max_delay` has passed since its first row. One without new events
         moves positions only.
         """
-        parts = _Parts()
+        parts = Parts()
         deadline: float | None = None
         while parts.count < self._batch_size and not stop.is_set():
             if self._block is None:
-                left = _PATIENCE.total_seconds() if deadline is None else deadline - time.monotonic()
+                left = PATIENCE.total_seconds() if deadline is None else deadline - time.monotonic()
                 self._block = self._source.poll(timedelta(seconds=max(0.0, left)))
                 self._cursor = 0
             if self._block is None:
@@ -115,28 +149,17 @@ class Batches:
                 break
         return parts.batch() if parts.spans else None
 
-    def _take(self, block: Block, parts: _Parts) -> None:
+    def state(self) -> dict[str, Any]:
+        """Return what a cut has to keep beside positions: nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what a cut kept."""
+
+    def _take(self, block: Block, parts: Parts) -> None:
         """Copy rows until the batch is full or the block ends, and release an ended block."""
-        begin = self._cursor
-        rows = block.rows(begin, len(block))
-        pending = rows["outcome"] == Outcome.PENDING
-        trained = pending & rows["labelled"].astype(np.bool_)
-        places = np.flatnonzero(trained)
-        missing = self._batch_size - parts.count
-        end = len(block) if len(places) <= missing else begin + int(places[missing - 1]) + 1
-        rows = {name: column[: end - begin] for name, column in rows.items()}
-        pending, trained = pending[: end - begin], trained[: end - begin]
-        for part, mask in (
-            (parts.new, trained),
-            (parts.stored_only, pending & ~trained),
-            (parts.held_out, rows["outcome"] == Outcome.HELD_OUT),
-        ):
-            if mask.any():
-                part.append({name: column[mask] for name, column in rows.items()})
-        parts.count += int(trained.sum())
-        parts.spans.append(_span(block, begin, end, trained))
-        self._cursor = end
-        if end == len(block):
+        self._cursor = parts.take(block, self._cursor, self._batch_size - parts.count)
+        if self._cursor == len(block):
             self._source.release(block)
             self._block = None
 

@@ -3,9 +3,9 @@
 import math
 import re
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ingest.config import Section
 from ingest.units import PositiveDuration
@@ -48,7 +48,7 @@ class OptimizerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop"] = "adamw"
     """Name of the optimizer; further keys are its keyword arguments."""
     lr: Annotated[float, Field(gt=0, lt=math.inf)] = 1e-3
     """Learning rate."""
@@ -100,6 +100,30 @@ class DriftSettings(Section):
     """Steps until both are back."""
 
 
+class ScheduleSettings(Section):
+    """How the learning rate changes along a stream that has no end."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate rises evenly to `learner.optimizer.lr`; it then stays there."""
+    restart: Literal["never", "drift"] = "never"
+    """When to warm up again: `drift` when the stream has changed."""
+
+    @model_validator(mode="after")
+    def _restarts_with_something(self) -> Self:
+        if self.restart == "drift" and not self.warmup_steps:
+            raise ValueError('restart = "drift" has nothing to do again; set warmup_steps')
+        return self
+
+
+class ProfileSettings(Section):
+    """A window of steps of which a trace is written, once."""
+
+    start: Annotated[int, Field(ge=0)]
+    """How many steps of the pipeline's life are done before it."""
+    steps: Annotated[int, Field(ge=1, le=1000)] = 10
+    """How many steps it has."""
+
+
 class LearnerSettings(Section):
     """The training loop."""
 
@@ -118,14 +142,26 @@ class LearnerSettings(Section):
     """How old events take part."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """The optimizer and its arguments."""
+    schedule: ScheduleSettings = ScheduleSettings()
+    """How the learning rate changes."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to it; `inf` leaves them as they are."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of the forward pass; `auto` is bf16 on CUDA devices that have it, else fp16 there, else fp32."""
+    activation_checkpointing: bool | list[str] = False
+    """Modules that keep their inputs alone and compute the rest again for the gradient, by name: less memory for a
+    third more time. `true`: what the outermost `nn.Sequential` of the model consist of."""
+    compile: bool = False
+    """Whether the model goes through torch's compiler; where that fails, it runs as it is, with a warning."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
     drift: DriftSettings = DriftSettings()
     """What is done when the stream changes."""
+    deterministic: bool = False
+    """Whether the same stream makes the same weights bit for bit, also over restarts, on one machine: batches are
+    always full and go round the partitions, one event of each in turn, and torch keeps to one thread."""
+    profile: ProfileSettings | None = None
+    """A window of steps to trace, into `traces` below `state_dir`; absent: none."""
     stop_timeout: PositiveDuration = timedelta(seconds=30)
     """Time in which SIGTERM stops the learner, its last cut and version included."""
     status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"

@@ -27,6 +27,7 @@ from learner.publisher import Progress, Publisher, Snapshot
 from learner.ratio import Tally, make_ratio
 from learner.retention import retention_of
 from learner.rng import restore_rng, rng_tensors, rng_values
+from learner.round_robin import RoundRobin
 from learner.strategy import OUTPUT, Examples
 from learner.trainer import StepResult, Trainer
 from replay.draw import Draw
@@ -71,7 +72,11 @@ class Loop:
         self._settings = settings
         self._parts = parts
         self._metrics = metrics
-        self._batches = Batches(parts.source, settings.batch_size, settings.max_delay)
+        self._batches = (
+            RoundRobin(parts.source, settings.batch_size, self._settled)
+            if settings.deterministic
+            else Batches(parts.source, settings.batch_size, settings.max_delay)
+        )
         self._replay_debt = 0.0
         self._next_commit = 0.0
         self.ledger = Ledger(parts.publisher.published_through())
@@ -198,6 +203,7 @@ class Loop:
         self.ratio.learned(Tally(new.rows, new.score), probed)
         if self.drift.add(self.steps, new):
             self._metrics.learner.drifts.inc()
+            self._parts.trainer.drifted()
             if self.drift.cuts:
                 self._parts.cutter.ask()
 
@@ -243,6 +249,11 @@ class Loop:
                 most = max(most, self._settings.batch_size)
             self._parts.store.plan_ahead(self.steps, most)
 
+    def _settled(self, index: int) -> int:
+        """Return the first offset of a partition without outcome."""
+        accounts = self.ledger.partitions
+        return accounts[index].position.offset if index < len(accounts) else 0
+
     def _ranges(self, columns: Mapping[str, Array]) -> str:
         """Name events as `topic[partition]@first..last`, for a person to look them up."""
         parts = []
@@ -262,6 +273,16 @@ class Loop:
                 account = self.ledger.partitions[index]
                 account.end = max(account.end, partition.end)
 
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Events that go through the model at once at most; None: all of a step."""
+        return self._parts.trainer.micro_batch_size
+
+    @property
+    def note(self) -> str | None:
+        """One sentence on what the learner did to go on, though it is not ill."""
+        return self._parts.trainer.note
+
     def restore(self, cut: Cut) -> None:
         """Take up a cut, before the first step, but for the store's part; raises CutError when it does not fit."""
         parts, state = self._parts, cut.state
@@ -274,6 +295,7 @@ class Loop:
         parts.publisher.retention = retention_of(state["retention"])
         self.steps, self.rows_new, self.rows_replay = cut.step, state["rows_new"], state["rows_replay"]
         self._replay_debt = state["replay_debt"]
+        self._batches.restore(state.get("batches", {}))
         parts.publisher.go_on_from(self._progress())
         restore_rng(dict(cut.tensors["rng"]), state["rng"])
 
@@ -292,6 +314,7 @@ class Loop:
             "replay_debt": self._replay_debt,
             "rng": rng_values(),
             OUTPUT: _shape_kept(parts.store),
+            "batches": self._batches.state(),
         }
         tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors(), "rng": rng_tensors()}
         return Moment(self.steps, tensors, state, parts.store.hold(number) if parts.store is not None else None)

@@ -56,6 +56,11 @@ class LearnerMetrics:
         self.non_finite = Counter(
             "anabranch_learner_non_finite_steps", "Steps skipped for a loss or gradient not finite.", registry=registry
         )
+        self.micro_batch = Gauge(
+            "anabranch_learner_micro_batch_rows",
+            "Events that go through the model at once at most; 0: all of a step.",
+            registry=registry,
+        )
         self.publish_skipped = Counter(
             "anabranch_publish_skipped", "Versions that fell due while one was being written.", registry=registry
         )

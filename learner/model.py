@@ -76,12 +76,7 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
     was_training = model.training
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        features = {
-            feature.name: torch.zeros(
-                (_CHECK_ROWS, *feature.shape), dtype=tensor_dtype(feature.dtype.name), device=device
-            )
-            for feature in schema.features
-        }
+        features = sample(schema, _CHECK_ROWS, device)
         with torch.no_grad():
             for training in (False, True):
                 output = forward(model.train(training), features)
@@ -118,6 +113,14 @@ def make_task(name: str, folder: Path = Path()) -> Task:
     if lacking:
         raise ModelError(f'model.task = "{name}": {type(task).__name__} has no method {lacking[0]}')
     return cast("Task", task)
+
+
+def sample(schema: Schema, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the features of so many events of zeros."""
+    return {
+        feature.name: torch.zeros((rows, *feature.shape), dtype=tensor_dtype(feature.dtype.name), device=device)
+        for feature in schema.features
+    }
 
 
 def tensor_dtype(name: str) -> torch.dtype:

@@ -46,6 +46,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """When it was made."""
     ill: list[str] = []
     """One sentence for each part that does not work as it should; empty when all is well."""
+    notes: list[str] = []
+    """One sentence for each thing that was done to go on, and that a person may want to change."""
     outcomes: dict[str, int] = {}
     """Events by outcome: trained, stored_only, held_out, dead_lettered, skipped."""
     skipped: dict[str, int] = {}

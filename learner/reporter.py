@@ -79,6 +79,11 @@ class Reporter:
         )
         return [sentence for sentence in parts if sentence]
 
+    def notes(self) -> list[str]:
+        """One sentence for each thing that was done to go on, and that a person may want to change. Any thread."""
+        note = self._loop.note
+        return [note] if note else []
+
     def _spoiled(self) -> str | None:
         steps = self._loop.non_finite_in_a_row
         if steps < _MANY_NON_FINITE:
@@ -107,6 +112,7 @@ class Reporter:
             cut=self._cutter.number or None,
             cut_time=self._cut_time(self._cutter.number),
             ill=self.ill(),
+            notes=self.notes(),
             outcomes=loop.ledger.outcomes,
             skipped=loop.ledger.skipped,
             unknown_fields=self._source.unknown_fields,
@@ -189,6 +195,7 @@ class Reporter:
         self._set_measures(report)
         if self._store is not None:
             self._metrics.replay.tell(self._store)
+        self._metrics.learner.micro_batch.set(self._loop.micro_batch_size or 0)
         self._metrics.learner.guard.set(report.guard_rows)
         self._metrics.learner.version.set(report.version or 0)
         self._metrics.learner.cut_number.set(report.cut or 0)

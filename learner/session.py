@@ -23,6 +23,7 @@ from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSet
 from learner.cut import RANK, Cut, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
+from learner.determinism import compute_deterministically
 from learner.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.forgetting import Forgetting
 from learner.forgotten_cut import remembered
@@ -39,6 +40,7 @@ from learner.status import serve_status
 from learner.strategies.build import build_strategy
 from learner.strategy import OUTPUT, kept
 from learner.task import Embeds, Task
+from learner.tracing import Tracing
 from learner.trainer import Trainer
 from learner.version import Versions
 from replay.build import build_store, discard_files
@@ -89,6 +91,8 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
     committed; 4. the ingest process ends, then the address closes, then the lock is let go.
     """
     schema = Schema(deployment.events)
+    if deployment.learner.deterministic:
+        compute_deterministically()
     device = choose_device(deployment.learner.device)
     precision = choose_precision(deployment.learner.precision, device)
     torch.manual_seed(deployment.seed)
@@ -140,7 +144,7 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
             classification=schema.label.classes is not None,
         )
         port = stack.enter_context(
-            serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill)
+            serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
         )
         stack.callback(source.close)
         source.open(loop.ledger.positions, stop)
@@ -150,8 +154,15 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
             "learning %s on %s in %s; metrics on port %d",
             *(", ".join(deployment.stream.topics), device, precision.name, port),
         )
+        tracing = Tracing(deployment.learner.profile, deployment.state_dir)
+        stack.callback(tracing.close)
+
+        def at_boundary() -> None:
+            reporter.report_if_due()
+            tracing.look(loop.steps)
+
         try:
-            loop.run(stop, reporter.report_if_due)
+            loop.run(stop, at_boundary)
         except GapError:
             _finish(loop, reporter, deployment.learner.stop_timeout)
             raise

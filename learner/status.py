@@ -31,10 +31,17 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 @contextlib.contextmanager
-def serve_status(address: str, token: str, registry: CollectorRegistry, ill: Callable[[], list[str]]) -> Iterator[int]:
+def serve_status(
+    address: str,
+    token: str,
+    registry: CollectorRegistry,
+    ill: Callable[[], list[str]],
+    notes: Callable[[], list[str]] = list,
+) -> Iterator[int]:
     """Listen on `address` (`HOST:PORT`, port 0 takes a free one) in threads of its own, and yield the port.
 
-    `/healthz` answers 200 when `ill` returns nothing, else 503 with its sentences. `/metrics` wants `token` as a bearer
+    `/healthz` answers 200 when `ill` returns nothing, else 503 with its sentences; those of `notes` are
+    told with either. `/metrics` wants `token` as a bearer
     token, unless it is empty. Both answer also while the loop hangs.
 
     Raises:
@@ -46,8 +53,9 @@ def serve_status(address: str, token: str, registry: CollectorRegistry, ill: Cal
         if environ["PATH_INFO"] == "/healthz":
             sentences = ill()
             status = "503 Service Unavailable" if sentences else "200 OK"
+            answer = {"ok": not sentences, "ill": sentences} | ({"notes": told} if (told := notes()) else {})
             start_response(status, [("Content-Type", "application/json")])
-            return [json.dumps({"ok": not sentences, "ill": sentences}).encode()]
+            return [json.dumps(answer).encode()]
         if environ["PATH_INFO"] == "/metrics":
             given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
             if token and not hmac.compare_digest(given.encode(), token.encode()):

@@ -17,16 +17,20 @@ from torch import Tensor, nn
 from ingest.block import Array
 from ingest.schema import Schema
 from learner.buffers import Buffers, Saved
+from learner.checkpointing import checkpoint_activations
+from learner.compiled import compiled
 from learner.config import LearnerSettings
 from learner.embedding import Embeddings
 from learner.errors import CutError
 from learner.gradients import Gradients
 from learner.heard import Heard, cat, dealt
+from learner.memory import Dice, note, out_of_memory, release, smaller
 from learner.micro import micro_batches
 from learner.model import forward, tensor_dtype
 from learner.optimizer import build_optimizer
 from learner.precision import Precision
 from learner.ranks import Alone, Ranks
+from learner.schedule import Schedule
 from learner.strategy import OUTPUT, Examples, Learner, Strategy, Tensors, Whole, twice
 from learner.task import Task
 from replay.draw import Draw
@@ -87,6 +91,11 @@ class Trainer:
         self.strategy = strategy
         self.micro_batch_size = settings.micro_batch_size
         """Events of a micro-batch; None: all of a step at once. May change between steps."""
+        self.note: str | None = None
+        """One sentence when micro-batches were made smaller for want of memory."""
+        self._fixed = settings.deterministic
+        self._steps = 0
+        self._schedule = Schedule(settings.schedule)
         self._embedding = embedding
         self._features = [feature.name for feature in schema.features]
         self._classes = schema.label.classes
@@ -94,10 +103,12 @@ class Trainer:
         self._optimizer = build_optimizer(settings.optimizer, model.parameters())
         self._buffers = Buffers(model)
         self._gradients = Gradients([each for each in model.parameters() if each.requires_grad], settings.max_grad_norm)
-        self._lr_factor, self._lr = 1.0, [group["lr"] for group in self._optimizer.param_groups]
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         self._ranks = ranks or Alone()
+        checkpoint_activations(self.model, settings.activation_checkpointing)
         self._trained = self._ranks.wrap(self.model)
+        if settings.compile:
+            self._trained = compiled(self._trained, schema, device, precision, self._ranks)
         strategy.begin(
             Learner(
                 *(model, task, self._ranks.average, self._rate, self._parts, _probe(schema, device)),
@@ -154,10 +165,7 @@ class Trainer:
 
     def scale_learning_rate(self, factor: float) -> None:
         """Multiply the config's learning rate by a factor, from the next step on."""
-        if factor != self._lr_factor:
-            self._lr_factor = factor
-            for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
-                group["lr"] = lr * factor
+        self._schedule.scale = factor
 
     def step(self, new: Examples, old: Sequence[Examples] = ()) -> StepResult:
         """Score the new events, then train on new and old.
@@ -177,12 +185,13 @@ class Trainer:
         whole = self._whole(new, old)
         scale, scaled = self._scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
         for _ in range(_SCALE_RETRIES if scaled else 1):
-            heard = self._backward(new, old, whole)
+            heard = self._fitting(new, old, whole, before)
             total, norm, spoiled, score, loss_new = self._numbers(heard, new, rows, before)
             finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
             if not finite:
                 self._buffers.put_back(before)
             elif self.strategy.learns_gradient:
+                self._schedule.apply(self._steps, self._optimizer.param_groups)
                 self._scaler.step(self._optimizer)
             if scaled:
                 self._scaler.update()
@@ -191,6 +200,7 @@ class Trainer:
         if not finite and scaled:
             # The events are to blame, not the scale.
             self._scaler.update(scale)
+        self._steps += 1
         output_B = cat(heard.output)
         if finite:
             self.strategy.learned(new, output_B)
@@ -221,6 +231,28 @@ class Trainer:
             found.index_fill_(0, torch.where(new.weight_B > 0, new.label_B, self._classes), True)
             present = self._ranks.any(found[: self._classes])
         return Whole(weights[0], weights[1:], present)
+
+    def _fitting(self, new: Examples, old: Sequence[Examples], whole: Whole, before: Saved) -> Heard:
+        """Compute the gradient, in smaller micro-batches where memory runs out, as if they had been so at once."""
+        dice, rows = Dice(self.device), sum(map(len, (new, *old)))
+        while True:
+            try:
+                return self._backward(new, old, whole)
+            except RuntimeError as exc:
+                if not out_of_memory(exc) or self._fixed:
+                    raise
+                said = " ".join(str(exc).split())
+            # Past the handler, since the error holds on to what the pass had made.
+            self._gradients.clear()
+            release(self.device)
+            self.micro_batch_size = smaller(rows, self.micro_batch_size, self.device, self._ranks.size, said)
+            self.note = note(self.device, self.micro_batch_size)
+            self._buffers.put_back(before)
+            dice.put_back()
+
+    def drifted(self) -> None:
+        """Hear that the stream has changed: the learning rate begins again where the schedule says so."""
+        self._schedule.drifted(self._steps)
 
     def _backward(self, new: Examples, old: Sequence[Examples], whole: Whole) -> Heard:
         """Compute the gradient of the whole step, as the strategy wants it."""
@@ -296,6 +328,7 @@ class Trainer:
             "groups": optimizer["param_groups"],
             "others": others,
             "scaler": self._scaler.state_dict(),
+            "schedule": {"step": self._steps, **self._schedule.state()},
             "strategy": {"class": type(self.strategy).__name__, **self.strategy.state()},
         }
 
@@ -320,6 +353,8 @@ class Trainer:
                 raise ValueError("the optimizer has other parameters")
             self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
             self._scaler.load_state_dict(state["scaler"] if self._precision.scaled else {})
+            self._steps = int(state.get("schedule", {}).get("step", 0))
+            self._schedule.restore(state.get("schedule", {}))
             self._restore_strategy(tensors.get("strategy", {}), state.get("strategy", {}))
         except (RuntimeError, KeyError, ValueError) as exc:
             raise CutError(

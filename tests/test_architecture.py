@@ -47,7 +47,7 @@ KEYS_OF_THE_DESIGN = words("""
     model.factory model.args model.task model.embedding
     learner.batch_size learner.replay_ratio learner.strategy.name
     learner.optimizer.name learner.optimizer.lr
-    learner.precision learner.device learner.stop_timeout learner.status
+    learner.precision learner.device learner.deterministic learner.stop_timeout learner.status
     replay.admission replay.sampling replay.capacity replay.device_bytes replay.redis.url replay.redis.bytes
     replay.disk.bytes
     versions.publish_every versions.keep versions.keep_hourly
@@ -59,6 +59,8 @@ KEYS_ADDED = words("""
     stream.max_message_bytes stream.buffer_bytes
     learner.max_delay learner.max_grad_norm learner.micro_batch_size learner.old_weight
     learner.drift.actions learner.drift.delta learner.drift.lr_factor learner.drift.replay_factor learner.drift.steps
+    learner.schedule.warmup_steps learner.schedule.restart
+    learner.activation_checkpointing learner.compile learner.profile.start learner.profile.steps
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.twin
     replay.half_life replay.device_memory
@@ -89,6 +91,7 @@ METRICS_ADDED = words("""
     anabranch_learner_loss anabranch_learner_window_rows anabranch_learner_class_accuracy_ratio
     anabranch_learner_group_accuracy_ratio anabranch_learner_forgetting_ratio anabranch_learner_drifts_total
     anabranch_learner_replay_ratio
+    anabranch_learner_micro_batch_rows
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.utils import floatToGoString
+from safetensors.torch import load_file
 
 from learner.lock import hold_state_directory
 from learner.report import LearnerReport, read_report
@@ -45,6 +48,14 @@ publish_every = "100ms"
 guard_fraction = 0.1
 """
 MODEL = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
+SLOW = """
+from torch import nn
+def build():
+    return nn.Sequential(
+        nn.Linear(3, 700), nn.ReLU(), nn.Dropout(0.2), nn.Linear(700, 700), nn.BatchNorm1d(700), nn.ReLU(),
+        nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 3)
+    )
+"""
 OVERFLOWING = """
 from torch import nn
 class Overflowing(nn.Linear):
@@ -241,6 +252,54 @@ def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
     assert report.skipped == {"non_finite": 1}
     assert report.replay_rows == {"device": 32}
     assert f"skipped {topic}[0]@16..16" in learner.log.read_text()
+
+
+def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weights_bit_for_bit(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    """Over a topic that was filled beforehand, with partitions of unlike length, of which some end early."""
+    topic = make_topic(partitions=3)
+    config = pipeline(kafka.bootstrap, topic, model=SLOW)
+    dice = random.Random(0)
+    for partition, count in enumerate((2500, 1000, 300)):
+        values = [{"x": [dice.gauss(0, 1) for _ in range(3)], "y": dice.randrange(3)} for _ in range(count)]
+        produce(kafka.bootstrap, topic, values, partition=partition)
+    environment = {
+        "ANABRANCH__LEARNER__DETERMINISTIC": "true",
+        "ANABRANCH__CUTS__EVERY": "200ms",
+        "ANABRANCH__REPLAY__CAPACITY": "500",
+        "ANABRANCH__GATE__GUARD_FRACTION": "0",
+    }
+    steps = 3800 // 16
+    learner = start(config, **environment)
+    learner.wait_for(lambda each: each.steps == steps)
+    assert learner.stop() == 0
+    whole = learner.state_dir.rename(learner.state_dir.parent / "whole")
+    for kill in (True, False):
+        learner = start(config, **environment)
+        report = learner.wait_for(lambda each: each.steps_since_start > 20 and each.cut is not None)
+        assert report.steps < steps, "it is over before it is interrupted"
+        if kill:
+            learner.process.kill()
+            learner.process.wait()
+        else:
+            assert learner.stop() == 0
+    learner = start(config, **environment)
+    learner.wait_and_read_log(2)
+    report = learner.wait_for(lambda each: each.steps == steps)
+    assert report.steps_since_start < steps
+    assert learner.stop() == 0
+    for part in ("model", "optimizer"):
+        mine, others = (
+            load_file(max((path / "cuts").iterdir(), key=lambda cut: int(cut.name)) / "rank-0" / f"{part}.safetensors")
+            for path in (learner.state_dir, whole)
+        )
+        assert mine.keys() == others.keys() != set()
+        assert all(torch.equal(value, others[name]) for name, value in mine.items()), part
 
 
 @pytest.mark.parametrize("home", ["device", "disk"])

@@ -1,0 +1,82 @@
+"""Activation checkpointing: modules that keep their inputs alone and compute the rest again in the backward pass.
+
+Chen et al. 2016, "Training deep nets with sublinear memory cost".
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ingest.errors import SettingsError
+
+
+def checkpoint_activations(model: nn.Module, which: bool | Sequence[str]) -> None:
+    """Have modules of the model keep less in training; gradients, weights and the names of weights stay the same.
+
+    Args:
+        model: changed in place.
+        which: names of submodules, or True for what the outermost `nn.Sequential` of the model consist of.
+
+    Raises:
+        SettingsError: there is no such module.
+    """
+    for module in _chosen(model, which):
+        module.__class__ = _checkpointed(type(module))
+
+
+def _chosen(model: nn.Module, which: bool | Sequence[str]) -> list[nn.Module]:
+    if isinstance(which, bool):
+        chosen = [child for sequence in _sequences(model) for child in sequence.children()] if which else []
+        if which and not chosen:
+            raise SettingsError(
+                "learner.activation_checkpointing = true: the model has no nn.Sequential; write a list of names of "
+                "its modules"
+            )
+        return chosen
+    known = dict(model.named_modules())
+    for name in which:
+        if not name or name not in known:
+            names = ", ".join(each for each in known if each)
+            raise SettingsError(f'learner.activation_checkpointing: the model has no module "{name}", but {names}')
+    return [known[name] for name in which]
+
+
+def _sequences(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, nn.Sequential):
+        yield module
+    else:
+        for child in module.children():
+            yield from _sequences(child)
+
+
+def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass: unlike a wrapper it changes no names, and unlike a bound function it can be copied."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return kind.forward(self, *args, **kwargs)
+        return checkpoint(
+            *(kind.forward, self, *args),
+            use_reentrant=False,
+            context_fn=lambda: (contextlib.nullcontext(), _on_copies_of_buffers(self)),
+            **kwargs,
+        )
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+@contextlib.contextmanager
+def _on_copies_of_buffers(module: nn.Module) -> Iterator[None]:
+    """Let the second pass leave no trace: batch norm would count each batch twice."""
+    kept = [(each._buffers, dict(each._buffers)) for each in module.modules()]
+    for home, buffers in kept:
+        home.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for home, buffers in kept:
+            home.update(buffers)

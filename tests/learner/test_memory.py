@@ -1,0 +1,150 @@
+"""Less memory: micro-batches that halve when it runs out, activations that are computed again."""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from ingest.errors import SettingsError
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner.checkpointing import checkpoint_activations
+from learner.config import LearnerSettings
+from learner.memory import out_of_memory
+from learner.precision import choose_precision
+from learner.strategies import STRATEGIES
+from learner.task import Classification
+from learner.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+class Narrow(nn.Module):
+    """Throws dice, keeps statistics, and runs out of memory with more than so many events at once."""
+
+    def __init__(self, most: int, error: Callable[[], RuntimeError]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        self.most = most
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.body(x)
+        if len(x) > self.most:
+            raise self.error()
+        return output
+
+
+def kinds() -> list[Callable[[], RuntimeError]]:
+    return [
+        lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+    ]
+
+
+def make_trainer(schema: Schema, model: nn.Module, **settings: object) -> Trainer:
+    options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}, **settings})
+    return Trainer(
+        *(model, Classification(), STRATEGIES["none"](), schema, options, CPU, choose_precision("fp32", CPU))
+    )
+
+
+def learn(trainer: Trainer, schema: Schema, steps: Sequence[int]) -> None:
+    for step in steps:
+        columns = fake_columns(schema, range(step * 16, step * 16 + 16), label=[0, 1, 2])
+        trainer.step(trainer.examples(columns))
+
+
+@pytest.mark.parametrize("error", kinds())
+def test_out_of_memory_halves_the_micro_batch_and_the_result_is_that_of_the_smaller_one(
+    schema: Schema, error: Callable[[], RuntimeError], caplog: pytest.LogCaptureFixture
+) -> None:
+    small = make_trainer(schema, Narrow(16, error), micro_batch_size=4)
+    torch.manual_seed(1)
+    learn(small, schema, range(3))
+    narrow = make_trainer(schema, Narrow(5, error))
+    torch.manual_seed(1)
+    with caplog.at_level(logging.ERROR):
+        learn(narrow, schema, range(3))
+    assert narrow.micro_batch_size == 4
+    assert narrow.note is not None
+    assert "learner.micro_batch_size = 4" in narrow.note
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"learner.micro_batch_size = {most}" in text for most, text in zip((8, 4), said, strict=True)] == [True] * 2
+    expected = small.snapshot()
+    assert all(torch.equal(value, expected[name]) for name, value in narrow.snapshot().items())
+
+
+def test_where_not_even_a_few_events_fit_one_sentence_says_so(schema: Schema) -> None:
+    trainer = make_trainer(schema, Narrow(1, kinds()[0]))
+    with pytest.raises(SettingsError, match=r"model.factory: cpu runs out of memory with 2 events at once"):
+        learn(trainer, schema, [0])
+
+
+def test_other_errors_are_no_want_of_memory(schema: Schema) -> None:
+    trainer = make_trainer(schema, Narrow(1, lambda: RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        learn(trainer, schema, [0])
+    assert trainer.micro_batch_size is None
+
+
+def test_what_the_allocator_of_the_cpu_says_is_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert out_of_memory(caught.value)
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh())
+    return nn.Sequential(nn.Linear(3, 8), block, nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("which", [True, ["1"], ["1.0", "2"]])
+def test_checkpointed_activations_change_neither_gradient_nor_statistics(
+    schema: Schema, which: bool | list[str]
+) -> None:
+    found = []
+    for chosen in (False, which):
+        trainer = make_trainer(schema, deep(), activation_checkpointing=chosen)
+        torch.manual_seed(1)
+        learn(trainer, schema, range(4))
+        found.append(trainer.snapshot())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_a_checkpointed_module_keeps_less_and_a_copy_of_it_is_its_own() -> None:
+    kept: list[int] = []
+
+    def passes(model: nn.Module) -> int:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            model(torch.ones(64, 3)).sum()
+        return sum(kept)
+
+    plain, less = deep(), deep()
+    checkpoint_activations(less, ["1"])
+    assert passes(less) < passes(plain)
+    other = copy.deepcopy(less)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.zero_()
+    assert other.eval()(torch.ones(2, 3)).abs().sum() == 0
+    assert less.eval()(torch.ones(2, 3)).abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "which", "message"),
+    [
+        (nn.Linear(3, 3), True, "the model has no nn.Sequential"),
+        (deep(), ["7"], 'the model has no module "7", but 0, 1, 1.0'),
+    ],
+)
+def test_a_module_that_is_not_there_is_named(model: nn.Module, which: bool | list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        checkpoint_activations(model, which)
