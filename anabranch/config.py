@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from ingest.config import SchemaSettings, Section, StreamSettings
 from ingest.errors import SettingsError
 from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.support import point, refused
 from replay.config import ReplaySettings
 from serving.config import ServingSettings, is_loopback
 
@@ -131,6 +132,8 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
     if not is_loopback(host) and not pipeline.serving.tokens.read.get_secret_value():
         sentence = f'{path}: learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
         faults.append(Fault(("learner", "status"), sentence))
+    for key, sentence in refused(point(pipeline.learner, pipeline.replay)):
+        faults.append(Fault(tuple(key.split(".")), f"{path}: {sentence}"))
     return Examined(Config(pipeline, path), faults, set(secrets.values()))
 
 

@@ -1,0 +1,75 @@
+"""What goes together: strategy, precision, micro-batches, replicas, compiler and the rest. Imports no torch.
+
+Everything does, but for what `RULES` names. The conformance suite runs each combination that is left.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from learner.config import LearnerSettings
+from replay.config import COMPARING, ReplaySettings
+
+Point = Mapping[str, Any]
+"""The values of one configuration, by the names of their keys."""
+Test = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two keys, and which values of them do not go together; the first is the one to change."""
+
+    key: str
+    values: Test
+    other: str
+    others: Test
+    why: str
+    way_out: str
+
+
+def _on(value: Any) -> bool:
+    return bool(value)
+
+
+def _many(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+def _compares(value: Any) -> bool:
+    return value in COMPARING
+
+
+_ANEW = "the compiler does not follow modules that compute their activations again"
+_UNHEARD = "embeddings are heard from a module while it runs, which compiled code does not do"
+_LATE = "neighbours are found in a process of their own, and come when they come"
+_COMPILED = "what the compiler makes may differ from one start to the next"
+_APART = "replicas learn from what each of them has received"
+
+RULES = (
+    Rule("learner.compile", _on, "learner.activation_checkpointing", _on, _ANEW, "set one of them to false"),
+    Rule("learner.compile", _on, "replay.sampling", _compares, _UNHEARD, "set it to false"),
+    Rule("learner.compile", _on, "replay.admission", _compares, _UNHEARD, "set it to false"),
+    Rule("replay.sampling", _compares, "learner.deterministic", _on, _LATE, 'take "uniform"'),
+    Rule("replay.admission", _compares, "learner.deterministic", _on, _LATE, 'take "reservoir"'),
+    Rule("learner.compile", _on, "learner.deterministic", _on, _COMPILED, "set it to false"),
+    Rule("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
+)
+
+
+def point(learner: LearnerSettings, replay: ReplaySettings) -> Point:
+    """Return what the rules look at."""
+    sections = {"learner": learner.model_dump(), "replay": replay.model_dump()}
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+
+def refused(chosen: Point) -> Iterator[tuple[str, str]]:
+    """Return what does not go together: the key to change, and one sentence that names values and the way out."""
+    for rule in RULES:
+        value, other = chosen.get(rule.key), chosen.get(rule.other)
+        if rule.values(value) and rule.others(other):
+            clash = f"{rule.key} = {_toml(value)} does not go with {rule.other} = {_toml(other)}"
+            yield rule.key, f"{clash}: {rule.why}; {rule.way_out}"
+
+
+def _toml(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()

@@ -1,0 +1,103 @@
+"""Whatever the table lets pass learns; whatever it refuses is refused with one sentence."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner import compiled
+from learner.config import LearnerSettings
+from learner.precision import choose_precision
+from learner.strategies import STRATEGIES
+from learner.support import RULES, point, refused
+from learner.task import Classification
+from learner.trainer import Trainer
+from replay.config import ReplaySettings
+
+CPU = torch.device("cpu")
+AXES: dict[str, list[Any]] = {
+    "strategy": list(STRATEGIES),
+    "precision": ["fp32", "bf16"],
+    "micro_batch_size": [None, 4],
+    "activation_checkpointing": [False, True],
+    "compile": [False, True],
+}
+
+
+def cells() -> Iterator[Any]:
+    """Every combination; what is compiled takes a second or more, and so only some of it is run each time."""
+    for values in itertools.product(*AXES.values()):
+        cell = dict(zip(AXES, values, strict=True))
+        usual = not cell["compile"] or (cell["strategy"], cell["precision"]) == ("er", "fp32")
+        name = " ".join(str(value) for value in values)
+        yield pytest.param(cell, id=name, marks=() if usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cell", list(cells()))
+def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = LearnerSettings.model_validate({**cell, "optimizer": {"name": "adam", "lr": 0.02}})
+    if list(refused(point(settings, ReplaySettings()))):
+        assert cell["compile"]
+        assert cell["activation_checkpointing"]
+        return
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    strategy = STRATEGIES[cell["strategy"]]()
+    if strategy.embeds:
+        pytest.skip("needs the embedding of a module, of which its own tests are")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    precision = choose_precision(settings.precision, CPU)
+    trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, precision)
+    losses = []
+    for _ in range(25):
+        columns = fake_columns(schema, range(12), label=[0, 1, 2])
+        columns["feature.x"][:] = torch.eye(3)[torch.from_numpy(columns["label"])].numpy()
+        new = trainer.examples(columns)
+        old = [new] * len(strategy.draws(12))
+        result = trainer.step(new, [type(new)(e.features, e.label_B, e.weight_B, torch.zeros(12, 3)) for e in old])
+        assert result.finite
+        losses.append(result.loss)
+    assert losses[-1] < 0.7 * losses[0]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("learner", "replay", "sentence"),
+    [
+        (
+            {"compile": True, "activation_checkpointing": ["0"]},
+            {},
+            "learner.compile = true does not go with learner.activation_checkpointing = ['0']: the compiler",
+        ),
+        (
+            {"deterministic": True},
+            {"sampling": "similar"},
+            'replay.sampling = "similar" does not go with learner.deterministic = true: neighbours are found in a proc',
+        ),
+        ({"deterministic": True, "compile": True}, {}, "learner.compile = true does not go with learner.deterministic"),
+        (
+            {"compile": True},
+            {"admission": "diverse"},
+            'learner.compile = true does not go with replay.admission = "div',
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(
+    learner: dict[str, Any], replay: dict[str, Any], sentence: str
+) -> None:
+    chosen = point(LearnerSettings.model_validate(learner), ReplaySettings.model_validate(replay))
+    ((key, said),) = refused(chosen)
+    assert said.startswith(sentence)
+    assert said.startswith(key)
+    assert "; set " in said or "; take " in said
+
+
+def test_each_rule_is_of_keys_that_there_are() -> None:
+    known = {*point(LearnerSettings(), ReplaySettings()), "learner.replicas"}
+    assert {key for rule in RULES for key in (rule.key, rule.other)} <= known
+    assert list(refused(point(LearnerSettings(), ReplaySettings()))) == []
