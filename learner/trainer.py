@@ -33,6 +33,7 @@ from learner.ranks import Alone, Ranks
 from learner.schedule import Schedule
 from learner.strategy import OUTPUT, Examples, Learner, Strategy, Tensors, Whole, twice
 from learner.task import Task
+from learner.transfer import Transfer
 from replay.draw import Draw
 
 _PROBES = 3
@@ -93,6 +94,7 @@ class Trainer:
         """Events of a micro-batch; None: all of a step at once. May change between steps."""
         self.note: str | None = None
         """One sentence when micro-batches were made smaller for want of memory."""
+        self._transfer = Transfer(device)
         self._fixed = settings.deterministic
         self._steps = 0
         self._schedule = Schedule(settings.schedule)
@@ -119,9 +121,9 @@ class Trainer:
     def examples(self, columns: Mapping[str, Array]) -> Examples:
         """Move the columns of B labelled events to the device."""
         return Examples(
-            {name: self._tensor(columns[f"feature.{name}"]) for name in self._features},
-            self._tensor(columns["label"]),
-            self._tensor(columns["weight"]),
+            {name: self._transfer(columns[f"feature.{name}"]) for name in self._features},
+            self._transfer(columns["label"]),
+            self._transfer(columns["weight"]),
         )
 
     def rehearsal(self, draw: Draw, draws: Sequence[int]) -> list[Examples]:
@@ -382,9 +384,6 @@ class Trainer:
 
     def _parts(self, examples: Examples) -> list[Examples]:
         return [part for part, _ in micro_batches(examples, (), self.micro_batch_size)]
-
-    def _tensor(self, column: Array) -> Tensor:
-        return torch.from_numpy(column).to(self.device, non_blocking=True)
 
 
 def _probe(schema: Schema, device: torch.device) -> dict[str, Tensor]:

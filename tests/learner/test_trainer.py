@@ -18,6 +18,7 @@ from learner.precision import Precision, choose_device, choose_precision
 from learner.strategies import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Examples, Trainer
+from learner.transfer import Transfer
 from replay.draw import Draw
 from replay.entries import RECORD
 
@@ -251,6 +252,15 @@ class TestSettings:
     def test_a_model_without_parameters_is_refused(self, schema: Schema) -> None:
         with pytest.raises(SettingsError, match="no parameters"):
             make_trainer(schema, nn.Identity())
+
+
+@pytest.mark.gpu
+def test_columns_come_to_the_gpu_as_they_were_when_they_were_given() -> None:
+    transfer = Transfer(torch.device("cuda"))
+    column = np.arange(1 << 20, dtype=np.float32)
+    there = transfer(column)
+    column[:] = 0
+    assert torch.equal(there.cpu(), torch.arange(1 << 20, dtype=torch.float32))
 
 
 @pytest.mark.gpu
