@@ -517,3 +517,34 @@ def test_events_are_compared_where_the_model_puts_them(
     assert not resumed.wait_for(lambda _: True).ill
     assert resumed.stop() == 0
     assert ended(config)[1].startswith("anabranch: replay.")
+
+
+def test_the_output_of_the_model_is_kept_with_each_event_for_der(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    """Also of a cut that is gone on from, but not under a strategy that keeps none."""
+    topic = make_topic()
+    config = pipeline(kafka.bootstrap, topic)
+    environment = {"ANABRANCH__LEARNER__STRATEGY": "der++", "ANABRANCH__STREAM__UNLABELLED": "store"}
+    learner = start(config, **environment)
+    produce(kafka.bootstrap, topic, [*events(300), *({"x": [0.0, 0.0, 1.0]} for _ in range(100))])
+    learner.wait_for(lambda each: total(each) == 400)
+    assert learner.stop() == 0
+    resumed = start(config, **environment)
+    produce(kafka.bootstrap, topic, events(200))
+    report = resumed.wait_for(lambda each: total(each) == 600)
+    assert (report.outcomes["stored_only"], report.ill) == (100, [])
+    assert resumed.stop() == 0
+    shown = subprocess.run(
+        [sys.executable, "-m", "anabranch", "replay", "sample", "5", "-c", str(config)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert (shown.returncode, len(shown.stdout.splitlines())) == (0, 5), shown.stderr
+    code, sentence = ended(config)
+    assert (code, 'learner.strategy = "er" wants no output of the model kept' in sentence) == (2, True)
