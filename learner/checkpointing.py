@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ingest.errors import SettingsError
@@ -62,21 +62,29 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
         return checkpoint(
             *(kind.forward, self, *args),
             use_reentrant=False,
-            context_fn=lambda: (contextlib.nullcontext(), _on_copies_of_buffers(self)),
+            context_fn=lambda: (contextlib.nullcontext(), _OnCopiesOfBuffers(self)),
             **kwargs,
         )
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-@contextlib.contextmanager
-def _on_copies_of_buffers(module: nn.Module) -> Iterator[None]:
-    """Let the second pass leave no trace: batch norm would count each batch twice."""
-    kept = [(each._buffers, dict(each._buffers)) for each in module.modules()]
-    for home, buffers in kept:
-        home.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
-    try:
-        yield
-    finally:
-        for home, buffers in kept:
+class _OnCopiesOfBuffers:
+    """Lets the second pass leave no trace: batch norm would count each batch twice.
+
+    May be entered more than once, one after the other: a graph that is kept is gone through for each gradient.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        self._kept = [(each._buffers, dict(each._buffers)) for each in self._module.modules()]
+        for home, buffers in self._kept:
+            home.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+
+    def __exit__(self, *_: object) -> None:
+        for home, buffers in self._kept:
             home.update(buffers)
+        self._kept = []

@@ -138,6 +138,14 @@ def test_a_checkpointed_module_keeps_less_and_a_copy_of_it_is_its_own() -> None:
     assert less.eval()(torch.ones(2, 3)).abs().sum() > 0
 
 
+def test_a_graph_that_is_kept_may_be_gone_through_twice() -> None:
+    model = deep()
+    checkpoint_activations(model, True)
+    loss = model(torch.ones(4, 3)).square().sum()
+    found = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(once, again) for once, again in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize(
     ("model", "which", "message"),
     [

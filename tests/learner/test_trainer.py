@@ -203,6 +203,29 @@ def test_poison_does_not_use_up_the_loss_scale(schema: Schema, make_model: MakeM
     assert trainer.step(good).finite
 
 
+def test_a_cut_keeps_the_loss_scale(schema: Schema, make_model: MakeModel) -> None:
+    def make() -> Trainer:
+        options = LearnerSettings.model_validate({"optimizer": sgd(0.1)})
+        return Trainer(
+            *(make_model(), Classification(), STRATEGIES["none"](), schema, options, CPU),
+            Precision("fp16", torch.float16),
+        )
+
+    first, second = make(), make()
+    good = first.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
+    loud = Examples({"x": good.features["x"] * 100}, good.label_B, good.weight_B)
+    assert first.step(loud).finite
+    assert first.step(good).finite
+    scaler = first.state()["scaler"]
+    assert scaler["_growth_tracker"] > 0
+    first._scaler.update(128.0)
+    second.restore(first.tensors(), first.state())
+    assert second._scaler.get_scale() == 128
+    for trainer in (first, second):
+        trainer.step(good)
+    assert all(torch.equal(value, second.snapshot()[name]) for name, value in first.snapshot().items())
+
+
 def test_a_snapshot_is_not_changed_by_later_steps(schema: Schema, make_model: MakeModel) -> None:
     trainer = make_trainer(schema, make_model())
     before = trainer.snapshot()
