@@ -93,9 +93,9 @@ class Learner:
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
 
-    def wait_for(self, condition: Callable[[LearnerReport], bool]) -> LearnerReport:
-        """Wait until its report says so."""
-        deadline = time.monotonic() + 60
+    def wait_for(self, condition: Callable[[LearnerReport], bool], patience: float = 60) -> LearnerReport:
+        """Wait until its report says so, for so many seconds at most."""
+        deadline = time.monotonic() + patience
         while True:
             report = read_report(self.state_dir)
             if report is not None and report.pid == self.process.pid and condition(report):
@@ -254,6 +254,7 @@ def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
     assert f"skipped {topic}[0]@16..16" in learner.log.read_text()
 
 
+@pytest.mark.timeout(600)
 def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weights_bit_for_bit(
     kafka: Any,
     make_topic: Callable[..., str],
@@ -270,13 +271,13 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
         produce(kafka.bootstrap, topic, values, partition=partition)
     environment = {
         "ANABRANCH__LEARNER__DETERMINISTIC": "true",
-        "ANABRANCH__CUTS__EVERY": "200ms",
+        "ANABRANCH__CUTS__EVERY": "500ms",
         "ANABRANCH__REPLAY__CAPACITY": "500",
         "ANABRANCH__GATE__GUARD_FRACTION": "0",
     }
     steps = 3800 // 16
     learner = start(config, **environment)
-    learner.wait_for(lambda each: each.steps == steps)
+    learner.wait_for(lambda each: each.steps == steps, patience=200)
     assert learner.stop() == 0
     whole = learner.state_dir.rename(learner.state_dir.parent / "whole")
     for kill in (True, False):
@@ -290,7 +291,7 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
             assert learner.stop() == 0
     learner = start(config, **environment)
     learner.wait_and_read_log(2)
-    report = learner.wait_for(lambda each: each.steps == steps)
+    report = learner.wait_for(lambda each: each.steps == steps, patience=200)
     assert report.steps_since_start < steps
     assert learner.stop() == 0
     for part in ("model", "optimizer"):
