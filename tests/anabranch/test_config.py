@@ -90,6 +90,11 @@ class TestDefaults:
 
 
 class TestFile:
+    def test_what_does_not_go_together_is_refused(self, refused):
+        sentence = refused({"learner": "deterministic = true", "replay": 'sampling = "similar"'})
+        assert 'replay.sampling = "similar" does not go with learner.deterministic = true' in sentence
+        assert sentence.endswith('take "uniform"')
+
     def test_one_that_is_missing_names_the_way_out(self, tmp_path):
         with pytest.raises(SettingsError, match=r'does not exist; "anabranch init DIR" writes an example'):
             load_config(tmp_path / "none.toml", {})
