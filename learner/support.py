@@ -35,6 +35,10 @@ def _many(value: Any) -> bool:
     return value is not None and value > 1
 
 
+def _is_agem(value: Any) -> bool:
+    return bool(value == "agem")
+
+
 def _compares(value: Any) -> bool:
     return value in COMPARING
 
@@ -43,10 +47,12 @@ _ANEW = "the compiler does not follow modules that compute their activations aga
 _UNHEARD = "embeddings are heard from a module while it runs, which compiled code does not do"
 _LATE = "neighbours are found in a process of their own, and come when they come"
 _COMPILED = "what the compiler makes may differ from one start to the next"
+_TWICE = "compiled code is gone through once for a gradient, and this strategy takes two of one pass"
 _APART = "replicas learn from what each of them has received"
 
 RULES = (
     Rule("learner.compile", _on, "learner.activation_checkpointing", _on, _ANEW, "set one of them to false"),
+    Rule("learner.compile", _on, "learner.strategy", _is_agem, _TWICE, "set it to false"),
     Rule("learner.compile", _on, "replay.sampling", _compares, _UNHEARD, "set it to false"),
     Rule("learner.compile", _on, "replay.admission", _compares, _UNHEARD, "set it to false"),
     Rule("replay.sampling", _compares, "learner.deterministic", _on, _LATE, 'take "uniform"'),
@@ -58,7 +64,7 @@ RULES = (
 
 def point(learner: LearnerSettings, replay: ReplaySettings) -> Point:
     """Return what the rules look at."""
-    sections = {"learner": learner.model_dump(), "replay": replay.model_dump()}
+    sections = {"learner": {**learner.model_dump(), "strategy": learner.strategy.name}, "replay": replay.model_dump()}
     return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
 
