@@ -4,7 +4,7 @@ Legend: G events in the set.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,48 +17,69 @@ from replay.forgotten import Forgotten
 
 YOUNG = 4
 """One in so many of the events held is young: the newest, by which accuracy on what is new is told."""
+_SLACK = 16
+_MOST_PARTS = 64
 _SEED = 0x6A09E667
 
 
-@dataclass(frozen=True)
 class GuardRows:
-    """G held-out events in the order in which they came; immutable."""
+    """G held-out events in the order in which they came; immutable. Any thread may look at it.
 
-    columns: Mapping[str, Array]
+    They lie in parts, and are put together, and trimmed to the size of the set, when somebody looks.
+    """
+
+    def __init__(self, parts: Sequence[Mapping[str, Array]], most: int, *, classes: bool) -> None:
+        self._parts = parts
+        self._most = most
+        self._classes = classes
 
     def __len__(self) -> int:
-        return len(self.columns["label"]) if self.columns else 0
+        return min(self._most, sum(len(part["label"]) for part in self._parts))
+
+    @cached_property
+    def columns(self) -> Mapping[str, Array]:
+        """The events as columns, each `[G, ...]`; none when there is no event."""
+        return trimmed(joined(self._parts), self._most, classes=self._classes)
 
 
 class GuardSet:
     """At most `rows` events. The youngest quarter always stays; of the rest every class keeps its fair share.
 
-    Who stays within a class is decided by a hash of the identity, so that the set does not depend on when it was
-    trimmed. Used by one thread; `held` may be read by others.
+    Who stays within a class is decided by a hash of the identity. The set is trimmed when it has a sixteenth more than
+    it may show, triggered by count, never by time: to put all together for each event would cost more than the step.
+    Used by one thread; `held` may be read by others.
     """
 
     def __init__(self, schema: Schema, rows: int) -> None:
         self._most = rows
-        self._classes = schema.label.classes
+        self._classes = bool(schema.label.classes)
         self._names = [*schema.payload(), "time_ms", "partition", "offset", "key_hash"]
         self._names += ["group_hash"] if schema.group else []
-        self.held = GuardRows({})
+        self._parts: tuple[Mapping[str, Array], ...] = ()
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return min(self._most, self._rows)
+
+    @property
+    def held(self) -> GuardRows:
+        """The set as it is now."""
+        return GuardRows(self._parts, self._most, classes=self._classes)
 
     def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
-        """Take up N held-out events, columns `[N, ...]`."""
+        """Take up N held-out events, columns `[N, ...]`, which are copied."""
         if not columns:
             return
         bases = np.array([partition_base(name) for name in partitions], np.uint64)
         hashed = identity_hash(
             bases[columns["partition"]], columns["offset"].astype(np.int64), columns["row"].astype(np.int32), _SEED
         )
-        added: dict[str, Array] = {name: columns[name] for name in self._names} | {"hash": hashed}
-        before = self.held.columns
-        joined = {name: np.concatenate([before[name], new]) if before else new for name, new in added.items()}
-        if len(joined["label"]) > self._most:
-            stays = self._stays(joined["label"].astype(np.float64), joined["hash"].astype(np.uint64))
-            joined = {name: column[stays] for name, column in joined.items()}
-        self.held = GuardRows(joined)
+        self._parts += ({name: columns[name].copy() for name in self._names} | {"hash": hashed},)
+        self._rows += len(hashed)
+        if self._rows > self._most + self._most // _SLACK:
+            self._hold(self.held.columns)
+        elif len(self._parts) > _MOST_PARTS:
+            self._hold(joined(self._parts))
 
     def forget(self, forgotten: Forgotten, bases: NDArray[np.uint64]) -> int:
         """Let forgotten events leave, and return how many.
@@ -67,34 +88,55 @@ class GuardSet:
             forgotten: what is.
             bases: `partition_base` of each partition by its index.
         """
-        if not len(self.held):
+        columns = joined(self._parts)
+        if not columns:
             return 0
-        columns = self.held.columns
         covered = forgotten.covers(bases, columns)
-        if covered.any():
-            self.held = GuardRows({name: column[~covered] for name, column in columns.items()})
+        self._hold({name: column[~covered] for name, column in columns.items()} if covered.any() else columns)
         return int(np.count_nonzero(covered))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The set, for a cut: it shares memory with `held`, which is immutable."""
-        return {name: torch.from_numpy(column) for name, column in self.held.columns.items()}
+        """The set, for a cut, with what is still to be trimmed; later events do not change it."""
+        self._hold(joined(self._parts))
+        return {name: torch.from_numpy(column) for part in self._parts for name, column in part.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take up the set of a cut."""
-        self.held = GuardRows({name: tensor.numpy() for name, tensor in tensors.items()})
+        self._hold({name: tensor.numpy() for name, tensor in tensors.items()})
 
-    def _stays(self, label: NDArray[np.float64], hashed: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        total = len(label)
-        young = self._most // YOUNG
-        stays = np.zeros(total, np.bool_)
-        stays[total - young :] = True
-        groups = label[: total - young] if self._classes else np.zeros(total - young)
-        _, members = np.unique(groups, return_inverse=True)
-        share = _water_level(np.bincount(members), self._most - young)
-        order = np.lexsort((hashed[: total - young], members))
-        rank = np.arange(len(order)) - np.searchsorted(members[order], members[order])
-        stays[order[rank < share[members[order]]]] = True
-        return stays
+    def _hold(self, columns: Mapping[str, Array]) -> None:
+        """Hold these events and no others, in one part."""
+        self._parts = (columns,) if columns else ()
+        self._rows = len(columns["label"]) if columns else 0
+
+
+def joined(parts: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    """Return the events of several parts as columns."""
+    if len(parts) < 2:
+        return parts[0] if parts else {}
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def trimmed(columns: Mapping[str, Array], most: int, *, classes: bool) -> Mapping[str, Array]:
+    """Return at most so many of the events, in their order; `classes` says that labels tell who shares the room."""
+    if not columns or len(columns["label"]) <= most:
+        return columns
+    stays = _stays(columns["label"].astype(np.float64), columns["hash"].astype(np.uint64), most, classes=classes)
+    return {name: column[stays] for name, column in columns.items()}
+
+
+def _stays(label: NDArray[np.float64], hashed: NDArray[np.uint64], most: int, *, classes: bool) -> NDArray[np.bool_]:
+    total = len(label)
+    young = most // YOUNG
+    stays = np.zeros(total, np.bool_)
+    stays[total - young :] = True
+    groups = label[: total - young] if classes else np.zeros(total - young)
+    _, members = np.unique(groups, return_inverse=True)
+    share = _water_level(np.bincount(members), most - young)
+    order = np.lexsort((hashed[: total - young], members))
+    rank = np.arange(len(order)) - np.searchsorted(members[order], members[order])
+    stays[order[rank < share[members[order]]]] = True
+    return stays
 
 
 def _water_level(counts: NDArray[np.int64], room: int) -> NDArray[np.int64]:

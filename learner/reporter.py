@@ -133,7 +133,7 @@ class Reporter:
             replay_capacity=store.capacity if store is not None else None,
             replay_bounds=store.bounds if store is not None else {},
             replay_lost=store.lost if store is not None else 0,
-            guard_rows=len(self._guard.held),
+            guard_rows=len(self._guard),
             forgotten=self._forgetting.records,
             forgotten_through=self._forgetting.through,
             version=publisher.number,
