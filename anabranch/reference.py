@@ -101,6 +101,7 @@ _TAIL = """\
 | `ANABRANCH__SECTION__KEY` | overrides a key; an unknown one is an error |
 | `ANABRANCH_TEST_KAFKA_START` | for the tests: a command that takes `PORT DIR key=value...` and runs a broker |
 | `ANABRANCH_TEST_CHROMIUM` | for the tests: the Chromium to take; where it is set, none is an error |
+| `ANABRANCH_TEST_STEPS` | for the tests: so many uneven steps of two ranks instead of 300 |
 | `ANABRANCH_TEST_KILLS` | for the tests: where it is set, stores are killed 600 times instead of 20, in four minutes |
 
 `ANABRANCH__STREAM__BOOTSTRAP_SERVERS=kafka:9092` overrides `stream.bootstrap_servers`. Values are TOML, as in
@@ -113,6 +114,7 @@ The design fixes the names that users build on. These were added to it:
 - keys `stream.max_message_bytes`, `stream.buffer_bytes`, `learner.max_delay`, `learner.max_grad_norm`,
   `learner.micro_batch_size`, `learner.old_weight`, `learner.drift.actions`, `learner.drift.delta`,
   `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
+  `learner.comm_hook`, `learner.sync_every`, `learner.sharding`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
   `serving.twin`, `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
   `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,

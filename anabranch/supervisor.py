@@ -227,6 +227,7 @@ def pipeline_parts(config: Config) -> list[Part]:
 
 class _Progress(msgspec.Struct):
     pid: int
+    launcher: int | None = None
     steps_since_start: int | None = None
     """Of a learner; its version may be one of an earlier life."""
     version: int | None = None
@@ -238,7 +239,7 @@ def _has_progressed(report: Path, pid: int) -> bool:
     except (OSError, msgspec.MsgspecError):
         return False
     steps = progress.steps_since_start
-    return progress.pid == pid and (progress.version is not None if steps is None else steps > 0)
+    return pid in (progress.pid, progress.launcher) and (progress.version is not None if steps is None else steps > 0)
 
 
 def _start(child: _Child) -> None:

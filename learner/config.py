@@ -128,7 +128,7 @@ class LearnerSettings(Section):
     """The training loop."""
 
     batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """New events a step."""
+    """New events a step and replica."""
     max_delay: PositiveDuration = timedelta(milliseconds=50)
     """How long a step waits for a full batch of new events before it takes those that have come."""
     replay_ratio: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = 1.0
@@ -153,6 +153,15 @@ class LearnerSettings(Section):
     third more time. `true`: what the outermost `nn.Sequential` of the model consist of."""
     compile: bool = False
     """Whether the model goes through torch's compiler; where that fails, it runs as it is, with a warning."""
+    replicas: Annotated[int, Field(ge=1, le=256)] = 1
+    """Processes on this host that train the model together, each on a CUDA device of its own, or all on the CPU."""
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """How replicas compress the gradients that they exchange: `bf16` and `fp16` halve them, `powersgd` sends factors
+    of them."""
+    sync_every: Annotated[int, Field(ge=1)] = 1
+    """Steps after which replicas average their weights, learning apart in between; 1: they average each gradient."""
+    sharding: Literal["none", "zero1"] = "none"
+    """What replicas split among them: `zero1` the optimizer's state, which each rank then keeps a part of."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
     drift: DriftSettings = DriftSettings()
@@ -166,6 +175,11 @@ class LearnerSettings(Section):
     """Time in which SIGTERM stops the learner, its last cut and version included."""
     status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"
     """Address of the learner's `/metrics` and `/healthz`; off loopback `serving.tokens.read` is required."""
+
+    @property
+    def step_size(self) -> int:
+        """New events a step, of all replicas."""
+        return self.batch_size * self.replicas
 
 
 class VersionsSettings(Section):

@@ -3,6 +3,8 @@
 SettingsError
 |-- ModelError            the model's factory or its output does not fit (exit 2)
 `-- VersionError          a version directory cannot be used: missing, torn, or another schema's
+
+RankLostError             another rank is gone: end, and all ranks begin again from the newest cut
 """
 
 from ingest.errors import SettingsError
@@ -18,3 +20,7 @@ class VersionError(SettingsError):
 
 class CutError(SettingsError):
     """A cut is refused: torn, made under another schema, or of another model."""
+
+
+class RankLostError(Exception):
+    """Another rank is gone."""

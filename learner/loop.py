@@ -73,9 +73,9 @@ class Loop:
         self._parts = parts
         self._metrics = metrics
         self._batches = (
-            RoundRobin(parts.source, settings.batch_size, self._settled)
+            RoundRobin(parts.source, settings.step_size, self._settled)
             if settings.deterministic
-            else Batches(parts.source, settings.batch_size, settings.max_delay)
+            else Batches(parts.source, settings.step_size, settings.max_delay)
         )
         self._replay_debt = 0.0
         self._next_commit = 0.0
@@ -244,7 +244,7 @@ class Loop:
 
     def _plan_ahead(self) -> None:
         if self._parts.store is not None:
-            most = sum(self._parts.trainer.strategy.draws(int(self._settings.batch_size * self.replay_ratio) + 1))
+            most = sum(self._parts.trainer.strategy.draws(int(self._settings.step_size * self.replay_ratio) + 1))
             if self.ratio.probes(self.steps + AHEAD - 1):
                 most = max(most, self._settings.batch_size)
             self._parts.store.plan_ahead(self.steps, most)

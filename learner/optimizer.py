@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
         return kind(weights, **arguments, **_fused(settings.name, weights, arguments))
     except (TypeError, ValueError, RuntimeError) as exc:
         raise SettingsError(f"learner.optimizer: {settings.name} refuses {arguments}: {exc}") from exc
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the groups as `state_dict` has them, which one whose state lies on many ranks cannot give at any time."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def _fused(name: str, weights: Sequence[nn.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:

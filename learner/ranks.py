@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 class Ranks(Protocol):
@@ -15,6 +16,10 @@ class Ranks(Protocol):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to run in training: the backward pass through it averages gradients over the ranks."""
+        ...
+
+    def shard(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer to use: one that keeps its state on this rank alone, or the given."""
         ...
 
     def apart(self) -> contextlib.AbstractContextManager[object]:
@@ -38,6 +43,10 @@ class Alone:
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module itself."""
         return model
+
+    def shard(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer itself."""
+        return optimizer
 
     def apart(self) -> contextlib.AbstractContextManager[object]:
         """Change nothing."""

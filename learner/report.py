@@ -31,6 +31,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """One moment of a learner."""
 
     pid: int
+    launcher: int | None = None
+    """The process that started it and the other ranks; None where there is one rank."""
     epoch: int
     started: float
     """Seconds since 1970, as is `time`."""

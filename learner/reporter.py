@@ -42,6 +42,7 @@ class Reporter:
         *,
         strategy: str,
         classification: bool,
+        launched: bool = False,
     ) -> None:
         self._state_dir = state_dir
         self._epoch = epoch
@@ -56,6 +57,7 @@ class Reporter:
         self._metrics = metrics
         self._strategy = strategy
         self._classification = classification
+        self._launcher = os.getppid() if launched else None
         self._cut: tuple[int, float | None] = (0, None)
         self._started = time.time()
         self._ill: str | None = None
@@ -103,6 +105,7 @@ class Reporter:
         windows, groups = self._windows(), publisher.evaluation.groups
         report = LearnerReport(
             pid=os.getpid(),
+            launcher=self._launcher,
             epoch=self._epoch,
             started=self._started,
             time=time.time(),

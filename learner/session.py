@@ -6,9 +6,10 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -31,15 +32,17 @@ from learner.guard import GuardSet
 from learner.lock import hold_state_directory
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
-from learner.model import build_model, check_model, make_task
-from learner.precision import choose_device, choose_precision
+from learner.model import build_model, check_model, make_task, sample
+from learner.precision import Precision, choose_device, choose_precision
 from learner.publisher import Publisher
 from learner.replay_cut import unpack
+from learner.replicas import Place, Replicas, leaves_some_out
 from learner.reporter import Reporter
 from learner.status import serve_status
 from learner.strategies.build import build_strategy
-from learner.strategy import OUTPUT, kept
+from learner.strategy import OUTPUT, Strategy, kept
 from learner.task import Embeds, Task
+from learner.team import Channel, Leader, lead
 from learner.tracing import Tracing
 from learner.trainer import Trainer
 from learner.version import Versions
@@ -56,6 +59,7 @@ from replay.store import Store
 _GUARD_SALT = 0x5F3759DF
 """Makes the choice of held-out events independent of the choice of what is kept."""
 
+_SEARCH_ROWS = 2
 _FINISHING_SHARE = 0.8
 
 log = logging.getLogger(__name__)
@@ -83,31 +87,67 @@ class Deployment:
     """Wanted by `/metrics`, unless it is empty."""
 
 
-def learn(deployment: Deployment, stop: threading.Event) -> None:
-    """Compose the learner and run it until `stop` is set.
+@dataclass(frozen=True)
+class Workbench:
+    """What every rank trains with."""
+
+    schema: Schema
+    task: Task
+    model: nn.Module
+    embedding: Embeddings | None
+    precision: Precision
+    device: torch.device
+    strategy: Strategy
+    settings: LearnerSettings
+    output_shape: tuple[int, ...]
+    """Of the model's output for one event."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of a trainer."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "output_shape"}
+
+    @property
+    def leaves_some_out(self) -> bool:
+        """Whether some weights get no gradient."""
+        return leaves_some_out(self.model, sample(self.schema, _SEARCH_ROWS, self.device))
+
+
+def prepare(deployment: Deployment, device: torch.device, rank: int = 0) -> Workbench:
+    """Build and check what a rank trains with; ranks draw other random numbers from then on."""
+    schema = Schema(deployment.events)
+    if deployment.learner.deterministic:
+        compute_deterministically()
+    precision = choose_precision(deployment.learner.precision, device)
+    torch.manual_seed(deployment.seed + rank)
+    task = make_task(deployment.model.task, deployment.folder)
+    model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
+    embedding = _embedding(deployment, model, task, [feature.name for feature in schema.features])
+    output_shape = check_model(model, task, schema, device)
+    strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
+    return Workbench(
+        *(schema, task, model, embedding, precision, device, strategy, deployment.learner), output_shape=output_shape
+    )
+
+
+def learn(deployment: Deployment, stop: threading.Event, place: Place | None = None) -> None:
+    """Compose the learner and run it until `stop` is set; with a place among other ranks, as the one that leads them.
 
     Everything that can be wrong is found before the first step: settings, model, the lock, the address, the broker.
     When `stop` is set: 1. polling stops; 2. the step ends; 3. what was learned is published and positions are
     committed; 4. the ingest process ends, then the address closes, then the lock is let go.
     """
-    schema = Schema(deployment.events)
-    if deployment.learner.deterministic:
-        compute_deterministically()
-    device = choose_device(deployment.learner.device)
-    precision = choose_precision(deployment.learner.precision, device)
-    torch.manual_seed(deployment.seed)
-    task = make_task(deployment.model.task, deployment.folder)
-    model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
-    embedding = _embedding(deployment, model, task, [feature.name for feature in schema.features])
-    shape = check_model(model, task, schema, device)
-    strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
-    trainer = Trainer(model, task, strategy, schema, deployment.learner, device, precision, embedding)
     registry = CollectorRegistry()
     metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
     hold_out = HoldOut(fraction=deployment.gate.guard_fraction, seed=deployment.seed ^ _GUARD_SALT)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_bounded(stop, deployment.learner.stop_timeout))
+        stack.enter_context(bounded(stop, deployment.learner.stop_timeout))
+        channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
+        bench = prepare(deployment, channel.device if channel is not None else choose_device(deployment.learner.device))
+        schema, model, task, strategy = bench.schema, bench.model, bench.task, bench.strategy
+        device, embedding = bench.device, bench.embedding
         epoch = stack.enter_context(hold_state_directory(deployment.state_dir))
+        trainer = _trainer(bench, channel)
         versions = Versions(deployment.state_dir / "versions")
         versions.clean()
         publisher = Publisher(
@@ -126,12 +166,14 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         replayed = unpack(found[1]) if found is not None else None
         contents, segments = replayed if replayed is not None else (None, ())
         dim = embedding.heard().shape[1] if embedding is not None else None
-        columns = kept(shape) if strategy.keeps_output else {}
+        columns = kept(bench.output_shape) if strategy.keeps_output else {}
         if found is not None and contents is not None and strategy.replays:
-            _check_columns(*found, list(shape) if columns else None, deployment.learner.strategy.name)
+            _check_columns(*found, list(bench.output_shape) if columns else None, deployment.learner.strategy.name)
         store = _store(deployment, schema, device, cuts, contents, columns, dim) if strategy.replays else None
         if store is not None:
             stack.callback(store.close)
+        if isinstance(trainer, Leader):
+            trainer.listens = store is not None and store.listens
         cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, segments)
         forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, store, guard, cutter)
         forgetting.take_note(*less)
@@ -142,6 +184,7 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
             *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, metrics),
             strategy=deployment.learner.strategy.name,
             classification=schema.label.classes is not None,
+            launched=place is not None,
         )
         port = stack.enter_context(
             serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
@@ -152,7 +195,7 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
             return
         log.info(
             "learning %s on %s in %s; metrics on port %d",
-            *(", ".join(deployment.stream.topics), device, precision.name, port),
+            *(", ".join(deployment.stream.topics), device, bench.precision.name, port),
         )
         tracing = Tracing(deployment.learner.profile, deployment.state_dir)
         stack.callback(tracing.close)
@@ -160,6 +203,8 @@ def learn(deployment: Deployment, stop: threading.Event) -> None:
         def at_boundary() -> None:
             reporter.report_if_due()
             tracing.look(loop.steps)
+            if isinstance(trainer, Leader):
+                trainer.beat()
 
         try:
             loop.run(stop, at_boundary)
@@ -182,6 +227,13 @@ def _check_columns(number: int, cut: Cut, wanted: list[int] | None, strategy: st
 
 def _output(shape: list[int] | None) -> str:
     return "no output of the model" if shape is None else f"an output of shape {shape}"
+
+
+def _trainer(bench: Workbench, channel: Channel | None) -> Trainer:
+    """Make the trainer, of all ranks when there are more."""
+    if channel is None:
+        return Trainer(**bench.arguments)
+    return Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
 
 
 def _store(
@@ -240,7 +292,7 @@ def _finish(loop: Loop, reporter: Reporter, stop_timeout: timedelta) -> None:
 
 
 @contextlib.contextmanager
-def _bounded(stop: threading.Event, stop_timeout: timedelta) -> Iterator[None]:
+def bounded(stop: threading.Event, stop_timeout: timedelta) -> Iterator[None]:
     """End the process when `stop_timeout` has passed since `stop` was set: a step, a device or a disk may hang."""
     done = threading.Event()
 

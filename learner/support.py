@@ -39,6 +39,14 @@ def _is_agem(value: Any) -> bool:
     return bool(value == "agem")
 
 
+def _given(value: Any) -> bool:
+    return bool(value != "none")
+
+
+def _fp16(value: Any) -> bool:
+    return bool(value == "fp16")
+
+
 def _compares(value: Any) -> bool:
     return value in COMPARING
 
@@ -48,7 +56,9 @@ _UNHEARD = "embeddings are heard from a module while it runs, which compiled cod
 _LATE = "neighbours are found in a process of their own, and come when they come"
 _COMPILED = "what the compiler makes may differ from one start to the next"
 _TWICE = "compiled code is gone through once for a gradient, and this strategy takes two of one pass"
-_APART = "replicas learn from what each of them has received"
+_APART = "sums over replicas are rounded in another way than those of one process"
+_NO_GRADIENTS = "replicas that average weights now and then exchange no gradients"
+_NO_SCALE = "the scale of losses is agreed on where gradients are"
 
 RULES = (
     Rule("learner.compile", _on, "learner.activation_checkpointing", _on, _ANEW, "set one of them to false"),
@@ -58,6 +68,9 @@ RULES = (
     Rule("replay.sampling", _compares, "learner.deterministic", _on, _LATE, 'take "uniform"'),
     Rule("replay.admission", _compares, "learner.deterministic", _on, _LATE, 'take "reservoir"'),
     Rule("learner.compile", _on, "learner.deterministic", _on, _COMPILED, "set it to false"),
+    Rule("learner.comm_hook", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
+    Rule("learner.sharding", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
+    Rule("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
     Rule("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
 )
 

@@ -27,7 +27,7 @@ from learner.heard import Heard, cat, dealt
 from learner.memory import Dice, note, out_of_memory, release, smaller
 from learner.micro import micro_batches
 from learner.model import forward, tensor_dtype
-from learner.optimizer import build_optimizer
+from learner.optimizer import build_optimizer, groups_of
 from learner.precision import Precision
 from learner.ranks import Alone, Ranks
 from learner.schedule import Schedule
@@ -102,11 +102,11 @@ class Trainer:
         self._features = [feature.name for feature in schema.features]
         self._classes = schema.label.classes
         self._precision = precision
-        self._optimizer = build_optimizer(settings.optimizer, model.parameters())
         self._buffers = Buffers(model)
         self._gradients = Gradients([each for each in model.parameters() if each.requires_grad], settings.max_grad_norm)
-        self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         self._ranks = ranks or Alone()
+        self._optimizer = self._ranks.shard(build_optimizer(settings.optimizer, model.parameters()))
+        self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         checkpoint_activations(self.model, settings.activation_checkpointing)
         self._trained = self._ranks.wrap(self.model)
         if settings.compile:
@@ -169,15 +169,17 @@ class Trainer:
         """Multiply the config's learning rate by a factor, from the next step on."""
         self._schedule.scale = factor
 
-    def step(self, new: Examples, old: Sequence[Examples] = ()) -> StepResult:
+    def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
         """Score the new events, then train on new and old.
+
+        Of the new ones only the first `rows` count, None being all: a rank without new events has one of no weight.
 
         The predictions that are scored are those of the forward pass that the gradient comes from: the model has not
         seen the events before it, and a second pass would cost a third of the step. So dropout, where the model has
         it, is on.
         """
-        rows, drawn = len(new), [len(each) for each in old]
-        if rows == 1 and not sum(drawn):
+        rows, drawn = len(new) if rows is None else rows, [len(each) for each in old]
+        if len(new) == 1 and not sum(drawn):
             # Batch norm needs two: the event stands for another one of no weight.
             new = twice(new)
         before = self._buffers.saved()
@@ -350,7 +352,7 @@ class Trainer:
         try:
             self.model.load_state_dict(dict(tensors["model"]))
             self.scale_learning_rate(1.0)
-            groups = self._optimizer.state_dict()["param_groups"]
+            groups = groups_of(self._optimizer)
             if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["groups"]]:
                 raise ValueError("the optimizer has other parameters")
             self._optimizer.load_state_dict({"state": moments, "param_groups": groups})

@@ -28,7 +28,7 @@ HOME = {
     "pyarrow": {"ingest/arrow_pack.py", "ingest/arrow.py", "ingest/arrow_columns.py", "anabranch/source.py"},
     "redis": {"replay/redis.py"},
     "rich": {"anabranch"},
-    "safetensors": {"learner/version.py", "learner/cut.py"},
+    "safetensors": {"learner/version.py", "learner/cut.py", "learner/team.py"},
     "sklearn": {"anabranch/demo"},
     "starlette": {"serving/app.py"},
     "torch": {"learner", "replay", "serving", "anabranch/demo", "anabranch/doctor/probe.py", "anabranch/template"},
@@ -47,7 +47,7 @@ KEYS_OF_THE_DESIGN = words("""
     model.factory model.args model.task model.embedding
     learner.batch_size learner.replay_ratio learner.strategy.name
     learner.optimizer.name learner.optimizer.lr
-    learner.precision learner.device learner.deterministic learner.stop_timeout learner.status
+    learner.precision learner.replicas learner.device learner.deterministic learner.stop_timeout learner.status
     replay.admission replay.sampling replay.capacity replay.device_bytes replay.redis.url replay.redis.bytes
     replay.disk.bytes
     versions.publish_every versions.keep versions.keep_hourly
@@ -61,6 +61,7 @@ KEYS_ADDED = words("""
     learner.drift.actions learner.drift.delta learner.drift.lr_factor learner.drift.replay_factor learner.drift.steps
     learner.schedule.warmup_steps learner.schedule.restart
     learner.activation_checkpointing learner.compile learner.profile.start learner.profile.steps
+    learner.comm_hook learner.sync_every learner.sharding
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.twin
     replay.half_life replay.device_memory

@@ -28,7 +28,7 @@ def notes(what):
 
 def report(**figures):
     with open(os.path.join(place, "report.json"), "w") as file:
-        json.dump(dict(pid=os.getpid(), **figures), file)
+        json.dump(dict(dict(pid=os.getpid()), **figures), file)
 
 def on_sigterm(*_):
     note("sigterm")
@@ -123,7 +123,9 @@ def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part
     assert supervisor.restarts == {"part": 3}
 
 
-@pytest.mark.parametrize("figures", ["version=0", "steps_since_start=7, version=None"])
+@pytest.mark.parametrize(
+    "figures", ["version=0", "steps_since_start=7, version=None", "steps_since_start=7, pid=1, launcher=os.getpid()"]
+)
 def test_a_version_or_a_step_is_progress(part, running, until, noted, figures):
     backoff = RecordedBackoff()
     running(Supervisor([part(f"note('started'); report({figures}); os._exit(1)")], backoff))

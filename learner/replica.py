@@ -1,0 +1,25 @@
+"""The ranks but the first: they compute what the leader deals, and touch neither the stream nor the state directory."""
+
+import threading
+
+from learner.replicas import Place, Replicas, join_group
+from learner.session import Deployment, bounded, prepare
+from learner.team import Channel, follow
+from learner.trainer import Trainer
+
+
+def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -> None:
+    """Step with the leader until it says stop; `stop` alone ends nothing before `learner.stop_timeout` is over.
+
+    Raises:
+        RankLostError: the leader is gone.
+    """
+    with bounded(stop, deployment.learner.stop_timeout), join_group(place, deployment.learner) as device:
+        channel = Channel(device)
+
+        def make() -> tuple[Trainer, Replicas]:
+            bench = prepare(deployment, device, place.rank)
+            replicas = Replicas(deployment.learner, search=bench.leaves_some_out)
+            return Trainer(**bench.arguments, ranks=replicas), replicas
+
+        follow(channel, make)

@@ -1,0 +1,330 @@
+"""One rank leads, all compute: how the leader tells the others what to do, and they do it.
+
+Rank 0 reads the stream and has the store, the ledger, versions and cuts. For each step it deals events to all ranks,
+itself included; all do the same step, in which gradients are averaged; what the others found out comes back. Whatever
+is decided is decided by rank 0 and told in a header, so that all ranks do it or none.
+
+A message is a header of int64 on the CPU, and bytes on the learner's device where it announces some.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ingest.errors import AnabranchError
+from learner.config import LearnerSettings
+from learner.dealing import Form, Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
+from learner.errors import RankLostError
+from learner.replicas import SILENCE, Place, Replicas, join_group
+from learner.strategy import Examples
+from learner.trainer import StepResult, Trainer
+
+_HEADER = 24
+_PATIENCE = timedelta(seconds=2)
+_QUIET_SECONDS = 1.0
+"""After so long without a step the leader says that it is there, so that no rank gives up on a quiet stream."""
+_PARTS = ("model", "optimizer", "strategy")
+"""What of a cut is the trainer's."""
+_LOSSES, _EMBEDDINGS, _OUTPUTS = 1, 2, 4
+"""What the leader wants back from a step."""
+
+
+class Action(IntEnum):
+    """What a header asks of the other ranks."""
+
+    STOP = 0
+    WAIT = 1
+    BEGIN = 2
+    FORMS = 3
+    STEP = 4
+    RESTORE = 5
+    GATHER = 6
+    DRIFT = 7
+
+
+class Channel:
+    """The headers and bytes between the leader and the others. Called by every rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._due = 0.0
+
+    @property
+    def others(self) -> range:
+        """The ranks that are led."""
+        return range(1, self.size)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing was said for a second."""
+        return time.monotonic() >= self._due
+
+    def tell(self, rank: int, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None) -> None:
+        """Send a header, and a message with it, without waiting until they have arrived."""
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        size = -1 if message is None else len(message)
+        header[: 3 + len(numbers)] = torch.tensor([action, size, len(numbers), *numbers])
+        self._sent.append((dist.isend(header, rank), header))
+        if message is not None:
+            self._sent.append((dist.isend(message, rank), message))
+        self._due = time.monotonic() + _QUIET_SECONDS
+
+    def tell_all(
+        self, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None, patience: timedelta = SILENCE
+    ) -> None:
+        """Tell every other rank the same, and wait until it has arrived."""
+        for rank in self.others:
+            self.tell(rank, action, numbers, message)
+        self.arrived(patience)
+
+    def arrived(self, patience: timedelta = SILENCE) -> None:
+        """Wait until all that was told has arrived; raises RuntimeError when a rank does not listen."""
+        for work, _ in self._sent:
+            if work is not None:
+                work.wait(patience)
+        self._sent.clear()
+
+    def hear(self) -> tuple[Action, list[int], Tensor | None]:
+        """Wait for the leader's next header, and the message that goes with it."""
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        try:
+            dist.recv(header, 0)
+        except RuntimeError as exc:
+            raise RankLostError(f"rank 0 is gone: {exc}") from exc
+        action, size, count, *numbers = header.tolist()
+        return Action(action), numbers[:count], None if size < 0 else self.receive(0, size)
+
+    def reply(self, message: Tensor) -> None:
+        """Send bytes to the leader."""
+        dist.send(message, 0)
+
+    def receive(self, rank: int, size: int) -> Tensor:
+        """Wait for so many bytes of a rank, uint8 on the learner's device."""
+        message = torch.empty(size, dtype=torch.uint8, device=self.device)
+        dist.recv(message, rank)
+        return message
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Tell the others to begin now, and to stop when the block is left in order or by an error that is no bug.
+
+        When a rank is lost there is nobody to tell, and the others see for themselves that the group is broken.
+        """
+        try:
+            yield
+        except AnabranchError:
+            # Ranks in the midst of a step do not listen: they see for themselves that this one is gone.
+            with suppress(RuntimeError):
+                self.tell_all(Action.STOP, patience=_PATIENCE)
+            raise
+        self.tell_all(Action.STOP)
+
+
+@contextmanager
+def lead(place: Place, settings: LearnerSettings) -> Iterator[Channel]:
+    """Join the group of all ranks as the one that leads it."""
+    with join_group(place, settings) as device:
+        channel = Channel(device)
+        with channel.leading():
+            yield channel
+
+
+class Leader(Trainer):
+    """A trainer whose every step is that of all ranks. Rank 0's; the others run `follow`."""
+
+    listens = True
+    """Whether anybody looks at the losses of old events."""
+
+    def __init__(self, channel: Channel, replicas: Replicas, **given: Any) -> None:
+        """Take what a trainer takes, its ranks apart."""
+        channel.tell_all(Action.BEGIN)
+        super().__init__(**given, ranks=replicas)
+        self._channel = channel
+        self._replicas = replicas
+        self._forms: list[Form] = []
+        self._gathered = False
+
+    def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
+        """Deal events to all ranks, and step with them; what is returned is of all events."""
+        assert rows is None
+        everything = [new, *old]
+        self._agree_on([form_of(each) for each in everything])
+        dealt = deal([len(each) for each in everything], self._channel.size)
+        shares = [Share.of(everything, slices) for slices in dealt]
+        wants = _LOSSES * (self.listens and bool(old)) | _EMBEDDINGS * (self._embedding is not None)
+        wants |= _OUTPUTS * self.strategy.keeps_output
+        for rank in self._channel.others:
+            share = shares[rank]
+            numbers = [wants, self.micro_batch_size or 0, _bits(self._schedule.scale), *share.counts, *share.real]
+            self._channel.tell(rank, Action.STEP, numbers, packed(share.parts))
+        first, *others = shares[0].parts
+        mine = super().step(first, others, shares[0].real[0])
+        self._replicas.stepped()
+        self._channel.arrived()
+        self._gathered = False
+        return self._together(mine, shares, wants)
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Take up the weights and the optimizer of a cut, on all ranks."""
+        super().restore(tensors, state)
+        flat = {
+            f"{part}/{name}": value.cpu().clone() for part in _PARTS for name, value in tensors.get(part, {}).items()
+        }
+        flat["/"] = _bytes(json.dumps(state).encode())
+        self._channel.tell_all(Action.RESTORE, (), _bytes(safetensors.torch.save(flat)).to(self.device))
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copy the weights and buffers as they are now, averaged over the ranks where those have stepped apart."""
+        if self._replicas.apart_now:
+            self._gather()
+        return super().snapshot()
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Weights and the optimizer's tensors of all ranks, copied on the device, for a cut."""
+        self._gather()
+        return super().tensors()
+
+    def state(self) -> dict[str, Any]:
+        """What optimizer and scaler have beside tensors, as JSON values, for a cut."""
+        self._gather()
+        return super().state()
+
+    def drifted(self) -> None:
+        """Hear that the stream has changed, on all ranks."""
+        super().drifted()
+        self._channel.tell_all(Action.DRIFT)
+
+    def beat(self) -> None:
+        """Tell the others that the leader is there, when nothing else was told for a second."""
+        if self._channel.quiet:
+            self._channel.tell_all(Action.WAIT)
+
+    def _gather(self) -> None:
+        if not self._gathered:
+            self._channel.tell_all(Action.GATHER)
+            self._replicas.gather()
+            self._gathered = True
+
+    def _agree_on(self, forms: list[Form]) -> None:
+        if forms != self._forms:
+            self._forms = forms
+            self._channel.tell_all(Action.FORMS, (), _bytes(forms_to_json(forms)).to(self.device))
+
+    def _together(self, mine: StepResult, shares: Sequence[Share], wants: int) -> StepResult:
+        """Put what all ranks found out in the order in which the events came."""
+        picked = mine.replayed < sum(shares[0].counts[1:])
+        replayed = mine.replayed * len(shares) if picked else sum(sum(share.real[1:]) for share in shares)
+        ours = _pieces(mine, shares[0], wants)
+        if not ours:
+            return replace(mine, replayed=replayed)
+        found, draws = [ours], len(shares[0].real) - 1
+        groups = [*range(1, draws + 1)] * bool(wants & _LOSSES) + [*range(draws + 1)] * bool(wants & _EMBEDDINGS) + [0]
+        for rank in self._channel.others:
+            shapes = [(shares[rank].real[group], *piece.shape[1:]) for group, piece in zip(groups, ours, strict=False)]
+            sizes = [math.prod(shape) for shape in shapes]
+            numbers = self._channel.receive(rank, 4 * sum(sizes)).view(torch.float32)
+            found.append([part.view(shape) for part, shape in zip(torch.split(numbers, sizes), shapes, strict=True)])
+        whole = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+        output_B = whole.pop() if wants & _OUTPUTS else mine.output_B
+        embedding_N = torch.cat(whole[-draws - 1 :]) if wants & _EMBEDDINGS else None
+        old_R = torch.cat(whole[:draws]) if wants & _LOSSES else None
+        return replace(mine, old_R=old_R, embedding_N=embedding_N, output_B=output_B, replayed=replayed)
+
+
+def follow(channel: Channel, make: Callable[[], tuple[Trainer, Replicas]]) -> None:
+    """Do what the leader says until it says stop; `make` builds the trainer, together with all ranks.
+
+    Raises:
+        RankLostError: the leader is gone.
+    """
+    action, numbers, message = channel.hear()
+    if action is Action.STOP:
+        return
+    assert action is Action.BEGIN
+    trainer, replicas = make()
+    forms: list[Form] = []
+    while action is not Action.STOP:
+        action, numbers, message = channel.hear()
+        if action is Action.STEP:
+            assert message is not None
+            _step(channel, trainer, replicas, forms, numbers, message)
+        elif action is Action.FORMS:
+            assert message is not None
+            forms = forms_from_json(message.cpu().numpy().tobytes())
+        elif action is Action.RESTORE:
+            assert message is not None
+            _restore(trainer, message)
+        elif action is Action.GATHER:
+            replicas.gather()
+        elif action is Action.DRIFT:
+            trainer.drifted()
+
+
+def _step(
+    channel: Channel, trainer: Trainer, replicas: Replicas, forms: list[Form], numbers: list[int], message: Tensor
+) -> None:
+    wants, micro, lr_factor, *counts = numbers
+    counts, real = counts[: len(forms)], counts[len(forms) :]
+    share = Share(unpacked(message, forms, counts), real)
+    trainer.micro_batch_size = micro or None
+    trainer.scale_learning_rate(_number(lr_factor))
+    result = trainer.step(share.parts[0], share.parts[1:], real[0])
+    replicas.stepped()  # before the reply, for which the leader asks after it
+    pieces = _pieces(result, share, wants)
+    if pieces:
+        channel.reply(torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8))
+
+
+def _restore(trainer: Trainer, message: Tensor) -> None:
+    tensors: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
+    flat = safetensors.torch.load(message.cpu().numpy().tobytes())
+    state = json.loads(flat.pop("/").numpy().tobytes())
+    for key, value in flat.items():
+        part, _, name = key.partition("/")
+        tensors[part][name] = value
+    trainer.restore(tensors, state)
+
+
+def _pieces(result: StepResult, share: Share, wants: int) -> list[Tensor]:
+    """Return what a rank found out and the leader wants, without what stands in: float32, one tensor a draw."""
+    pieces: list[Tensor] = []
+    counts, real = share.counts, share.real
+    if wants & _LOSSES:
+        nowhere = share.parts[0].weight_B.new_full((sum(counts[1:]),), math.nan)
+        old_R = (nowhere if result.old_R is None else result.old_R).float()
+        pieces += [part[:n] for part, n in zip(torch.split(old_R, counts[1:]), real[1:], strict=True)]
+    if wants & _EMBEDDINGS:
+        assert result.embedding_N is not None
+        parts = torch.split(result.embedding_N, [real[0], *counts[1:]])
+        pieces += [part[:n] for part, n in zip(parts, real, strict=True)]
+    if wants & _OUTPUTS:
+        assert result.output_B is not None
+        pieces.append(result.output_B.float())
+    return pieces
+
+
+def _bits(number: float) -> int:
+    """Return a number so that it travels among whole ones."""
+    return int(np.float64(number).view(np.int64))
+
+
+def _number(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(text, np.uint8).copy())

@@ -1,0 +1,136 @@
+"""One of N ranks that play through what `test_ranks.py` compares: `RANK SIZE FOLDER SCENARIO...`, each as JSON.
+
+Alone it trains as one rank does. What came out is written to `FOLDER/<number of the scenario>.safetensors`.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from ingest.config import SchemaSettings
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner.config import LearnerSettings
+from learner.embedding import Embedding
+from learner.precision import choose_precision
+from learner.replicas import Place, Replicas, join_group
+from learner.strategies import STRATEGIES
+from learner.strategy import Examples
+from learner.task import Classification
+from learner.team import Channel, Leader, follow
+from learner.trainer import Trainer
+
+SCHEMA = Schema(
+    SchemaSettings.model_validate(
+        {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+    )
+)
+CPU = torch.device("cpu")
+
+
+def settings_of(scenario: dict[str, Any]) -> LearnerSettings:
+    return LearnerSettings.model_validate(
+        {"optimizer": {"name": "sgd", "lr": 0.1}, "max_grad_norm": float("inf"), "device": "cpu"}
+        | scenario.get("settings", {})
+    )
+
+
+def arguments_of(scenario: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    width = scenario.get("width", 8)
+    inner = [nn.Linear(width, width), nn.Tanh()] if "width" in scenario else []
+    model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), *inner, nn.Linear(width, 3))
+    if scenario.get("double", True):
+        model = model.double()
+        model.register_forward_pre_hook(lambda _, given: (given[0].double(),))
+    settings = settings_of(scenario)
+    return {
+        "model": model,
+        "task": Classification(),
+        "strategy": STRATEGIES[scenario.get("strategy", "er")](),
+        "schema": SCHEMA,
+        "settings": settings,
+        "device": CPU,
+        "precision": choose_precision(settings.precision, CPU),
+        "embedding": Embedding(model, "1"),
+    }
+
+
+def examples(trainer: Trainer, begin: int, n: int, double: bool) -> Examples:
+    columns = fake_columns(SCHEMA, range(begin, begin + n), label=[0, 1, 2])
+    columns["weight"][::3] = 2.5
+    found = trainer.examples(columns)
+    if not double:
+        return found
+    return Examples({"x": found.features["x"].double()}, found.label_B, found.weight_B.double())
+
+
+def seen(trainer: Trainer, begin: int, n: int, double: bool) -> Examples:
+    """Return old events, with what the model said of them where that is kept, of one of them nothing."""
+    found = examples(trainer, begin, n, double)
+    if not trainer.strategy.keeps_output:
+        return found
+    output_B = torch.arange(3.0 * n).reshape(n, 3).sin()
+    output_B[0] = torch.nan
+    return replace(found, output_B=output_B)
+
+
+def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Step as the scenario says: [new, old...] a step; return the weights, and what the last step found out."""
+    found = {}
+    for step in range(scenario.get("times", 1) * len(scenario["steps"])):
+        new, *drawn = scenario["steps"][step % len(scenario["steps"])]
+        double = scenario.get("double", True)
+        old = [seen(trainer, 50 * place, n, double) for place, n in enumerate(drawn, 1) if n]
+        result = trainer.step(examples(trainer, step, new, double), old if trainer.strategy.replays else [])
+        assert result.finite
+        found = {"score": torch.tensor(result.score), "loss": torch.tensor(result.loss)}
+        for name in ("old_R", "embedding_N", "output_B"):
+            value = getattr(result, name)
+            if value is not None and (name != "output_B" or trainer.strategy.keeps_output):
+                found[name] = value.float().contiguous()
+        if step == scenario.get("drift_at"):
+            trainer.scale_learning_rate(0.5)
+            trainer.drifted()
+        if step == scenario.get("cut_at"):
+            trainer.restore(trainer.tensors(), trainer.state())
+    tensors, state = trainer.tensors(), trainer.state()
+    trainer.restore(tensors, state)
+    moments = {f"optimizer.{name}": value for name, value in tensors["optimizer"].items()}
+    return found | moments | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
+
+
+def main() -> None:
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    scenarios = [json.loads(text) for text in sys.argv[4:]]
+    torch.set_num_threads(1)
+    if size == 1:
+        for number, scenario in enumerate(scenarios):
+            save(folder, number, play(Trainer(**arguments_of(scenario)), scenario))
+        return
+    with join_group(Place(rank, size, folder / "meeting"), settings_of({})) as device:
+        for number, scenario in enumerate(scenarios):
+            channel, replicas = Channel(device), Replicas(settings_of(scenario))
+            arguments = arguments_of(scenario)
+            if rank == 0:
+                with channel.leading():
+                    begin = time.monotonic()
+                    found = play(Leader(channel, replicas, **arguments), scenario)
+                    save(folder, number, found | {"seconds": torch.tensor(time.monotonic() - begin)})
+            else:
+                follow(channel, lambda given=arguments, its=replicas: (Trainer(**given, ranks=its), its))
+
+
+def save(folder: Path, number: int, found: dict[str, torch.Tensor]) -> None:
+    safetensors.torch.save_file(found, folder / f"{number}.safetensors")
+
+
+if __name__ == "__main__":
+    main()

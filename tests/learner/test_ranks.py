@@ -1,0 +1,152 @@
+"""Ranks: two learn what one learns, whatever they are dealt."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ingest.errors import SettingsError
+from learner.config import LearnerSettings
+from learner.dealing import Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
+from learner.replicas import Place, join_group
+from learner.strategies import STRATEGIES
+from learner.strategy import Examples
+
+PROGRAM = Path(__file__).parent / "ranks_program.py"
+LONG = "ANABRANCH_TEST_STEPS"
+UNEVEN = [[11, 9], [1, 0], [1, 1], [2, 0], [1, 5], [3, 1], [7, 0]]
+"""New and old events of steps: some leave a rank with nothing new, or with nothing at all."""
+
+Play = Any
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Play:
+    """Plays scenarios on so many ranks, and returns what came out of each."""
+
+    def run(size: int, scenarios: list[dict[str, Any]], timeout: float = 100) -> list[dict[str, Tensor]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        texts = [json.dumps(scenario) for scenario in scenarios]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes = [
+            subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(size), str(folder), *texts], env=environment)
+            for rank in range(size)
+        ]
+        try:
+            assert [process.wait(timeout) for process in processes] == [0] * size
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [safetensors.torch.load_file(folder / f"{number}.safetensors") for number in range(len(texts))]
+
+    return run
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 5))
+def test_every_event_is_dealt_once_in_order_and_ranks_have_nearly_as_many(counts: list[int], ranks: int) -> None:
+    dealt = deal(counts, ranks)
+    for place, count in enumerate(counts):
+        slices = [slices[place] for slices in dealt]
+        assert [slices[0].start, slices[-1].stop] == [0, count]
+        assert all(before.stop == after.start for before, after in pairwise(slices))
+    totals = [sum(each.stop - each.start for each in slices) for slices in dealt]
+    assert max(totals) - min(totals) <= 1
+
+
+@given(st.integers(0, 9), st.booleans())
+def test_examples_travel_as_they_are(n: int, kept: bool) -> None:
+    examples = Examples(
+        {"x": torch.rand(n, 3, 2), "flag": torch.rand(n) > 0.5},
+        torch.arange(n),
+        torch.rand(n, dtype=torch.float64),
+        torch.rand(n, 4) if kept else None,
+    )
+    (forms,) = (forms_from_json(forms_to_json([form_of(examples)] * 2)),)
+    first, second = unpacked(packed([examples[:1], examples]), forms, [min(n, 1), n])
+    assert len(first) == min(n, 1)
+    for ours, theirs in zip(examples.features.values(), second.features.values(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(examples.label_B, second.label_B)
+    assert torch.equal(examples.weight_B, second.weight_B)
+    assert (second.output_B is None) == (not kept)
+
+
+def test_an_event_of_no_weight_stands_in_where_a_rank_has_none() -> None:
+    examples = Examples({"x": torch.rand(1, 3)}, torch.tensor([2]), torch.tensor([1.5]))
+    one, other = (Share.of([examples], slices) for slices in deal([1], 2))
+    assert (one.real, one.counts, other.real, other.counts) == ([1], [1], [0], [1])
+    assert other.parts[0].weight_B.tolist() == [0]
+
+
+def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> None:
+    scenarios: list[dict[str, Any]] = []
+    for strategy, kind in STRATEGIES.items():
+        draws = len(kind().draws(2))
+        steps = [[new, *[old] * draws] for new, old in UNEVEN]
+        for micro in (None, 3):
+            scenarios.append({"strategy": strategy, "steps": steps, "settings": {"micro_batch_size": micro}})
+        adamw = {"optimizer": {"name": "adamw", "lr": 0.01}}
+        scenarios.append({"strategy": strategy, "steps": steps, "cut_at": 3, "settings": adamw})
+    schedule = {"warmup_steps": 4, "restart": "drift"}
+    scenarios.append({"strategy": "er", "steps": UNEVEN, "drift_at": 2, "settings": {"schedule": schedule}})
+    replicas = [each | {"settings": each["settings"] | {"replicas": 2}} for each in scenarios]
+    zero = [each | {"settings": each["settings"] | {"sharding": "zero1"}} for each in replicas[2::3]]
+    alone, together = play(1, scenarios), play(2, replicas + zero)
+    for scenario, one, two in zip([*scenarios, *scenarios[2::3]], [*alone, *alone[2::3]], together, strict=True):
+        del two["seconds"]
+        assert one.keys() == two.keys(), scenario
+        if scenario["strategy"] == "mir":
+            continue  # each rank picks among the candidates that it was dealt
+        for name, value in one.items():
+            atol = 1e-6 if value.dtype is torch.float64 else 1e-5
+            assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+
+
+def test_uneven_steps_do_not_hang(play: Play) -> None:
+    times = int(os.environ.get(LONG, "300")) // len(UNEVEN) + 1
+    (found,) = play(
+        2, [{"steps": UNEVEN, "times": times, "settings": {"replicas": 2}}], 600 if LONG in os.environ else 60
+    )
+    assert found["loss"].isfinite()
+
+
+def test_compressed_and_rarer_exchange_leads_about_as_far(play: Play) -> None:
+    ways = [{}, {"comm_hook": "fp16"}, {"comm_hook": "powersgd"}, {"sync_every": 4}]
+    scenario = {"steps": [[16, 16]], "times": 61, "double": False, "width": 64}
+    exact, *others = play(2, [scenario | {"settings": {"replicas": 2, **way}} for way in ways])
+    for way, found in zip(ways[1:], others, strict=True):
+        assert abs(found["loss"] - exact["loss"]) < 0.1 * exact["loss"], way
+        assert not torch.equal(found["model.2.weight"], exact["model.2.weight"]), way
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [({"device": "cpu", "comm_hook": "bf16"}, "needs CUDA devices"), ({"device": "cuda"}, "sees no such device")],
+)
+def test_devices_that_ranks_cannot_have_are_refused_before_they_meet(
+    settings: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
+    if settings["device"] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(SettingsError, match=sentence):
+        with join_group(Place(0, 2, tmp_path / "meeting"), LearnerSettings.model_validate(settings)):
+            pass
+
+
+def test_what_ranks_have_learned_apart_is_averaged_in_versions_and_cuts(play: Play) -> None:
+    """With plain SGD one step apart, then averaged, is the step of the averaged gradient."""
+    scenario = {"steps": [[8, 8]], "settings": {"replicas": 2, "sync_every": 100}}
+    (found,), (exact,) = play(2, [scenario]), play(1, [scenario | {"settings": {}}])
+    for name in ("model.0.weight", "model.2.bias"):
+        assert torch.allclose(found[name], exact[name], rtol=0, atol=1e-12)
