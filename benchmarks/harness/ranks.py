@@ -1,0 +1,142 @@
+"""Two ranks on the CPU, fed by partitions that hold as much as each other, or nine times as much."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from anabranch.broker import EmbeddedBroker, free_port
+from harness.turns import in_turns
+from ingest.config import SchemaSettings, StreamSettings
+from ingest.producer import EventProducer, create_topics
+from ingest.rows import row_dtype
+from ingest.schema import Schema
+from learner.report import LearnerReport, read_report
+
+EVEN, UNEVEN = (50,) * 8, (90,) * 4 + (10,) * 4
+"""Events of each partition's messages: eight partitions, of which in the second case half hold nine times as much."""
+_FLOATS = 784
+_SCHEMA = {
+    "features": {"x": {"dtype": "float32", "shape": [_FLOATS]}},
+    "label": {"name": "y", "classes": 10},
+}
+_MODEL = f"""
+from torch import nn
+def build():
+    return nn.Sequential(nn.Linear({_FLOATS}, 1000), nn.ReLU(), nn.Linear(1000, 200), nn.ReLU(), nn.Linear(200, 10))
+"""
+_PIPELINE = """
+name = "{topic}"
+[stream]
+bootstrap_servers = "{bootstrap}"
+topics = ["{topic}"]
+format = "rows"
+[schema.features.x]
+dtype = "float32"
+shape = [784]
+[schema.label]
+name = "y"
+classes = 10
+[model]
+factory = "ranks_model:build"
+[learner]
+batch_size = 64
+replicas = {ranks}
+device = "cpu"
+status = "127.0.0.1:{port}"
+[replay]
+capacity = 20_000
+"""
+_PATIENCE_SECONDS = 600.0
+_LOOK_SECONDS = 0.1
+
+
+def uneven_over_even(rows: int, rounds: int, bootstrap: str | None = None) -> tuple[list[float], list[float]]:
+    """Return new events a second of two ranks, with uneven and with even partitions, one figure a round.
+
+    Each run begins anew, on a topic that holds `rows` events beforehand: the stream is not the limit. What is counted
+    begins with the first report in which steps were made.
+    """
+    with contextlib.ExitStack() as stack:
+        address = bootstrap or stack.enter_context(EmbeddedBroker()).bootstrap
+        topics = {name: f"ranks-{name}-{os.getpid()}" for name in ("uneven", "even")}
+        for name, sizes in (("uneven", UNEVEN), ("even", EVEN)):
+            _fill(address, topics[name], sizes, rows)
+        arms = {name: lambda topic=topic: _rate(address, topic, rows) for name, topic in topics.items()}
+        figures = in_turns(arms, rounds, warm_up=0)
+    return figures["uneven"], figures["even"]
+
+
+def _fill(bootstrap: str, topic: str, sizes: Sequence[int], rows: int) -> None:
+    settings = StreamSettings(bootstrap_servers=bootstrap, topics=(topic,))
+    create_topics(settings, {topic: len(sizes), f"{topic}.dead": 1})
+    generator = np.random.default_rng(0)
+    events = np.zeros(max(sizes), row_dtype(Schema(SchemaSettings.model_validate(_SCHEMA))))
+    producer = EventProducer(settings, topic)
+    producer.open()
+    sent = 0
+    while sent < rows:
+        for size in sizes:  # the producer takes partitions in turn
+            events["x"] = generator.random((len(events), _FLOATS), np.float32)
+            events["y"] = generator.integers(0, 10, len(events))
+            producer.send(events[:size].tobytes())
+            sent += size
+    producer.flush()
+    producer.close()
+
+
+def _rate(bootstrap: str, topic: str, rows: int, ranks: int = 2) -> float:
+    with tempfile.TemporaryDirectory(dir=".", prefix="ranks-") as name:
+        folder = Path(name).resolve()
+        (folder / "ranks_model.py").write_text(_MODEL)
+        config = folder / "pipeline.toml"
+        config.write_text(_PIPELINE.format(topic=topic, bootstrap=bootstrap, ranks=ranks, port=free_port()))
+        with _learner(config) as process:
+            first = _wait(process, folder, 1)
+            last = _wait(process, folder, int(0.95 * rows))
+    return (_learned(last) - _learned(first)) / (last.time - first.time)
+
+
+@contextlib.contextmanager
+def _learner(config: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A learner that ends with the benchmark: it stops when its stdin does."""
+    with (config.parent / "learner.log").open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "learner", "-c", str(config), "--supervised"],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=said,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _wait(process: "subprocess.Popen[bytes]", folder: Path, rows: int) -> LearnerReport:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (report := read_report(folder / "var")) is None or _learned(report) < rows:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"a learner did not get on: {(folder / 'learner.log').read_text()[-2000:]}")
+        time.sleep(_LOOK_SECONDS)
+    return report
+
+
+def _learned(report: LearnerReport) -> int:
+    return sum(report.outcomes.values())
+
+
+if __name__ == "__main__":
+    uneven, even = uneven_over_even(int(sys.argv[1]), int(sys.argv[2]))
+    print(json.dumps({"uneven": uneven, "even": even}))
