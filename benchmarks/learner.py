@@ -5,6 +5,8 @@
     mlp      an MLP of a million parameters
     convnet  two convolutions over images of 28 x 28
     formats  the MLP again with events as JSON, for information; left out of the quick form
+    ranks    two ranks on a topic of eight partitions, of which half hold nine times as much, against as much in each:
+             new events a second; left out of the quick form
 
 The learner reads a live topic of packed rows, replays one old event for each new one, publishes every second and cuts
 every 30 seconds. The bare loop trains the same model with the same optimizer on as many new and old rows a step. Both
@@ -34,10 +36,15 @@ import numpy as np
 from harness.bare import BareLoop, Loop
 from harness.feed import Feed
 from harness.pipeline import LearnerProcess, Stream, broker, make_topic, messages, packed, pipeline, schema_of
+from harness.ranks import uneven_over_even
 from harness.table import Table, Target, options
 from harness.turns import Spread, in_turns, ratio
 
-TARGETS = {"mlp_over_bare": Target(0.95, least=True), "convnet_over_bare": Target(0.95, least=True)}
+TARGETS = {
+    "mlp_over_bare": Target(0.95, least=True),
+    "convnet_over_bare": Target(0.95, least=True),
+    "uneven_over_even": Target(0.95, least=True),
+}
 OPTIMIZER = {"name": "adamw", "lr": 1e-3}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 CONVNET = {"factory": "convnet", "args": {"channels": 16}}
@@ -45,6 +52,7 @@ BATCH = 96
 """New events a step, so that a step takes 10 ms and more."""
 _POOL_ROWS = 20_000
 _STORED = 10_000
+_RANKS_ROWS, _RANKS_ROUNDS = 40_000, 5
 
 
 @dataclass(frozen=True)
@@ -171,8 +179,35 @@ def formats(table: Table, sizes: Sizes, bootstrap: str) -> None:
     over_bare(table, "mlp_json", MLP, "json", sizes, bootstrap)
 
 
-PARTS: dict[str, Callable[[Table, Sizes, str], None]] = {"mlp": mlp, "convnet": convnet, "formats": formats}
-"""One rank each; what several ranks make of uneven partitions is a part of its own."""
+def ranks(table: Table, _sizes: Sizes, bootstrap: str) -> None:
+    """Measure two ranks, which have all cores."""
+    table.title("ranks: two of them, eight partitions; each run has a topic of its own, filled beforehand")
+    with all_cores():
+        uneven, even = uneven_over_even(_RANKS_ROWS, _RANKS_ROUNDS, bootstrap)
+    table.say("uneven_over_even", ratio(uneven, even), "new events a second")
+    for name, found in (("uneven", uneven), ("even", even)):
+        table.say(f"ranks_rows_per_second_{name}", Spread.of(found))
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """Let what is started in the block have all cores."""
+    if CORE is None or OTHERS is None:
+        yield
+        return
+    os.sched_setaffinity(0, CORE | OTHERS)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, OTHERS)
+
+
+PARTS: dict[str, Callable[[Table, Sizes, str], None]] = {
+    "mlp": mlp,
+    "convnet": convnet,
+    "formats": formats,
+    "ranks": ranks,
+}
 _QUICK_PARTS = ["mlp", "convnet"]
 
 

@@ -1,7 +1,6 @@
 """Two ranks on the CPU, fed by partitions that hold as much as each other, or nine times as much."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -135,8 +134,3 @@ def _wait(process: "subprocess.Popen[bytes]", folder: Path, rows: int) -> Learne
 
 def _learned(report: LearnerReport) -> int:
     return sum(report.outcomes.values())
-
-
-if __name__ == "__main__":
-    uneven, even = uneven_over_even(int(sys.argv[1]), int(sys.argv[2]))
-    print(json.dumps({"uneven": uneven, "even": even}))
