@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ingest.errors import SettingsError
 from learner.config import OptimizerSettings
@@ -45,10 +45,46 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
         raise SettingsError(f"learner.optimizer: {settings.name} refuses {arguments}: {exc}") from exc
 
 
-def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's tensors, copied on their device, each as `<index of the parameter>.<name>`."""
+    return {
+        f"{index}.{name}": value.detach().clone()
+        for index, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what it has beside tensors, as JSON values."""
+    state = optimizer.state_dict()
+    others = {
+        str(index): {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        for index, values in state["state"].items()
+    }
+    return {"groups": state["param_groups"], "others": others}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Take up what `moments` and `numbers` returned; learning rates and so on stay those of the config.
+
+    Raises:
+        ValueError: it is of an optimizer with other parameters.
+    """
+    found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        found.setdefault(int(index), {})[name] = value
+    groups = _groups(optimizer)
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["groups"]]:
+        raise ValueError("the optimizer has other parameters")
+    optimizer.load_state_dict({"state": found, "param_groups": groups})
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the groups as `state_dict` has them, which one whose state lies on many ranks cannot give at any time."""
-    numbers = count()
-    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
+    places = count()
+    return [{**group, "params": [next(places) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def _fused(name: str, weights: Sequence[nn.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:

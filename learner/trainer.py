@@ -27,7 +27,7 @@ from learner.heard import Heard, cat, dealt
 from learner.memory import Dice, note, out_of_memory, release, smaller
 from learner.micro import micro_batches
 from learner.model import forward, tensor_dtype
-from learner.optimizer import build_optimizer, groups_of
+from learner.optimizer import build_optimizer, load_optimizer, moments, numbers
 from learner.precision import Precision
 from learner.ranks import Alone, Ranks
 from learner.schedule import Schedule
@@ -311,26 +311,14 @@ class Trainer:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and the optimizer's tensors, copied on the device, for a cut."""
-        state = self._optimizer.state_dict()["state"]
-        moments = {
-            f"{index}.{name}": value.detach().clone()
-            for index, values in state.items()
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-        }
         strategy = self.strategy.tensors()
-        return {"model": self.snapshot(), "optimizer": moments} | ({"strategy": strategy} if strategy else {})
+        found = {"model": self.snapshot(), "optimizer": moments(self._optimizer)}
+        return found | ({"strategy": strategy} if strategy else {})
 
     def state(self) -> dict[str, Any]:
         """What optimizer and scaler have beside tensors, as JSON values, for a cut."""
-        optimizer = self._optimizer.state_dict()
-        others = {
-            str(index): {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-            for index, values in optimizer["state"].items()
-        }
         return {
-            "groups": optimizer["param_groups"],
-            "others": others,
+            **numbers(self._optimizer),
             "scaler": self._scaler.state_dict(),
             "schedule": {"step": self._steps, **self._schedule.state()},
             "strategy": {"class": type(self.strategy).__name__, **self.strategy.state()},
@@ -345,17 +333,10 @@ class Trainer:
         Raises:
             CutError: they are of another model or optimizer.
         """
-        moments: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
-        for name, value in tensors["optimizer"].items():
-            index, _, key = name.partition(".")
-            moments.setdefault(int(index), {})[key] = value
         try:
             self.model.load_state_dict(dict(tensors["model"]))
             self.scale_learning_rate(1.0)
-            groups = groups_of(self._optimizer)
-            if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["groups"]]:
-                raise ValueError("the optimizer has other parameters")
-            self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+            load_optimizer(self._optimizer, tensors["optimizer"], state)
             self._scaler.load_state_dict(state["scaler"] if self._precision.scaled else {})
             self._steps = int(state.get("schedule", {}).get("step", 0))
             self._schedule.restore(state.get("schedule", {}))
