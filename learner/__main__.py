@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from anabranch.config import Config
     from learner.session import Deployment
 
-_REFUSED = (2, 3)
-"""Exit codes of settings and dependencies, which starting ranks again cannot mend."""
-
 log = logging.getLogger("learner")
 
 
@@ -61,7 +58,7 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
 
 def _rank(group: Path, arguments: list[str]) -> int:
     """Be the rank that the agent's environment says, and return the exit code by which the agent restarts or not."""
-    from learner.launcher import MEETING, stop_with_launcher, write_outcome
+    from learner.launcher import MEETING, REFUSED, stop_with_launcher, write_outcome
     from learner.replicas import Place
 
     rank, starts = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -80,9 +77,9 @@ def _rank(group: Path, arguments: list[str]) -> int:
             sys.exit(1)
 
     code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
-    if rank == 0 or code in _REFUSED:
+    if rank == 0 or code in REFUSED:
         write_outcome(group, code)
-    return 0 if code in _REFUSED else code
+    return 0 if code in REFUSED else code
 
 
 def _deployment(config: "Config") -> "Deployment":

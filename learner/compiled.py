@@ -32,9 +32,11 @@ def compiled(module: nn.Module, schema: Schema, device: torch.device, precision:
     saved = buffers.saved()
     try:
         for rows in _ROWS:
-            with precision.autocast(device):
-                output = forward(fast, sample(schema, rows, device))
-            output.float().sum().backward()  # type: ignore[no-untyped-call]
+            # Apart, since where it fails on one rank alone the others would wait for its gradient.
+            with ranks.apart():
+                with precision.autocast(device):
+                    output = forward(fast, sample(schema, rows, device))
+                output.float().sum().backward()  # type: ignore[no-untyped-call]
     except Exception as exc:  # noqa: BLE001 the compiler runs programs of others, which may raise anything
         log.warning("learner.compile: compiling fails, and the model runs as it is: %s", " ".join(str(exc).split()))
         failed.fill_(True)

@@ -28,6 +28,8 @@ _BEYOND_STOP_TIMEOUT = timedelta(seconds=3)
 _ENOUGH = 4096
 MEETING = "meeting"
 OUTCOME = "outcome"
+REFUSED = frozenset({2, 3})
+"""Exit codes that starting again cannot mend."""
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +45,8 @@ def launch(ranks: int, command: Sequence[str], stop: threading.Event, stop_timeo
     with tempfile.TemporaryDirectory(prefix="anabranch-") as folder, _Lifeline() as lifeline:
         agent = _Agent(ranks, (*command, "--group", folder), stop_timeout)
         agent.start()
-        while agent.is_alive() and not stop.wait(_LOOK_SECONDS):
-            pass
+        while agent.is_alive() and not stop.wait(_LOOK_SECONDS) and read_outcome(Path(folder)) not in REFUSED:
+            pass  # a rank that refuses to go on ends all: others may wait for it, and would be started again
         lifeline.say_stop()
         agent.join((stop_timeout + _BEYOND_STOP_TIMEOUT).total_seconds())
         code = None if agent.is_alive() else read_outcome(Path(folder))

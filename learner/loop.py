@@ -1,6 +1,7 @@
 """The training loop: takes batches, learns them, settles them, publishes."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -193,7 +194,8 @@ class Loop:
             drawn = store.draw(self.steps, max(sum(draws), probes))
         probed = None
         if probes and len(drawn):
-            probed = Tally(*trainer.probe(trainer.rehearsal(drawn.first(probes), (probes,))[0]))
+            rows, score = trainer.probe(trainer.rehearsal(drawn.first(probes), (probes,))[0])
+            probed = Tally(rows, score) if math.isfinite(score) else None
         draw = drawn.first(sum(draws))
         return trainer.rehearsal(draw, draws) if len(draw) else (), draw, probed
 

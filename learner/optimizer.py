@@ -62,15 +62,17 @@ def numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         str(index): {name: value for name, value in values.items() if not isinstance(value, Tensor)}
         for index, values in state["state"].items()
     }
-    return {"groups": state["param_groups"], "others": others}
+    return {"groups": state["param_groups"], "others": others, "kind": _kind(optimizer)}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Take up what `moments` and `numbers` returned; learning rates and so on stay those of the config.
 
     Raises:
-        ValueError: it is of an optimizer with other parameters.
+        ValueError: it is of an optimizer with other parameters, or of another kind.
     """
+    if state.get("kind", _kind(optimizer)) != _kind(optimizer):
+        raise ValueError(f"the cut is of {state['kind']}, and learner.optimizer is {_kind(optimizer)}")
     found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
     for key, value in tensors.items():
         index, _, name = key.partition(".")
@@ -79,6 +81,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["groups"]]:
         raise ValueError("the optimizer has other parameters")
     optimizer.load_state_dict({"state": found, "param_groups": groups})
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Name the optimizer, and those of its arguments that decide what it keeps for each parameter."""
+    inner = getattr(optimizer, "optim", optimizer)  # of one whose state lies on many ranks
+    keeps = [name for name in ("momentum", "amsgrad", "centered") if optimizer.defaults.get(name)]
+    return " with ".join([type(inner).__name__.lower(), *keeps])
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ Each step's predictions are those of a model that has not seen the events (Gama 
 learning algorithms").
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,12 @@ class Prequential:
     def add(self, scored: Scored) -> None:
         """Add a step's new events."""
         self._score.add(scored.score, scored.rows)
-        self._loss.add(scored.loss, scored.rows)
+        # A strategy may leave out what makes the task's own loss of a step infinite.
+        loss = scored.loss if math.isfinite(scored.loss) else (self._loss.mean or 0.0) * scored.rows
+        self._loss.add(loss, scored.rows)
         self._rows += scored.rows
         self._total += scored.score
-        self._total_loss += scored.loss
+        self._total_loss += loss
 
     @property
     def mean(self) -> float | None:

@@ -34,6 +34,10 @@ class Ranks(Protocol):
         """Return where a bool tensor is true on any rank."""
         ...
 
+    def start_afresh(self) -> None:
+        """Forget what averaging gradients carries from pass to pass: the last one was not finite, on all ranks."""
+        ...
+
 
 class Alone:
     """One rank, which has nobody to wait for."""
@@ -58,3 +62,6 @@ class Alone:
     def any(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
         return tensor
+
+    def start_afresh(self) -> None:
+        """Nothing is carried."""

@@ -84,6 +84,7 @@ class Replicas:
         self._steps_apart = 0
         self._sharding = settings.sharding
         self._consolidate: Callable[[], None] | None = None
+        self._powersgd: Any = None
 
     @property
     def apart_now(self) -> bool:
@@ -128,6 +129,12 @@ class Replicas:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.bool()
 
+    def start_afresh(self) -> None:
+        """Forget what PowerSGD owes to later gradients, and what it guesses them by."""
+        if self._powersgd is not None:
+            for carried in (self._powersgd.error_dict, self._powersgd.p_memory_dict, self._powersgd.q_memory_dict):
+                carried.clear()
+
     def stepped(self) -> None:
         """Note that a step is done: with `learner.sync_every` the weights are averaged when it is time."""
         if self._sync_every > 1:
@@ -170,8 +177,8 @@ class Replicas:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         if self._comm_hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, _POWERSGD_RANK, _POWERSGD_START)
-            trained.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            self._powersgd = powerSGD_hook.PowerSGDState(None, _POWERSGD_RANK, _POWERSGD_START)
+            trained.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
         else:
             hook = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}[self._comm_hook]
             trained.register_comm_hook(None, hook)

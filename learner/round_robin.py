@@ -121,17 +121,19 @@ class RoundRobin:
         return partition.end is not None and read_to >= partition.end
 
     def _sort(self, block: Block) -> None:
-        """Copy a block's rows to the queues of their partitions."""
+        """Copy a block's rows to the queues of their partitions, of which there may be more since the last look."""
+        self._queues += [_Queue() for _ in range(len(self._source.partitions) - len(self._queues))]
         for cover in block.coverage:
             mine = block.columns["partition"] == cover.partition
             rows = {name: column[mine] for name, column in block.columns.items()}
             self._queues[cover.partition].add(Block(rows, (cover,)))
-        waiting = sum(queue.trainable for queue in self._queues)
+        waiting = sum(len(each) for queue in self._queues for each in queue.blocks)
         if waiting > _MOST_ROWS + self._batch_size:
             empty = [self._source.partitions[i].name for i, queue in enumerate(self._queues) if not queue.trainable]
+            empty = empty or [self._source.partitions[0].name]
             raise SettingsError(
                 f"learner.deterministic = true: {waiting} events wait for the turn of {empty[0].topic}"
-                f"[{empty[0].partition}], which has none; spread the events evenly, or set it to false"
+                f"[{empty[0].partition}], which has none to train on; spread the events evenly, or set it to false"
             )
 
 

@@ -134,6 +134,7 @@ class Learner:
         probe: features of a few made-up events, which differ.
         embed: runs the model on features; returns embeddings, float32 `[B, D]`, and its output. None when no module is
             named.
+        ranks: how many there are.
     """
 
     model: nn.Module
@@ -143,6 +144,7 @@ class Learner:
     parts: Callable[[Examples], Sequence[Examples]]
     probe: Tensors
     embed: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
+    ranks: int = 1
 
     @property
     def weights(self) -> list[nn.Parameter]:

@@ -115,6 +115,7 @@ class Trainer:
             Learner(
                 *(model, task, self._ranks.average, self._rate, self._parts, _probe(schema, device)),
                 None if embedding is None else self._embed,
+                self._ranks.size,
             )
         )
 
@@ -194,6 +195,7 @@ class Trainer:
             finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
             if not finite:
                 self._buffers.put_back(before)
+                self._ranks.start_afresh()
             elif self.strategy.learns_gradient:
                 self._schedule.apply(self._steps, self._optimizer.param_groups)
                 self._scaler.step(self._optimizer)
@@ -337,7 +339,8 @@ class Trainer:
             self.model.load_state_dict(dict(tensors["model"]))
             self.scale_learning_rate(1.0)
             load_optimizer(self._optimizer, tensors["optimizer"], state)
-            self._scaler.load_state_dict(state["scaler"] if self._precision.scaled else {})
+            if self._precision.scaled and state["scaler"]:
+                self._scaler.load_state_dict(state["scaler"])
             self._steps = int(state.get("schedule", {}).get("step", 0))
             self._schedule.restore(state.get("schedule", {}))
             self._restore_strategy(tensors.get("strategy", {}), state.get("strategy", {}))

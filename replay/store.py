@@ -179,6 +179,7 @@ class Store:
     def plan_ahead(self, step: int, n: int) -> None:
         """Plan n events for each step from `step` on, AHEAD in all, that has no plan yet."""
         self._drop_lost()
+        self._use_up(step)
         first = self._plans[-1].step + 1 if self._plans else step
         self._plans += [self.plan(each, n) for each in range(first, step + AHEAD)]
 
@@ -188,11 +189,15 @@ class Store:
 
     def draw(self, step: int, n: int) -> Draw:
         """Return the first n events of the plan for a step; it and those before it are used up."""
-        while self._plans[0].step < step:
-            self._plans.popleft()
+        self._use_up(step)
         plan = self._plans.popleft()
         assert plan.step == step
         return self.fetch(plan, n)
+
+    def _use_up(self, step: int) -> None:
+        """Let go of the plans for earlier steps, which may have drawn nothing."""
+        while self._plans and self._plans[0].step < step:
+            self._plans.popleft()
 
     def hold(self, number: int) -> Held:
         """Copy what cut `number` needs, and keep what slots hold until `let_go`: only one hold at a time.

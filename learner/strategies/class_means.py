@@ -64,9 +64,9 @@ class NearestClassMean(Strategy):
         embedding_BD = torch.cat(self._embedding).double()
         weight_B1 = new.weight_B.double()[:, None]
         for total, part in zip(self._totals(), self._parts(embedding_BD, weight_B1, new.label_B), strict=True):
-            # An average over the ranks serves as well as a sum: only ratios are looked at.
             self.learner.reduce([part])
-            total += part
+            # The sum, since a cut may be gone on from with another number of ranks.
+            total += part * self.learner.ranks
         weight_CD, bias_C = self._answer()
         seen_C = self._count_C > 0
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """Test-then-train windows and drift, on simulated streams."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -33,6 +34,12 @@ class TestPrequential:
         assert found.window < len(scored) * ROWS * 0.6
         assert found.overall == sum(each.score for each in scored) / (ROWS * len(scored))
         assert found.overall_loss == pytest.approx(0.25)
+
+    def test_a_loss_that_is_not_finite_spoils_no_mean(self) -> None:
+        found = Prequential()
+        for loss in (3.0, math.inf, 3.0, math.nan):
+            found.add(Scored(10, 5.0, loss))
+        assert found.loss == found.overall_loss == pytest.approx(0.3)
 
     def test_it_goes_on_from_its_state(self) -> None:
         whole, half, resumed = Prequential(), Prequential(), Prequential()

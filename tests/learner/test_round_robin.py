@@ -140,3 +140,12 @@ def test_too_many_events_that_wait_are_an_error(schema: Schema, monkeypatch: pyt
     topic = Topic(schema, (40, 5), [(0, 40)])
     with pytest.raises(SettingsError, match=r"wait for the turn of events\[1\], which has none"):
         RoundRobin(topic, 4, topic.settled).next(threading.Event())
+
+
+def test_a_partition_may_be_added_with_its_first_block(schema: Schema) -> None:
+    topic = Topic(schema, (4,), [])
+    reader, stop = RoundRobin(topic, 2, topic.settled), threading.Event()
+    assert reader.next(stop) is not None
+    topic.sizes, topic.read = (4, 6), [4, 0]
+    reader._sort(topic.poll(timedelta()))
+    assert reader.next(stop) is not None

@@ -14,6 +14,7 @@ from ingest.fake import Columns, fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings
 from learner.embedding import Embedding
+from learner.errors import CutError
 from learner.precision import Precision, choose_device, choose_precision
 from learner.strategies import STRATEGIES
 from learner.task import Classification
@@ -163,6 +164,34 @@ def test_a_lone_event_is_learned_also_with_batch_norm(schema: Schema, make_model
         result = trainer.step(trainer.examples(fake_columns(schema, [7], label=[1])))
         assert result.finite
         assert result.score in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"name": "rmsprop", "lr": 0.1}, "the cut is of sgd with momentum, and learner.optimizer is rmsprop"),
+        ({"name": "sgd", "lr": 0.1}, "the cut is of sgd with momentum, and learner.optimizer is sgd"),
+    ],
+)
+def test_a_cut_of_another_optimizer_is_refused(
+    schema: Schema, make_model: MakeModel, changed: dict[str, object], sentence: str
+) -> None:
+    trainer = make_trainer(schema, make_model())
+    trainer.step(trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2])))
+    with pytest.raises(CutError, match=sentence):
+        make_trainer(schema, make_model(), optimizer=changed).restore(trainer.tensors(), trainer.state())
+
+
+def test_a_cut_of_fp32_goes_on_in_fp16(schema: Schema, make_model: MakeModel) -> None:
+    trainer = make_trainer(schema, make_model())
+    good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
+    trainer.step(good)
+    options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}})
+    half = Trainer(
+        *(make_model(), Classification(), STRATEGIES["er"](), schema, options, CPU), Precision("fp16", torch.float16)
+    )
+    half.restore(trainer.tensors(), trainer.state())
+    assert half.step(good).finite
 
 
 class Odd(nn.Linear):

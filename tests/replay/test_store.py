@@ -22,7 +22,7 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCuts
 from replay.redis_tier import RedisTier
-from replay.store import Store
+from replay.store import AHEAD, Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 MakeStore = Callable[..., Store]
@@ -207,6 +207,13 @@ class TestDraws:
         assert len(store.fetch(store.plan(0, 10))) == 0
         store.add(fake_columns(schema, range(7)), PARTITIONS)
         assert len(store.fetch(store.plan(0, 10))) == 7
+
+    def test_plans_that_nobody_draws_do_not_pile_up(self, schema: Schema, make_store: MakeStore) -> None:
+        store = make_store(100)
+        store.add(fake_columns(schema, range(80)), PARTITIONS)
+        for step in range(50):
+            store.plan_ahead(step, 1)
+        assert len(store.hold(1).plans) == AHEAD
 
     def test_the_same_step_over_the_same_contents_is_the_same_draw(self, schema: Schema, make_store: MakeStore) -> None:
         one, two = make_store(100), make_store(100)
