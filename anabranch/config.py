@@ -169,11 +169,26 @@ def _override_one(document: dict[str, Any], name: str, text: str) -> None:
     *sections, last = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
     for section in sections:
         key, kind = _step(kind, section, place, name)
+        if isinstance(place.get(key), str) and _is_named(kind):
+            place[key] = {"name": place[key]}
         place = place.setdefault(key, {})
         if not isinstance(place, dict):
             raise SettingsError(f"{name}: {key} is a value, not a section")
     key, kind = _step(kind, last, place, name)
-    place[key] = _value(text, kind)
+    value = _value(text, kind)
+    if isinstance(value, str) and isinstance(place.get(key), dict) and _is_named(kind):
+        # What other variables have said of its arguments stays, whichever comes first.
+        place[key]["name"] = value
+    else:
+        place[key] = value
+
+
+def _is_named(kind: Any) -> bool:
+    """Whether a table has a name, which may stand for all of it."""
+    return any(
+        isinstance(each, type) and issubclass(each, BaseModel) and "name" in each.model_fields
+        for each in alternatives(kind)
+    )
 
 
 def _step(kind: Any, part: str, place: Mapping[str, Any], name: str) -> tuple[str, Any]:

@@ -265,6 +265,13 @@ class TestEnvironment:
         assert pipeline.model.args == {"hidden": 7}
         assert pipeline.gate.guard_rows == 5
 
+    @pytest.mark.parametrize("turn", [1, -1])
+    def test_a_name_and_its_arguments_come_in_any_order(self, load, turn):
+        names = ["ANABRANCH__LEARNER__STRATEGY", "ANABRANCH__LEARNER__STRATEGY__ALPHA"]
+        environment = dict(list(zip(names, ["der++", "0.9"], strict=True))[::turn])
+        strategy = load({}, environment).pipeline.learner.strategy
+        assert (strategy.name, strategy.model_extra) == ("der++", {"alpha": 0.9})
+
     def test_overrides_a_field_of_the_schema_by_the_name_in_the_file(self, load):
         sections = {"schema.features.Temp": 'dtype = "int8"'}
         environment = {
