@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -436,6 +438,25 @@ class TestClassMeans:
         z = trainer.model[:3](asked).detach().double().numpy()
         nearest = np.square(z[:, None] - means).sum(axis=2).argmin(axis=1) * 2
         assert trainer.model(asked).argmax(dim=1).tolist() == nearest.tolist()
+
+    @pytest.mark.parametrize("kind", [NearestClassMean, StreamingDiscriminant])
+    def test_what_is_added_up_does_not_depend_on_the_number_of_ranks(
+        self, schema: Schema, kind: type[NearestClassMean]
+    ) -> None:
+        """So that a cut may be gone on from with another; here the other rank of two has nothing to add."""
+        alone, one_of_two = (make_trainer(schema, small(), kind()) for _ in range(2))
+
+        def average(parts: Sequence[Tensor]) -> None:
+            for part in parts:
+                part.div_(2)
+
+        strategy = one_of_two.strategy
+        strategy.learner = replace(strategy.learner, reduce=average, ranks=2)
+        for trainer in (alone, one_of_two):
+            trainer.step(events(20, 1))
+        found = strategy.tensors()
+        assert found
+        assert all(torch.equal(found[name], value) for name, value in alone.strategy.tensors().items())
 
     @pytest.mark.parametrize("kind", [NearestClassMean, StreamingDiscriminant])
     def test_all_but_the_last_layer_stays_as_it_was_built(self, schema: Schema, kind: type[NearestClassMean]) -> None:
