@@ -1,6 +1,7 @@
 """Ranks: two learn what one learns, whatever they are dealt."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,14 +14,19 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from ingest.errors import SettingsError
+from ingest.fake import fake_columns
+from ingest.schema import Schema
 from learner.config import LearnerSettings
 from learner.dealing import Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
-from learner.replicas import Place, join_group
+from learner.precision import choose_precision
+from learner.replicas import Place, Replicas, join_group
 from learner.strategies import STRATEGIES
 from learner.strategy import Examples
+from learner.task import Classification
+from learner.trainer import Trainer
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"
 LONG = "ANABRANCH_TEST_STEPS"
@@ -150,3 +156,19 @@ def test_what_ranks_have_learned_apart_is_averaged_in_versions_and_cuts(play: Pl
     (found,), (exact,) = play(2, [scenario]), play(1, [scenario | {"settings": {}}])
     for name in ("model.0.weight", "model.2.bias"):
         assert torch.allclose(found[name], exact[name], rtol=0, atol=1e-12)
+
+
+def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tmp_path: Path) -> None:
+    """In a group of one, past the steps that PowerSGD leaves as they are."""
+    settings = LearnerSettings.model_validate(
+        {"comm_hook": "powersgd", "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.01}}
+    )
+    with join_group(Place(0, 1, tmp_path / "meeting"), settings) as device:
+        model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+        parts = (model, Classification(), STRATEGIES["none"](), schema, settings, device)
+        trainer = Trainer(*parts, choose_precision("fp32", device), ranks=Replicas(settings))
+        good = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+        poison = Examples({"x": torch.full_like(good.features["x"], math.nan)}, good.label_B, good.weight_B)
+        assert [trainer.step(good).finite for _ in range(14)] == [True] * 14
+        assert not trainer.step(poison).finite
+        assert trainer.step(good).finite
