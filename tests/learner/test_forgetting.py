@@ -117,8 +117,14 @@ def secret(count: int, key: Any = "anna") -> list[dict[str, Any]]:
 
 
 def files_with_the_secret(state_dir: Path) -> list[str]:
-    pattern = np.array([SECRET, SECRET], np.float32).tobytes()
-    return [str(path) for path in state_dir.rglob("*") if path.is_file() and pattern in path.read_bytes()]
+    """Look into every file, while a learner at work may rename and delete some."""
+    pattern, found = np.array([SECRET, SECRET], np.float32).tobytes(), []
+    for folder, _, names in os.walk(state_dir):  # which passes over a folder that has gone
+        for path in (Path(folder) / name for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                if pattern in path.read_bytes():
+                    found.append(str(path))
+    return found
 
 
 def total(report: LearnerReport) -> int:
