@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -43,6 +44,8 @@ START = "ANABRANCH_TEST_KAFKA_START"
 CHROMIUM = "ANABRANCH_TEST_CHROMIUM"
 IMAGE = "apache/kafka:4.1.0"
 PATIENCE_SECONDS = 60
+_PORTS = range(12_000, 32_000)
+_PORT_RANGES = 8
 
 
 @dataclass(frozen=True)
@@ -357,22 +360,20 @@ def _has_cuda() -> bool:
 
 
 def _free_ports(count: int = 1) -> int:
-    """Return the first of `count` neighbouring ports that are free now."""
+    """Return the first of `count` neighbouring ports that are free now, out of this worker's own range of them.
+
+    They lie below those that systems hand out: what a test asks for is not taken by a client's connection meanwhile,
+    nor by a test that runs beside it.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    begin = _PORTS.start + worker % _PORT_RANGES * (len(_PORTS) // _PORT_RANGES)
     for _ in range(100):
-        with contextlib.ExitStack() as stack:
-            first = _bound(stack, 0)
-            with contextlib.suppress(OSError, OverflowError):
-                for place in range(1, count):
-                    _bound(stack, first + place)
-                return first
+        first = begin + secrets.randbelow(len(_PORTS) // _PORT_RANGES - count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
     raise AssertionError(f"there are no {count} neighbouring free ports")
-
-
-def _bound(stack: contextlib.ExitStack, port: int) -> int:
-    probe = stack.enter_context(socket.socket())
-    probe.bind(("127.0.0.1", port))
-    taken: int = probe.getsockname()[1]
-    return taken
 
 
 @contextlib.contextmanager

@@ -433,7 +433,9 @@ class TestArrow:
         assert decoded.columns["labelled"].tolist() == [False, True]
         assert [reject.reason for reject in self.decode(words, {"c": coded, "k": [1, 2]}).rejects] == ["c is null"]
 
-    @pytest.mark.parametrize("absent", [None, pa.nulls(2), pa.array([None, None], pa.int64())], ids=repr)
+    @pytest.mark.parametrize(
+        "absent", [None, pa.nulls(2), pa.array([None, None], pa.int64())], ids=["no", "null", "int64"]
+    )
     def test_a_label_without_values_is_not_labelled(self, schema: Schema, absent: Any) -> None:
         batch = {"x": [[1, 2, 3]] * 2} | ({} if absent is None else {"y": absent})
         decoded = self.decode(schema, batch)
