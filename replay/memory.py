@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from replay.staged import Staged, Unread
+
 
 class MemoryTier:
     """Rows as words of 8 bytes, which are copied in a third of the time that bytes take.
@@ -62,6 +64,12 @@ class MemoryTier:
     def gather(self, slots: NDArray[np.int64]) -> Tensor:
         """Return the rows of n slots, uint8 `[n, R]` on the device; from the host in one copy that nobody waits for."""
         return self._take(slots, pinned=self._crosses).to(self.device, non_blocking=True)
+
+    def stage(self, slots: NDArray[np.int64]) -> Staged:
+        """Return the rows of n slots on their way: those that have to cross to the device set out at once."""
+        if self._crosses:
+            return Staged(self.gather(slots))
+        return Unread(len(slots), lambda: self.gather(slots))
 
     def erase(self, slots: NDArray[np.int64]) -> None:
         """Overwrite n rows with zeros."""

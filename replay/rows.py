@@ -50,6 +50,14 @@ class RowLayout:
             place += room
         self._dtypes = {field.torch_dtype for field in self._fields.values()}
         self.row_bytes = place
+        self._record = np.dtype(
+            {
+                "names": list(self._fields),
+                "formats": [(field.dtype, field.shape) for field in self._fields.values()],
+                "offsets": [field.begin for field in self._fields.values()],
+                "itemsize": place,
+            }
+        )
 
     @property
     def fields(self) -> Fields:
@@ -71,6 +79,10 @@ class RowLayout:
 
     def unpack(self, rows_nR: Tensor) -> dict[str, Tensor]:
         """View the fields in rows, each `[n, ...]`: nothing is copied."""
+        if rows_nR.is_cpu:
+            # A third of the time of views by strides.
+            records = rows_nR.numpy().view(self._record).reshape(len(rows_nR))
+            return {name: torch.from_numpy(records[name]) for name in self._fields}
         n, views = len(rows_nR), {dtype: rows_nR.view(dtype) for dtype in self._dtypes}
         columns: dict[str, Tensor] = {}
         for name, field in self._fields.items():

@@ -5,12 +5,15 @@ Legend: n rows of a plan, m of them brought later, R bytes of a row.
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+_NONE = torch.empty((0, 0), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class Staged:
         self._arrived.wait()
         return time.perf_counter() - begin
 
+    def settle(self) -> None:
+        """Make sure that the slots of rows that are here may be written again."""
+
     def clear(self) -> None:
         """Overwrite the rows, once they are here: nobody is to have them."""
         self.wait()
@@ -112,3 +118,33 @@ class Staged:
         """Which of the m rows no tier has any more; after `wait`."""
         assert self._lost is not None
         return self._lost
+
+
+class Unread(Staged):
+    """The n rows of a plan whose slots keep them for now: they are gathered when they are drawn, or at `settle`.
+
+    Rows that are gathered ahead have left the processor's cache when the step reads them, and wait for main memory
+    twice; gathered when drawn they take the memory of the draw before.
+    """
+
+    def __init__(self, n: int, gather: Callable[[], Tensor]) -> None:
+        """Take what gathers the rows, uint8 `[n, R]` on the device; a cut may do so in another thread."""
+        super().__init__(_NONE)
+        self.n = n
+        self._gather: Callable[[], Tensor] | None = gather
+
+    def settle(self) -> None:
+        """Gather the rows now, before anything writes one of their slots."""
+        if (gather := self._gather) is not None:
+            self._rows_nR = gather()
+            self._gather = None
+
+    def clear(self) -> None:
+        """Let nobody have the rows."""
+        self.settle()
+        super().clear()
+
+    def rows(self, n: int | None = None) -> Tensor:
+        """Return the first n rows, or all, uint8 `[<= n, R]` on the device."""
+        self.settle()
+        return super().rows(n)

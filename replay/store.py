@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.block import Array, TopicPartition
+from replay.chance import Chance
 from replay.contents import Change, Contents, Standing
 from replay.draw import Draw, Plan, fetch, resumed
 from replay.entries import Entries, columns_of
@@ -61,6 +62,7 @@ class Store:
         self._grouped = 0
         self._layout = layout
         self._seed = seed
+        self._chance = Chance(seed)
         self._weighted = weighted
         self._plans: deque[Plan] = deque()
         self._first_cut: int | None = None
@@ -165,7 +167,7 @@ class Store:
     def plan(self, step: int, n: int) -> Plan:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
         self._regroup()
-        choice = self._sampler.choose(n, np.random.default_rng((self._seed, step)))
+        choice = self._sampler.choose(n, self._chance.of(step))
         rows = self.tiers.stage(choice.slots.astype(np.int64), self.entries.identity)
         records, rates, shares = self.entries.records(choice.slots), None, None
         if self._weighted:
@@ -341,6 +343,8 @@ class Store:
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
         """Let those leave that do not stay, bool `[H]`."""
+        for plan in self._plans:
+            plan.rows.settle()
         left = self.roll.keep(stays)
         self.tiers.free(left.astype(np.int64))
         self.slots.leave(left)

@@ -158,7 +158,7 @@ class Tiers:
         """Begin to bring the rows of n events to the device; their identities are asked for only where need be."""
         if self._courier is None or self._cache is None:
             self._count_read("device", len(slots))
-            return Staged(self._device.gather(slots))
+            return self._device.stage(slots)
         places = self._cache.find(slots)
         misses = np.flatnonzero(places < 0)
         self._count_read("device", len(slots) - len(misses))
