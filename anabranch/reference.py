@@ -111,7 +111,8 @@ _TAIL = """\
 
 The design fixes the names that users build on. These were added to it:
 
-- keys `stream.max_message_bytes`, `stream.buffer_bytes`, `learner.max_delay`, `learner.max_grad_norm`,
+- keys `stream.max_message_bytes`, `stream.buffer_bytes`, `stream.lag_policy.fraction`, `learner.max_delay`,
+  `learner.max_grad_norm`,
   `learner.micro_batch_size`, `learner.old_weight`, `learner.drift.actions`, `learner.drift.delta`,
   `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
   `learner.comm_hook`, `learner.sync_every`, `learner.sharding`,
@@ -133,7 +134,8 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_learner_heartbeat_time_seconds`, `anabranch_learner_loss`, `anabranch_learner_window_rows`,
   `anabranch_learner_class_accuracy_ratio`, `anabranch_learner_group_accuracy_ratio`,
   `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`,
-  `anabranch_learner_micro_batch_rows`
+  `anabranch_learner_micro_batch_rows`, `anabranch_ingest_lag_seconds`, `anabranch_ingest_behind`,
+  `anabranch_ingest_passed_offsets`
 - windows `overall`, `near_future`, `old_lowest` and `worst_group` of `anabranch_learner_accuracy_ratio`
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines

@@ -108,6 +108,8 @@ def _learner(report: LearnerReport) -> RenderableType:
     if report.drifts:
         table.add_row("drifts", f"{report.drifts:,}, the last at step {report.drift_step or 0:,}")
     table.add_row("outcomes", _pairs({k: f"{v:,}" for k, v in report.outcomes.items()}) or "none")
+    if report.behind:
+        table.add_row("behind", Text(f"by {_duration(report.lag_seconds)}", style="yellow"))
     if any(report.skipped.values()):
         table.add_row("skipped", _pairs({k: f"{v:,}" for k, v in report.skipped.items() if v}))
     for name, partition in report.partitions.items():

@@ -42,6 +42,7 @@ class SkipReason(IntEnum):
     NON_FINITE = 2
     FORGOTTEN = 3
     TOMBSTONE = 4
+    BEHIND = 5
 
     @property
     def label(self) -> str:

@@ -1,6 +1,6 @@
 """The sections `[stream]` and `[schema]` of `pipeline.toml`. Imports neither a Kafka client nor torch."""
 
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from ingest.properties import check, check_name
+from ingest.units import PositiveDuration
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 TopicName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,249}$")]
@@ -54,6 +55,26 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
+class LagPolicySettings(Section):
+    """What is done when the stream is faster than training; nothing else is left out while the learner keeps up."""
+
+    action: Literal["train-all", "sample", "store-only", "skip-to-latest"] = "train-all"
+    """What becomes of events to train on while the learner is behind: `train-all` trains on all, `sample` on a fraction
+    and skips the others, `store-only` stores them for replay, `skip-to-latest` goes on at the end of the stream."""
+    high: PositiveDuration = timedelta(seconds=60)
+    """The learner is behind when the next event has been there for so long, ..."""
+    low: PositiveDuration = timedelta(seconds=10)
+    """... and until it has been there for no longer than this."""
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """For `sample`: the fraction that is trained on while the learner is behind, chosen by a hash of the identity."""
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError("low must be shorter than high")
+        return self
+
+
 class StreamSettings(Section):
     """Where events come from, and what becomes of those that cannot be used."""
 
@@ -81,6 +102,8 @@ class StreamSettings(Section):
     """Messages with a longer value are dead-lettered as oversized, before they are parsed."""
     buffer_bytes: Annotated[ByteSize, Field(ge=1_000_000)] = ByteSize(64_000_000)
     """Bound of the shared memory in which blocks wait for the learner; when it is full the stream is paused."""
+    lag_policy: LagPolicySettings = LagPolicySettings()
+    """What is done when the stream is faster than training."""
     properties: dict[Annotated[str, AfterValidator(check_name)], Annotated[SecretStr, BeforeValidator(_property)]] = {}
     """Further client settings in librdkafka's names (`security.protocol`, `sasl.*`, `ssl.*`); others are errors."""
 

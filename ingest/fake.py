@@ -56,6 +56,7 @@ class FakeClient:
     ) -> dict[TopicPartition, int]:
         """The first or the next offset of each partition; moments are not known here."""
         assert moment is None
+        self._reach()
         return {p: self.topics[p].end if start == "latest" else 0 for p in partitions}
 
     def assign(self, positions: Mapping[TopicPartition, int]) -> None:

@@ -44,6 +44,10 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
     positions: list[tuple[int, int]]
 
 
+class PassOver(msgspec.Struct, frozen=True, tag=True):
+    """Go on at the end of every partition; a block without rows tells what was passed, and `Passed` follows it."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
@@ -71,6 +75,10 @@ class Broker(msgspec.Struct, frozen=True, tag=True):
     ill: str | None
 
 
+class Passed(msgspec.Struct, frozen=True, tag=True):
+    """What `PassOver` asked for is done."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The process ends with an error of ours: the class name and its sentence."""
 
@@ -78,8 +86,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-ToIngest = Begin | Release | Pause | Resume | Commit | Stop
-FromIngest = Opened | Filled | Broker | Failed
+ToIngest = Begin | Release | Pause | Resume | Commit | PassOver | Stop
+FromIngest = Opened | Filled | Broker | Passed | Failed
 
 _to_ingest = msgspec.msgpack.Decoder(ToIngest)
 _from_ingest = msgspec.msgpack.Decoder(FromIngest)

@@ -16,3 +16,17 @@ class IngestMetrics:
         self.lag = Gauge(
             "anabranch_ingest_lag_offsets", "Offsets not yet read.", ["topic", "partition"], registry=registry
         )
+        self.lag_seconds = Gauge(
+            "anabranch_ingest_lag_seconds",
+            "How long the next event has been there, on the partition that lags most.",
+            registry=registry,
+        )
+        self.behind = Gauge(
+            "anabranch_ingest_behind", "1 while [stream.lag_policy] holds, since lag is too long.", registry=registry
+        )
+        self.passed = Gauge(
+            "anabranch_ingest_passed_offsets",
+            "Offsets sought over unread by skip-to-latest.",
+            ["topic", "partition"],
+            registry=registry,
+        )

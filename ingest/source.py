@@ -23,6 +23,8 @@ from ingest.messages import (
     Filled,
     FromIngest,
     Opened,
+    Passed,
+    PassOver,
     Pause,
     Position,
     Release,
@@ -79,11 +81,14 @@ class Source:
         self._ends: dict[int, int] = {}
         self._table: list[TopicPartition] = []
         self._paused = False
+        self._passing = False
         self._opened = False
         self._restart_at = 0.0
         self._backoff = 0.0
         self.ill: str | None = None
         """One sentence when the broker cannot be reached or the process had to be started again."""
+        self.told: float | None = None
+        """When the broker last told the ends of partitions, by `time.monotonic`."""
         self.unknown_fields = 0
         """Messages so far with fields that the schema does not know."""
 
@@ -154,6 +159,12 @@ class Source:
         self._paused = False
         self._say(Resume())
 
+    def pass_over(self) -> None:
+        """Go on at the end of every partition; a block tells what was passed. Asking again meanwhile does nothing."""
+        if not self._passing:
+            self._passing = True
+            self._say(PassOver())
+
     def commit(self, offsets: dict[int, int]) -> None:
         """Write positions, by index of the partition, for lag tools; best effort."""
         self._say(Commit(list(offsets.items())))
@@ -179,6 +190,8 @@ class Source:
         self._say(begin(self._stream, self._schema, self._hold_out, positions))
         if self._paused:
             self._say(Pause())
+        if self._passing:
+            self._say(PassOver())
 
     def _receive(self) -> Block | None:
         assert self._connection is not None
@@ -206,7 +219,11 @@ class Source:
                 return block
             case Broker(ends, ill):
                 self.ill = ill
+                if ends:
+                    self.told = time.monotonic()
                 self._ends.update(ends)
+            case Passed():
+                self._passing = False
             case Failed(error, sentence):
                 self._fail(error, sentence)
         return None

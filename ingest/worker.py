@@ -21,6 +21,8 @@ from ingest.messages import (
     Commit,
     Filled,
     Opened,
+    Passed,
+    PassOver,
     Pause,
     Position,
     Release,
@@ -67,6 +69,7 @@ class Worker:
         self._connection = connection
         self._free = list(range(ring.slots))
         self._paused = False
+        self._passing = False
         self._table: list[TopicPartition] = []
         self._next: list[Position] = []
         self._index: dict[TopicPartition, int] = {}
@@ -93,6 +96,9 @@ class Worker:
                 self._report_lag_if_due()
             self._listen(wait=False)
             try:
+                if self._passing:
+                    self._pass_over()
+                    continue
                 fetched = self._client.poll(timedelta(0), self._ring.rows)
                 backoff = 0.0
             except BrokerError as exc:
@@ -134,6 +140,24 @@ class Worker:
         self._client.assign(read)
         send(self._connection, Opened(self._table, [position.offset for position in self._next]))
 
+    def _pass_over(self) -> None:
+        """Go on at the end of each partition, and tell what that leaves unread; a torn message is read to its end."""
+        read = [place for place, each in enumerate(self._table) if each.topic in self._stream.topics]
+        whole = [place for place in read if not self._next[place].row]
+        ends = self._client.first_offsets([self._table[place] for place in whole], "latest", None)
+        passed = [
+            Coverage(place, self._next[place].offset, end, passed=end - self._next[place].offset)
+            for place in whole
+            if (end := ends[self._table[place]]) > self._next[place].offset
+        ]
+        for cover in passed:
+            self._next[cover.partition] = Position(cover.end)
+        if passed:
+            self._client.assign({self._table[place]: self._next[place].offset for place in read})
+            send(self._connection, Filled(self._free.pop(), 0, tuple(passed), 0))
+        send(self._connection, Passed())
+        self._passing = False
+
     def _listen(self, *, wait: bool) -> None:
         """Hear what the learner says; with `wait`, until it says something, or for a second."""
         while self._connection.poll(_LAG_SECONDS if wait else 0):
@@ -152,6 +176,8 @@ class Worker:
                 self._paused = True
             case Resume():
                 self._paused = False
+            case PassOver():
+                self._passing = True
             case Commit(positions):
                 self._client.commit({self._table[index]: offset for index, offset in positions})
             case Stop():

@@ -5,7 +5,7 @@ Legend: B new events of a batch, K rows of a span.
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +17,8 @@ from ingest.block import IDENTITY_COLUMNS, Array, Block, Outcome
 from ingest.messages import Position
 
 PATIENCE = timedelta(milliseconds=100)
+Settle = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Gives rows an outcome that are not to be trained on, and returns them all."""
 
 
 class Blocks(Protocol):
@@ -79,6 +81,7 @@ class Parts:
     held_out: list[dict[str, Array]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     count: int = 0
+    settle: Settle | None = None
 
     def batch(self) -> Batch:
         """Join what was taken."""
@@ -96,7 +99,9 @@ class Parts:
         Returns:
             The first row that was not taken.
         """
-        rows = block.rows(begin, len(block))
+        rows: Mapping[str, Array] = block.rows(begin, len(block))
+        if self.settle is not None:
+            rows = self.settle(rows)
         pending = rows["outcome"] == Outcome.PENDING
         trained = pending & rows["labelled"].astype(np.bool_)
         places = np.flatnonzero(trained)
@@ -106,21 +111,22 @@ class Parts:
         pending, trained = pending[: end - begin], trained[: end - begin]
         for part, mask in (
             (self.new, trained),
-            (self.stored_only, pending & ~trained),
+            (self.stored_only, (pending & ~trained) | (rows["outcome"] == Outcome.STORED_ONLY)),
             (self.held_out, rows["outcome"] == Outcome.HELD_OUT),
         ):
             if mask.any():
                 part.append({name: column[mask] for name, column in rows.items()})
         self.count += int(trained.sum())
-        self.spans.append(_span(block, begin, end, trained))
+        self.spans.append(_span(block, rows, begin, trained))
         return end
 
 
 class Batches:
     """Cuts the stream of blocks into batches of at most `batch_size` new events, in order."""
 
-    def __init__(self, source: Blocks, batch_size: int, max_delay: timedelta) -> None:
+    def __init__(self, source: Blocks, batch_size: int, max_delay: timedelta, settle: Settle | None = None) -> None:
         self._source = source
+        self._settle = settle
         self._batch_size = batch_size
         self._max_delay = max_delay.total_seconds()
         self._block: Block | None = None
@@ -132,7 +138,7 @@ class Batches:
         A batch that is not full is returned when `max_delay` has passed since its first row. One without new events
         moves positions only.
         """
-        parts = Parts()
+        parts = Parts(settle=self._settle)
         deadline: float | None = None
         while parts.count < self._batch_size and not stop.is_set():
             if self._block is None:
@@ -164,8 +170,9 @@ class Batches:
             self._block = None
 
 
-def _span(block: Block, begin: int, end: int, trained: NDArray[np.bool_]) -> Span:
-    rows = block.rows(begin, end)
+def _span(block: Block, rows: Mapping[str, Array], begin: int, trained: NDArray[np.bool_]) -> Span:
+    """Return the span of rows of a block that begin there, with the outcomes that they have by now."""
+    end = begin + len(trained)
     columns = {name: rows[name].copy() for name in IDENTITY_COLUMNS}
     done = end == len(block)
     positions: dict[int, Position] = {}

@@ -268,7 +268,7 @@ def _sync(store: Store | None) -> Mapping[str, NDArray[np.int64]]:
 
 def _skip(span: Span, covered: NDArray[np.bool_]) -> None:
     """Give the rows of a span that are forgotten, and were to be used, their outcome."""
-    used = np.isin(span.columns["outcome"], (Outcome.PENDING, Outcome.HELD_OUT)) & covered
+    used = np.isin(span.columns["outcome"], (Outcome.PENDING, Outcome.HELD_OUT, Outcome.STORED_ONLY)) & covered
     span.columns["outcome"][used] = np.uint8(Outcome.SKIPPED)
     span.columns["reason"][used] = np.uint8(SkipReason.FORGOTTEN)
     span.trained[used] = False

@@ -80,6 +80,8 @@ class PartitionLedger:
             pending=max(self.end, here) - here,
             trained_through=here - 1,
             incarnation=self.name.incarnation,
+            outcomes=_by_outcome(self.outcomes),
+            skipped=_by_reason(self.skipped),
         )
 
 
@@ -170,14 +172,22 @@ class Ledger:
     def outcomes(self) -> dict[str, int]:
         """Events by outcome, over all partitions."""
         totals = sum((account.outcomes for account in self.partitions), np.zeros(len(Outcome), np.int64))
-        return {outcome.label: int(totals[outcome]) for outcome in Outcome if outcome is not Outcome.PENDING}
+        return _by_outcome(totals)
 
     @property
     def skipped(self) -> dict[str, int]:
         """Skipped events by reason, over all partitions."""
         totals = sum((account.skipped for account in self.partitions), np.zeros(len(SkipReason), np.int64))
-        return {reason.label: int(totals[reason]) for reason in SkipReason if totals[reason] and reason}
+        return _by_reason(totals)
 
     def reports(self) -> Mapping[str, PartitionReport]:
         """The accounts as numbers that add up, by `topic:partition`."""
         return {str(account.name): account.report() for account in self.partitions}
+
+
+def _by_outcome(counts: NDArray[np.int64]) -> dict[str, int]:
+    return {outcome.label: int(counts[outcome]) for outcome in Outcome if outcome is not Outcome.PENDING}
+
+
+def _by_reason(counts: NDArray[np.int64]) -> dict[str, int]:
+    return {reason.label: int(counts[reason]) for reason in SkipReason if counts[reason] and reason}

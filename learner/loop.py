@@ -21,6 +21,7 @@ from learner.deadline import Deadline
 from learner.drift import Drift
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
+from learner.lag import LagPolicy
 from learner.ledger import Ledger
 from learner.metrics import LearnerMetrics
 from learner.prequential import Prequential, Scored
@@ -54,6 +55,7 @@ class Parts:
     publisher: Publisher
     cutter: Cutter
     forgetting: Forgetting
+    lag: LagPolicy
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Loop:
         self._batches = (
             RoundRobin(parts.source, settings.step_size, self._settled)
             if settings.deterministic
-            else Batches(parts.source, settings.step_size, settings.max_delay)
+            else Batches(parts.source, settings.step_size, settings.max_delay, parts.lag.settle)
         )
         self._replay_debt = 0.0
         self._next_commit = 0.0
@@ -274,6 +276,7 @@ class Loop:
             if partition.end is not None:
                 account = self.ledger.partitions[index]
                 account.end = max(account.end, partition.end)
+        self._parts.lag.look(self.ledger.partitions)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -298,6 +301,7 @@ class Loop:
         self.steps, self.rows_new, self.rows_replay = cut.step, state["rows_new"], state["rows_replay"]
         self._replay_debt = state["replay_debt"]
         self._batches.restore(state.get("batches", {}))
+        parts.lag.restore(state.get("lag", {}))
         parts.publisher.go_on_from(self._progress())
         restore_rng(dict(cut.tensors["rng"]), state["rng"])
 
@@ -317,6 +321,7 @@ class Loop:
             "rng": rng_values(),
             OUTPUT: _shape_kept(parts.store),
             "batches": self._batches.state(),
+            "lag": parts.lag.state(),
         }
         tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors(), "rng": rng_tensors()}
         return Moment(self.steps, tensors, state, parts.store.hold(number) if parts.store is not None else None)

@@ -25,6 +25,10 @@ class PartitionReport(msgspec.Struct, frozen=True):
     pending: int
     trained_through: int
     incarnation: int = 0
+    outcomes: dict[str, int] = {}
+    """Events by outcome."""
+    skipped: dict[str, int] = {}
+    """Skipped events by reason."""
 
 
 class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +60,10 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Skipped events by reason."""
     unknown_fields: int = 0
     """Events that had fields which the schema does not know."""
+    lag_seconds: float = 0.0
+    """How long the next event without outcome has been there, on the partition that lags most."""
+    behind: bool = False
+    """Whether `[stream.lag_policy]` holds, because that became longer than `high`."""
     partitions: dict[str, PartitionReport] = {}
     """By `topic:partition`."""
     accuracy: dict[str, float] = {}

@@ -14,6 +14,7 @@ from learner.cutter import Cutter
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
 from learner.heartbeat import Heartbeat
+from learner.lag import LagPolicy
 from learner.loop import Loop, Metrics
 from learner.publisher import Publisher
 from learner.report import LearnerReport, write_report
@@ -38,6 +39,7 @@ class Reporter:
         publisher: Publisher,
         cutter: Cutter,
         forgetting: Forgetting,
+        lag: LagPolicy,
         metrics: Metrics,
         *,
         strategy: str,
@@ -53,6 +55,7 @@ class Reporter:
         self._publisher = publisher
         self._cutter = cutter
         self._forgetting = forgetting
+        self._lag = lag
         self._resumed_at = loop.steps
         self._metrics = metrics
         self._strategy = strategy
@@ -83,8 +86,7 @@ class Reporter:
 
     def notes(self) -> list[str]:
         """One sentence for each thing that was done to go on, and that a person may want to change. Any thread."""
-        note = self._loop.note
-        return [note] if note else []
+        return [note for note in (self._loop.note, self._lag.note) if note]
 
     def _spoiled(self) -> str | None:
         steps = self._loop.non_finite_in_a_row
@@ -119,6 +121,8 @@ class Reporter:
             outcomes=loop.ledger.outcomes,
             skipped=loop.ledger.skipped,
             unknown_fields=self._source.unknown_fields,
+            lag_seconds=self._lag.seconds,
+            behind=self._lag.behind,
             partitions=dict(loop.ledger.reports()),
             accuracy=windows if self._classification else {},
             error={} if self._classification else _errors(windows),
@@ -188,7 +192,10 @@ class Reporter:
         for name, partition in report.partitions.items():
             topic, _, number = name.rpartition(":")
             self._metrics.ingest.lag.labels(topic, number).set(partition.pending)
+            self._metrics.ingest.passed.labels(topic, number).set(partition.passed)
             self._metrics.learner.trained_through.labels(topic, number).set(partition.trained_through)
+        self._metrics.ingest.lag_seconds.set(report.lag_seconds)
+        self._metrics.ingest.behind.set(report.behind)
         for reason, rows in report.skipped.items():
             self._metrics.ingest.skipped.labels(reason).set(rows)
         for window, value in report.accuracy.items():

@@ -29,6 +29,7 @@ from learner.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.forgetting import Forgetting
 from learner.forgotten_cut import remembered
 from learner.guard import GuardSet
+from learner.lag import LagPolicy
 from learner.lock import hold_state_directory
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
@@ -177,11 +178,13 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, segments)
         forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, store, guard, cutter)
         forgetting.take_note(*less)
-        parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting)
+        keyed = deployment.events.key is not None
+        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=keyed)
+        parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting, lag)
         loop = Loop(deployment.learner, parts, metrics, bounded=schema.label.classes is not None)
         _resume(loop, cuts, found)
         reporter = Reporter(
-            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, metrics),
+            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, lag, metrics),
             strategy=deployment.learner.strategy.name,
             classification=schema.label.classes is not None,
             launched=place is not None,

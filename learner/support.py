@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from learner.config import LearnerSettings
+from ingest.config import StreamSettings
+from learner.config import LearnerSettings, StrategySettings
 from replay.config import COMPARING, ReplaySettings
 
 Point = Mapping[str, Any]
@@ -51,6 +52,18 @@ def _compares(value: Any) -> bool:
     return value in COMPARING
 
 
+def _thins(value: Any) -> bool:
+    return value not in (None, "train-all")
+
+
+def _stores_only(value: Any) -> bool:
+    return bool(value == "store-only")
+
+
+def _draws_nothing(value: Any) -> bool:
+    return not StrategySettings(name=value).replays
+
+
 _ANEW = "the compiler does not follow modules that compute their activations again"
 _UNHEARD = "embeddings are heard from a module while it runs, which compiled code does not do"
 _LATE = "neighbours are found in a process of their own, and come when they come"
@@ -58,6 +71,8 @@ _COMPILED = "what the compiler makes may differ from one start to the next"
 _TWICE = "compiled code is gone through once for a gradient, and this strategy takes two of one pass"
 _APART = "sums over replicas are rounded in another way than those of one process"
 _NO_GRADIENTS = "replicas that average weights now and then exchange no gradients"
+_BY_CLOCK = "whether the learner is behind is told by a clock"
+_NO_STORE = "that strategy has no store"
 _NO_SCALE = "the scale of losses is agreed on where gradients are"
 
 RULES = (
@@ -72,13 +87,16 @@ RULES = (
     Rule("learner.sharding", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
     Rule("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
     Rule("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
+    Rule("stream.lag_policy.action", _thins, "learner.deterministic", _on, _BY_CLOCK, 'write "train-all"'),
+    Rule("stream.lag_policy.action", _stores_only, "learner.strategy", _draws_nothing, _NO_STORE, 'write "sample"'),
 )
 
 
-def point(learner: LearnerSettings, replay: ReplaySettings) -> Point:
+def point(learner: LearnerSettings, replay: ReplaySettings, stream: StreamSettings | None = None) -> Point:
     """Return what the rules look at."""
     sections = {"learner": {**learner.model_dump(), "strategy": learner.strategy.name}, "replay": replay.model_dump()}
-    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    found = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    return found if stream is None else {**found, "stream.lag_policy.action": stream.lag_policy.action}
 
 
 def refused(chosen: Point) -> Iterator[tuple[str, str]]:

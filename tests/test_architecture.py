@@ -41,6 +41,7 @@ KEYS_OF_THE_DESIGN = words("""
     name state_dir seed
     stream.bootstrap_servers stream.topics stream.dead_letter_topic stream.group_id stream.format stream.start
     stream.on_gap stream.unlabelled stream.isolation_level stream.client stream.properties
+    stream.lag_policy.action stream.lag_policy.high stream.lag_policy.low
     schema.features.*.dtype schema.features.*.shape schema.features.*.encode.vocab schema.features.*.encode.hash
     schema.features.*.default schema.label.name schema.label.dtype schema.label.classes
     schema.key.name schema.time.name schema.weight.name schema.group.name
@@ -56,7 +57,7 @@ KEYS_OF_THE_DESIGN = words("""
     serving.tokens.read serving.tokens.admin serving.tls.cert serving.tls.key
 """)
 KEYS_ADDED = words("""
-    stream.max_message_bytes stream.buffer_bytes
+    stream.max_message_bytes stream.buffer_bytes stream.lag_policy.fraction
     learner.max_delay learner.max_grad_norm learner.micro_batch_size learner.old_weight
     learner.drift.actions learner.drift.delta learner.drift.lr_factor learner.drift.replay_factor learner.drift.steps
     learner.schedule.warmup_steps learner.schedule.restart
@@ -93,6 +94,7 @@ METRICS_ADDED = words("""
     anabranch_learner_group_accuracy_ratio anabranch_learner_forgetting_ratio anabranch_learner_drifts_total
     anabranch_learner_replay_ratio
     anabranch_learner_micro_batch_rows
+    anabranch_ingest_lag_seconds anabranch_ingest_behind anabranch_ingest_passed_offsets
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ingest import worker as worker_module
 from ingest.assembler import Assembler
-from ingest.block import Block, BlockLayout, Outcome, TopicPartition
+from ingest.block import Block, BlockLayout, Coverage, Outcome, TopicPartition
 from ingest.client import Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.decoded import Decoded
@@ -23,6 +23,8 @@ from ingest.messages import (
     Filled,
     FromIngest,
     Opened,
+    Passed,
+    PassOver,
     Pause,
     Position,
     Release,
@@ -139,6 +141,66 @@ def test_pause_stops_the_reading_and_resume_goes_on() -> None:
         partition.append(message(0, 1))
         assert end.block()[0].columns["offset"].tolist() == [0]
     assert client.committed == {P0: 7}
+
+
+class Held(FakeClient):
+    """Opens only when it may."""
+
+    def __init__(self, topics: dict[TopicPartition, FakePartition]) -> None:
+        super().__init__(topics)
+        self.may = threading.Event()
+
+    def open(self) -> None:
+        assert self.may.wait(20)
+
+
+class TestPassingOver:
+    def test_what_is_left_unread_is_told_and_what_comes_after_it_is_read(self) -> None:
+        partition = FakePartition()
+        for _ in range(500):
+            partition.append(message(0, 1))
+        partition.skip(2)
+        client = Held({P0: partition, P1: FakePartition()})
+        with learner(client, positions=[(P0, Position(1)), (P1, Position(0))]) as end:
+            send(end.connection, PassOver())
+            client.may.set()
+            block, _ = end.block()
+            assert len(block) == 0
+            assert block.coverage == (Coverage(0, 1, 502, passed=501),)
+            assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
+            partition.append(message(7, 1))
+            block, _ = end.block()
+            assert block.columns["offset"].tolist() == [502]
+            assert block.coverage == (Coverage(0, 502, 503),)
+
+    def test_where_nothing_is_left_nothing_is_told(self) -> None:
+        with learner(FakeClient({P0: FakePartition()})) as end:
+            send(end.connection, PassOver())
+            assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
+
+    def test_the_rest_of_a_torn_message_is_read(self) -> None:
+        partition = FakePartition()
+        partition.append(message(0, 3))
+        partition.append(message(0, 1))
+        client = Held({P0: partition})
+        with learner(client, positions=[(P0, Position(0, 1))]) as end:
+            send(end.connection, PassOver())
+            client.may.set()
+            assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
+            block, _ = end.block()
+            assert block.columns["row"].tolist() == [1, 2, 0]
+
+    def test_a_broker_that_is_away_is_asked_again(self) -> None:
+        partition = FakePartition()
+        partition.append(message(0, 1))
+        client = Held({P0: partition})
+        client.away = True
+        with learner(client, positions=[(P0, Position(0))]) as end:
+            send(end.connection, PassOver())
+            client.may.set()
+            end.hear(lambda each: isinstance(each, Broker) and each.ill is not None)
+            client.away = False
+            assert end.block()[0].coverage == (Coverage(0, 0, 1, passed=1),)
 
 
 def test_a_block_comes_only_after_its_dead_letters_are_acknowledged() -> None:

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from ingest.block import Block, Coverage, TopicPartition
-from ingest.config import SchemaSettings, StreamSettings
+from ingest.config import LagPolicySettings, SchemaSettings, StreamSettings
 from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.metrics import IngestMetrics
@@ -35,6 +35,7 @@ from learner.embedding import Embedding
 from learner.errors import CutError
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
+from learner.lag import LagPolicy
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
 from learner.precision import choose_precision
@@ -73,6 +74,7 @@ class Stream:
         self.unlabelled: set[int] = set()
         """Blocks whose events have no label."""
         self.unknown_fields = 0
+        self.told: float | None = None
         self.partitions = [Partition(NAME, 0, blocks * ROWS)]
 
     def poll(self, timeout: timedelta) -> Block | None:
@@ -142,7 +144,8 @@ class Bench:
         source = cast("Source", self.stream)
         log = ForgottenLog(path / "forgotten.log")
         forgetting = Forgetting(log, self.cuts, path / "replay", self.store, guard, self.cutter)
-        parts = Parts(source, trainer, self.store, guard, publisher, self.cutter, forgetting)
+        lag = LagPolicy(LagPolicySettings(), 0, source)
+        parts = Parts(source, trainer, self.store, guard, publisher, self.cutter, forgetting, lag)
         self.loop = Loop(settings, parts, self.metrics)
         self.trainer, self.guard = trainer, guard
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ingest.config import StreamSettings
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner import compiled
@@ -119,6 +120,6 @@ def test_what_does_not_go_together_is_one_sentence(
 
 
 def test_each_rule_is_of_keys_that_there_are() -> None:
-    known = set(point(LearnerSettings(), ReplaySettings()))
+    known = set(point(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",))))
     assert {key for rule in RULES for key in (rule.key, rule.other)} <= known
     assert list(refused(point(LearnerSettings(), ReplaySettings()))) == []
