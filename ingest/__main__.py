@@ -42,7 +42,7 @@ def main() -> int:
     try:
         assembler = Assembler(schema, stream, HoldOut.model_validate_json(begin.hold_out))
         ring = Ring(BlockLayout(schema), int(stream.buffer_bytes), arguments.ring)
-        Worker(stream, client, assembler, ring, connection).run(begin.positions)
+        Worker(stream, client, assembler, ring, connection).run(begin.positions, begin.marks)
     except (StoppedError, BrokenPipeError, ConnectionError):
         return 0
     except AnabranchError as exc:

@@ -6,7 +6,7 @@ its features are zeros. So whoever has consumed the first n rows knows exactly w
 Legend: N events. Within a partition rows are in the order of (offset, row).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -79,6 +79,25 @@ class TopicPartition:
     def __str__(self) -> str:
         return f"{self.topic}:{self.partition}"
 
+    @property
+    def anew(self) -> "TopicPartition":
+        """The partition of the topic that was made after this one."""
+        return TopicPartition(self.topic, self.partition, self.incarnation + 1)
+
+
+def current(partitions: Iterable[TopicPartition]) -> dict[tuple[str, int], int]:
+    """Return the place of each topic and number's last incarnation, which is the one that there is."""
+    return {(each.topic, each.partition): place for place, each in enumerate(partitions)}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A record by which a partition is known again: its place, its timestamp, and a hash of key and value."""
+
+    offset: int
+    time_ms: int
+    digest: str
+
 
 @dataclass(frozen=True)
 class Coverage:
@@ -86,7 +105,8 @@ class Coverage:
 
     `start` is the first offset after what earlier blocks covered, `end` the first offset after this block; offsets
     between them without a row are gaps (transaction markers, aborted records, compaction). `removed` counts offsets
-    from `start` on that retention took before they were read, `passed` those that were sought over by policy.
+    from `start` on that retention took before they were read, `passed` those that were sought over by policy. `last` is
+    the last record that the block covers, where it covers all that was fetched with it.
     """
 
     partition: int
@@ -94,6 +114,7 @@ class Coverage:
     end: int
     removed: int = 0
     passed: int = 0
+    last: Fingerprint | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from ingest.block import TopicPartition
-from ingest.errors import CredentialsError, GapError
+from ingest.errors import CredentialsError, GapError, RecreatedError
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def missing_topic(topic: str | None, servers: str) -> str:
 def pass_hole(name: str, removed: int, on_gap: str) -> None:
     """Go on where `removed` offsets from the one that `name` tells on are gone, or raise GapError."""
     if removed <= 0:
-        raise GapError(f"{name} is beyond the topic's end: it seems to have been deleted and created again")
+        raise RecreatedError(f"{name} is beyond the topic's end: it seems to have been deleted and created again")
     if on_gap == "fail":
         raise GapError(
             f"{name} and {removed - 1} offsets after it were removed by retention before they were read; "
@@ -133,7 +133,7 @@ def pass_hole(name: str, removed: int, on_gap: str) -> None:
 
 RECREATED = (
     "what the topic holds at offsets that were read is no longer the same: it seems to have been deleted and "
-    "created again; move the state directory away to begin anew"
+    'created again; move the state directory away to begin anew, or set stream.on_gap = "earliest" to go on with it'
 )
 
 
@@ -156,6 +156,13 @@ class Client(Protocol):
         """Return all partitions of the topics; may ask the broker."""
         ...
 
+    def topic_ids(self) -> dict[str, str]:
+        """Return the id of each topic, 32 hexadecimal digits, where the broker gives them; may ask the broker.
+
+        From then on `poll` raises RecreatedError when one changes.
+        """
+        ...
+
     def first_offsets(
         self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
     ) -> dict[TopicPartition, int]:
@@ -171,6 +178,7 @@ class Client(Protocol):
 
         Raises:
             GapError: offsets to be read are gone, and `on_gap` is `fail`.
+            RecreatedError: the topic is another one of the same name.
             BrokerError: the topic or the right to read it is gone.
         """
         ...

@@ -1,5 +1,6 @@
 """The client `confluent`: librdkafka, which fetches and parses in threads of its own, without Python's lock."""
 
+import base64
 import contextlib
 import logging
 import time
@@ -26,7 +27,7 @@ from ingest.client import (
     unreachable,
 )
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, GapError
+from ingest.errors import BrokerError, RecreatedError
 from ingest.librdkafka import LetterProducer, brief, make
 
 _OPEN_SECONDS = 8.0
@@ -95,6 +96,13 @@ class ConfluentClient:
             for partition in sorted(self._topics[topic].partitions, key=lambda each: each.id)
         ]
 
+    def topic_ids(self) -> dict[str, str]:
+        """The topics' ids, as last heard."""
+        self._recreated = False
+        ids = {topic: str(self._topics[topic].topic_id) for topic in self._settings.topics}
+        found = {topic: base64.urlsafe_b64decode(f"{each}==").hex() for topic, each in ids.items()}
+        return {topic: each for topic, each in found.items() if each.strip("0")}
+
     def first_offsets(
         self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
     ) -> dict[TopicPartition, int]:
@@ -117,7 +125,7 @@ class ConfluentClient:
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return at most `limit` messages."""
         if self._recreated:
-            raise GapError(RECREATED)
+            raise RecreatedError(RECREATED)
         try:
             polled = self._consumer.consume(limit, timeout.total_seconds())
         except KafkaException as exc:
@@ -255,7 +263,7 @@ class ConfluentClient:
     def _judge(self, error: KafkaError) -> None:
         """Raise for what ends the reading; librdkafka itself tries again after all else."""
         if error.code() == KafkaError._LOG_TRUNCATION:
-            raise GapError(RECREATED)
+            raise RecreatedError(RECREATED)
         if error.fatal() or error.code() in _FORBIDDEN:
             raise BrokerError(f"cannot read the topics: {error.str()}")
         log.debug("librdkafka: %s", error.str())

@@ -3,6 +3,7 @@
     AnabranchError
     |-- SettingsError            the configuration or the input is wrong: mend it, then start again (exit 2)
     |   |-- GapError             offsets that were not read yet are gone from the broker
+    |   |   `-- RecreatedError   a topic was deleted and created again
     |   `-- SecondLearnerError   another learner holds the state directory
     `-- DependencyError          something outside cannot be reached: wait or mend it, then start again (exit 3)
         `-- BrokerError          Kafka: unreachable, or has no such topic
@@ -22,6 +23,10 @@ class SettingsError(AnabranchError):
 
 class GapError(SettingsError):
     """Offsets that this pipeline has not read were removed from the broker, and `stream.on_gap` is `fail`."""
+
+
+class RecreatedError(GapError):
+    """A topic was deleted and created again, or its log cut short: offsets are no longer what was read there."""
 
 
 class SecondLearnerError(SettingsError):

@@ -41,6 +41,7 @@ class FakeClient:
         self.committed: dict[TopicPartition, int] = {}
         self.away = False
         self.refused_letters = 0
+        self.ids: dict[str, str] = {}
         self._positions: dict[TopicPartition, int] = {}
 
     def open(self) -> None:
@@ -51,13 +52,17 @@ class FakeClient:
         """All topics that there are."""
         return list(self.topics)
 
+    def topic_ids(self) -> dict[str, str]:
+        """What `ids` says."""
+        return dict(self.ids)
+
     def first_offsets(
         self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
     ) -> dict[TopicPartition, int]:
         """The first or the next offset of each partition; moments are not known here."""
         assert moment is None
         self._reach()
-        return {p: self.topics[p].end if start == "latest" else 0 for p in partitions}
+        return {p: self._of(p).end if start == "latest" else 0 for p in partitions}
 
     def assign(self, positions: Mapping[TopicPartition, int]) -> None:
         """Read from these offsets on."""
@@ -67,11 +72,11 @@ class FakeClient:
         """Return up to `limit` messages of each partition, at once."""
         del timeout
         self._reach()
-        return [self._messages(p, limit) for p, position in self._positions.items() if position < self.topics[p].end]
+        return [self._messages(p, limit) for p, position in self._positions.items() if position < self._of(p).end]
 
     def lag(self) -> Lag:
         """The end of each partition."""
-        return Lag({}, "away") if self.away else Lag({p: topic.end for p, topic in self.topics.items()})
+        return Lag({}, "away") if self.away else Lag({p: self._of(p).end for p in self._positions})
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:
         """Remember the positions."""
@@ -92,8 +97,11 @@ class FakeClient:
         if self.away:
             raise BrokerError("the fake broker is away")
 
+    def _of(self, partition: TopicPartition) -> FakePartition:
+        return self.topics[TopicPartition(partition.topic, partition.partition)]
+
     def _messages(self, partition: TopicPartition, limit: int) -> Messages:
-        topic, position = self.topics[partition], self._positions[partition]
+        topic, position = self._of(partition), self._positions[partition]
         offsets = [offset for offset in sorted(topic.messages) if offset >= position]
         end = topic.end if len(offsets) <= limit else offsets[limit]
         offsets = offsets[:limit]

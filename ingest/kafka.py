@@ -29,7 +29,7 @@ from ingest.client import (
     unreachable,
 )
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, CredentialsError, GapError, SettingsError
+from ingest.errors import BrokerError, CredentialsError, RecreatedError, SettingsError
 from ingest.properties import DEFAULTS, check, kafka_python_options
 
 _BOOTSTRAP_MS = 8_000
@@ -53,7 +53,7 @@ class KafkaPythonClient:
         self._incarnations: dict[tuple[str, int], TopicPartition] = {}
         self._positions: dict[Any, int] = {}
         self._behind: list[Any] = []
-        self._topic_ids: dict[str, Any] = {}
+        self._topic_ids: dict[str, str] = {}
 
     def open(self) -> None:
         """Connect and see that every topic is there."""
@@ -82,6 +82,11 @@ class KafkaPythonClient:
                 for topic in self._settings.topics
                 for partition in sorted(self._consumer.partitions_for_topic(topic) or ())
             ]
+
+    def topic_ids(self) -> dict[str, str]:
+        """The topics' ids, by the metadata of the last few seconds."""
+        self._topic_ids = self._ids()
+        return dict(self._topic_ids)
 
     def first_offsets(
         self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
@@ -176,15 +181,18 @@ class KafkaPythonClient:
             self._connections.close()
 
     def _refuse_recreated(self) -> None:
-        """Raise GapError when the metadata, which are at most some seconds old, tell of another topic of the name.
+        """Raise RecreatedError when the metadata, at most some seconds old, tell of another topic of the name.
 
         A broker hands out the new one's records by name and offset, as if nothing had happened.
         """
-        for topic in self._settings.topics:
-            found = self._consumer._client.cluster.topic_id(topic)
-            # Brokers without topic ids, and topics that are just gone, have none or zero.
-            if found is not None and found.int and self._topic_ids.setdefault(topic, found) != found:
-                raise GapError(RECREATED)
+        for topic, found in self._ids().items():
+            if self._topic_ids.setdefault(topic, found) != found:
+                raise RecreatedError(RECREATED)
+
+    def _ids(self) -> dict[str, str]:
+        """Return the topics' ids by the metadata; brokers without them, and topics that are just gone, give none."""
+        found = {topic: self._consumer._client.cluster.topic_id(topic) for topic in self._settings.topics}
+        return {topic: each.hex for topic, each in found.items() if each is not None and each.int}
 
     def _pass_gap(self, offsets: Mapping[Any, int]) -> dict[Any, int]:
         """Go on from the earliest offset where the next one to read is gone, or raise."""
@@ -337,7 +345,7 @@ def _translated(what: str) -> Iterator[None]:
     except kafka_errors.OffsetOutOfRangeError:
         raise
     except kafka_errors.LogTruncationError as exc:
-        raise GapError(RECREATED) from exc
+        raise RecreatedError(RECREATED) from exc
     except kafka_errors.KafkaError as exc:
         raise BrokerError(f"{what}: {_brief(exc)}") from exc
 

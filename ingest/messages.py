@@ -4,7 +4,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from ingest.block import Coverage, TopicPartition
+from ingest.block import Coverage, Fingerprint, TopicPartition
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 
 
@@ -15,6 +15,13 @@ class Position(msgspec.Struct, frozen=True):
     row: int = 0
 
 
+class Mark(msgspec.Struct, frozen=True):
+    """What a partition is known again by: the id of its topic, and the last record that was read."""
+
+    topic_id: str | None = None
+    last: Fingerprint | None = None
+
+
 class Begin(msgspec.Struct, frozen=True, tag=True):
     """The first message: everything the process needs. Settings travel as JSON, with their secrets, never in argv."""
 
@@ -22,6 +29,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     schema: str
     hold_out: str
     positions: list[tuple[TopicPartition, Position]]
+    marks: list[Mark]
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -53,10 +61,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """Partitions in the order of their index, and where each begins; sent again when partitions were added."""
+    """Partitions in the order of their index, where each begins, and the id of its topic; sent again when partitions
+    were added. One that comes after another of its topic and number has taken that one's place."""
 
     partitions: list[TopicPartition]
     starts: list[int]
+    ids: list[str | None]
 
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +121,11 @@ def receive_in_learner(connection: Connection) -> FromIngest:
 
 
 def begin(
-    stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, positions: list[tuple[TopicPartition, Position]]
+    stream: StreamSettings,
+    schema: SchemaSettings,
+    hold_out: HoldOut,
+    positions: list[tuple[TopicPartition, Position]],
+    marks: list[Mark],
 ) -> Begin:
     """Write the settings into the first message."""
     revealed = stream.model_dump(mode="json")
@@ -121,4 +135,5 @@ def begin(
         schema=schema.model_dump_json(),
         hold_out=hold_out.model_dump_json(),
         positions=positions,
+        marks=marks,
     )

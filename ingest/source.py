@@ -13,7 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 from ingest import errors
-from ingest.block import Block, BlockLayout, TopicPartition
+from ingest.block import Block, BlockLayout, TopicPartition, current
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import AnabranchError, BrokerError
 from ingest.messages import (
@@ -22,6 +22,7 @@ from ingest.messages import (
     Failed,
     Filled,
     FromIngest,
+    Mark,
     Opened,
     Passed,
     PassOver,
@@ -54,11 +55,15 @@ class SharedBlock(Block):
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition as the source found it: `start` is this pipeline's first offset, `end` the broker's, if known."""
+    """One partition as the source found it: `start` is this pipeline's first offset, `end` the broker's, if known.
+
+    A partition whose topic was made anew ends with what was read of it. `topic_id` is the topic's, if known.
+    """
 
     name: TopicPartition
     start: int
     end: int | None
+    topic_id: str | None = None
 
 
 class Source:
@@ -77,6 +82,7 @@ class Source:
         self._connection: Connection | None = None
         self._ring: Ring | None = None
         self._received: dict[TopicPartition, Position] = {}
+        self._marks: dict[TopicPartition, Mark] = {}
         self._starts: dict[TopicPartition, int] = {}
         self._ends: dict[int, int] = {}
         self._table: list[TopicPartition] = []
@@ -97,6 +103,7 @@ class Source:
         positions: Mapping[TopicPartition, Position] | None = None,
         stop: threading.Event | None = None,
         timeout: timedelta = timedelta(seconds=60),
+        marks: Mapping[TopicPartition, Mark] | None = None,
     ) -> None:
         """Start reading and wait until the partitions are known, or `stop` is set.
 
@@ -104,12 +111,15 @@ class Source:
             positions: where to go on, for the partitions that are known from before; others begin at `stream.start`.
             stop: ends the waiting.
             timeout: for the broker to tell its partitions.
+            marks: what the partitions that are known from before are known again by.
 
         Raises:
             BrokerError: the broker cannot be reached, refuses the credentials or lacks a topic.
+            RecreatedError: a topic is another one of the same name, and `stream.on_gap` is `fail`.
             SettingsError: the format cannot hold the schema, or the buffer is too small.
         """
         self._received = dict(positions or {})
+        self._marks = dict(marks or {})
         self._table = list(self._received)
         self._start()
         deadline = time.monotonic() + timeout.total_seconds()
@@ -122,7 +132,13 @@ class Source:
     @property
     def partitions(self) -> Sequence[Partition]:
         """All partitions, in the order of the index that blocks carry."""
-        return [Partition(name, self._starts[name], self._ends.get(i)) for i, name in enumerate(self._table)]
+        there = set(current(self._table).values())
+        return [
+            Partition(name, self._starts[name], self._ends.get(i), self._marks[name].topic_id)
+            if i in there
+            else Partition(name, self._starts[name], self._received[name].offset)
+            for i, name in enumerate(self._table)
+        ]
 
     def poll(self, timeout: timedelta) -> Block | None:
         """Return the next block, or None when none comes in time.
@@ -187,7 +203,8 @@ class Source:
             )
         self._ring, self._connection = ring, Connection(ours.detach())
         positions = [(name, self._received[name]) for name in self._table]
-        self._say(begin(self._stream, self._schema, self._hold_out, positions))
+        marks = [self._marks.get(name, Mark()) for name in self._table]
+        self._say(begin(self._stream, self._schema, self._hold_out, positions, marks))
         if self._paused:
             self._say(Pause())
         if self._passing:
@@ -204,11 +221,12 @@ class Source:
 
     def _take(self, message: FromIngest) -> Block | None:
         match message:
-            case Opened(partitions, starts):
+            case Opened(partitions, starts, ids):
                 self._opened, self.ill = True, None
-                for name, start in zip(partitions, starts, strict=True):
+                for name, start, topic_id in zip(partitions, starts, ids, strict=True):
                     self._starts.setdefault(name, start)
                     self._received.setdefault(name, Position(start))
+                    self._marks[name] = Mark(topic_id, self._marks.get(name, Mark()).last)
                 self._table = partitions
             case Filled(slot, rows, coverage, unknown_fields):
                 self._backoff = 0.0
@@ -235,7 +253,10 @@ class Source:
             rows = (partition == cover.partition).nonzero()[0]
             torn = len(rows) and int(offset[rows[-1]]) == cover.end
             position = Position(cover.end, int(row[rows[-1]]) + 1 if torn else 0)
-            self._received[self._table[cover.partition]] = position
+            name = self._table[cover.partition]
+            self._received[name] = position
+            if cover.last is not None:
+                self._marks[name] = Mark(self._marks[name].topic_id, cover.last)
 
     def _fail(self, error: str, sentence: str) -> None:
         kind = getattr(errors, error)

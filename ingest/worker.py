@@ -12,14 +12,16 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 from ingest.assembler import Assembled, Assembler, Incoming
-from ingest.block import Coverage, TopicPartition
-from ingest.client import Client, DeadLetter, Lag, Messages
+from ingest.block import Coverage, TopicPartition, current
+from ingest.client import RECREATED, Client, DeadLetter, Lag, Messages
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError
+from ingest.errors import BrokerError, RecreatedError
+from ingest.fingerprint import fingerprint, recreated
 from ingest.messages import (
     Broker,
     Commit,
     Filled,
+    Mark,
     Opened,
     Passed,
     PassOver,
@@ -72,15 +74,21 @@ class Worker:
         self._passing = False
         self._table: list[TopicPartition] = []
         self._next: list[Position] = []
+        self._marks: list[Mark] = []
         self._index: dict[TopicPartition, int] = {}
+        self._read: list[int] = []
         self._ill: str | None = None
         self._fault: str | None = None
         self._fault_until = 0.0
         self._next_lag = 0.0
         self._unheard = 0
 
-    def run(self, positions: Sequence[tuple[TopicPartition, Position]]) -> None:
+    def run(self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[Mark] = ()) -> None:
         """Read from `positions` on, and where there are none from `stream.start`, until the learner says stop.
+
+        Args:
+            positions: in the order of the index.
+            marks: what each partition is known again by, likewise; none at all where that is not known.
 
         Raises:
             StoppedError: always at the end.
@@ -88,7 +96,10 @@ class Worker:
         """
         self._client.open()
         # Beside known partitions, those that are new are read whole: only a first start begins where it is told to.
-        self._take_up(positions, "earliest" if positions else self._stream.start)
+        self._table = [partition for partition, _ in positions]
+        self._next = [position for _, position in positions]
+        self._marks = list(marks) or [Mark()] * len(self._table)
+        self._take_up("earliest" if positions else self._stream.start, due=True)
         next_partitions, backoff = time.monotonic() + _PARTITIONS_SECONDS, 0.0
         while True:
             while self._paused or not self._free:
@@ -104,13 +115,17 @@ class Worker:
             except BrokerError as exc:
                 backoff = self._back_off(backoff, str(exc))
                 continue
+            except RecreatedError:
+                if not self._take_up("earliest", due=True):
+                    raise
+                continue
             for portion in _portions(fetched):
                 self._take(portion)
             self._report_lag_if_due()
             if sum(map(len, fetched)) * _LITTLE < self._ring.rows:
                 time.sleep(_PAUSE_SECONDS)
             if time.monotonic() >= next_partitions and not self._ill:
-                self._take_up(list(zip(self._table, self._next, strict=True)), "earliest")
+                self._take_up("earliest")
                 next_partitions = time.monotonic() + _PARTITIONS_SECONDS
 
     def _take(self, portion: Sequence[Messages]) -> None:
@@ -124,25 +139,58 @@ class Worker:
         self._send_letters(assembled.letters)
         self._hand_over(incoming, assembled)
 
-    def _take_up(self, known: Sequence[tuple[TopicPartition, Position]], start: str) -> None:
-        """Assign the known partitions and those that the broker has beside them."""
-        names = {(partition.topic, partition.partition) for partition, _ in known}
-        added = [p for p in self._client.partitions() if (p.topic, p.partition) not in names]
-        if not added and self._table:
-            return
+    def _take_up(self, start: str, *, due: bool = False) -> bool:
+        """Assign the known partitions, those that the broker has beside them, and those that were made anew.
+
+        Whether some were is looked up when partitions were added, or `due`. Return whether there are more than before.
+        """
+        there, known = self._client.partitions(), current(self._table)
+        added = [p for p in there if (p.topic, p.partition) not in known]
+        if not added and not due:
+            return False
+        anew = self._made_anew()
         moment = self._stream.start_time if start == self._stream.start else None
         offsets = self._client.first_offsets(added, start, moment) if added else {}
-        positions = dict(known) | {partition: Position(offsets[partition]) for partition in added}
-        self._table, self._next = list(positions), list(positions.values())
+        offsets |= self._client.first_offsets(anew, "earliest", None) if anew else {}
+        self._table = [*self._table, *added, *anew]
+        self._next += [Position(offsets[partition]) for partition in (*added, *anew)]
+        self._marks += [Mark()] * len([*added, *anew])
         self._index = {partition: place for place, partition in enumerate(self._table)}
-        # A topic that was taken out of the settings keeps its index, but is not read.
-        read = {p: position.offset for p, position in positions.items() if p.topic in self._stream.topics}
-        self._client.assign(read)
-        send(self._connection, Opened(self._table, [position.offset for position in self._next]))
+        # A topic that was taken out of the settings keeps its index, but is not read, nor is a partition that is gone
+        # from a topic that was made anew.
+        topics, names = {each.topic for each in there}, {(each.topic, each.partition) for each in there}
+        self._read = [
+            place
+            for name, place in current(self._table).items()
+            if name[0] in self._stream.topics and (name[0] not in topics or name in names)
+        ]
+        ids = self._client.topic_ids()
+        for place in self._read:
+            mark = self._marks[place]
+            self._marks[place] = Mark(ids.get(self._table[place].topic, mark.topic_id), mark.last)
+        self._client.assign({self._table[place]: self._next[place].offset for place in self._read})
+        starts = [position.offset for position in self._next]
+        send(self._connection, Opened(self._table, starts, [mark.topic_id for mark in self._marks]))
+        return bool(added or anew)
+
+    def _made_anew(self) -> list[TopicPartition]:
+        """Return the partitions that have taken the place of others that were read.
+
+        Raises:
+            RecreatedError: there are some, and `stream.on_gap` is `fail`.
+        """
+        places = [place for name, place in current(self._table).items() if name[0] in self._stream.topics]
+        known = {self._table[place]: self._marks[place] for place in places}
+        found = recreated(self._client, known)
+        for partition in found:
+            if self._stream.on_gap == "fail":
+                raise RecreatedError(f"{partition.topic}[{partition.partition}]: {RECREATED}")
+            log.warning("%s[%d] is not what was read: it is read anew", partition.topic, partition.partition)
+        return [partition.anew for partition in found]
 
     def _pass_over(self) -> None:
         """Go on at the end of each partition, and tell what that leaves unread; a torn message is read to its end."""
-        read = [place for place, each in enumerate(self._table) if each.topic in self._stream.topics]
+        read = self._read
         whole = [place for place in read if not self._next[place].row]
         ends = self._client.first_offsets([self._table[place] for place in whole], "latest", None)
         passed = [
@@ -179,7 +227,8 @@ class Worker:
             case PassOver():
                 self._passing = True
             case Commit(positions):
-                self._client.commit({self._table[index]: offset for index, offset in positions})
+                read = set(current(self._table).values())
+                self._client.commit({self._table[index]: offset for index, offset in positions if index in read})
             case Stop():
                 raise StoppedError
             case _:
@@ -226,7 +275,10 @@ class Worker:
                 done = high <= end
                 stop = each.messages.end if done else int(columns["offset"][end])
                 removed = each.messages.removed if first else 0
-                yield Coverage(each.partition, here.offset + removed, stop, removed)
+                newest = fingerprint(each.messages, -1) if done and len(each.messages) else None
+                yield Coverage(each.partition, here.offset + removed, stop, removed, last=newest)
+                if newest is not None:
+                    self._marks[each.partition] = Mark(self._marks[each.partition].topic_id, newest)
                 row = 0 if done or stop != columns["offset"][end - 1] else int(columns["row"][end])
                 self._next[each.partition] = Position(stop, row)
             low = high

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import IDENTITY_COLUMNS, Array, Block, Outcome
+from ingest.block import IDENTITY_COLUMNS, Array, Block, Fingerprint, Outcome
 from ingest.messages import Position
 
 PATIENCE = timedelta(milliseconds=100)
@@ -43,6 +43,7 @@ class Span:
         positions: by index of the partition, the first event without outcome after this span.
         removed: offsets that retention took before the span, by index of the partition.
         passed: offsets that were sought over by policy, likewise.
+        last: the last record of each partition that the span ends with, where it ends a block.
     """
 
     columns: Mapping[str, Array]
@@ -50,6 +51,7 @@ class Span:
     positions: Mapping[int, Position]
     removed: Mapping[int, int]
     passed: Mapping[int, int]
+    last: Mapping[int, Fingerprint]
 
 
 @dataclass
@@ -197,6 +199,7 @@ def _span(block: Block, rows: Mapping[str, Array], begin: int, trained: NDArray[
         positions,
         {cover.partition: cover.removed for cover in first if cover.removed},
         {cover.partition: cover.passed for cover in first if cover.passed},
+        {cover.partition: cover.last for cover in block.coverage if done and cover.last is not None},
     )
 
 

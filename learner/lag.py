@@ -118,7 +118,7 @@ class LagPolicy:
         self._arrivals += [Arrivals() for _ in accounts[len(self._arrivals) :]]
         for arrivals, account in zip(self._arrivals, accounts, strict=True):
             if told is not None and told != self._told:
-                arrivals.note(told, max(account.end, account.position.offset))
+                arrivals.note(told, account.position.offset + account.pending)
         self._told = told
         positions = [account.position.offset for account in accounts]
         lags = [each.age(now, position) for each, position in zip(self._arrivals, positions, strict=True)]

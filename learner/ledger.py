@@ -6,13 +6,14 @@ Events are counted by outcome; offsets are counted by message, since one may hol
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Outcome, SkipReason, TopicPartition
-from ingest.messages import Position
+from ingest.block import Fingerprint, Outcome, SkipReason, TopicPartition, current
+from ingest.messages import Mark, Position
 from learner.batches import Span
 from learner.record_times import RecordTimes
 from learner.report import PartitionReport
@@ -31,8 +32,17 @@ class PartitionLedger:
         self.removed = 0
         self.passed = 0
         self.time_ms = 0
+        self.mark = Mark()
+        self.superseded = False
+        """Whether the topic was made anew: what was not read of this one is gone."""
         self.outcomes = np.zeros(len(Outcome), np.int64)
         self.skipped = np.zeros(len(SkipReason), np.int64)
+
+    def meet(self, end: int | None, topic_id: str | None) -> None:
+        """Note how far the broker is, and the topic's id, where they are known."""
+        self.end = max(self.end, end or 0)
+        if topic_id is not None and topic_id != self.mark.topic_id:
+            self.mark = Mark(topic_id, self.mark.last)
 
     def state(self) -> dict[str, Any]:
         """The account as JSON values, for a cut."""
@@ -47,6 +57,8 @@ class PartitionLedger:
             "removed": self.removed,
             "passed": self.passed,
             "time_ms": self.time_ms,
+            "topic_id": self.mark.topic_id,
+            "last": None if self.mark.last is None else asdict(self.mark.last),
             "outcomes": {outcome.label: int(self.outcomes[outcome]) for outcome in Outcome},
             "skipped": {reason.label: int(self.skipped[reason]) for reason in SkipReason},
         }
@@ -58,6 +70,8 @@ class PartitionLedger:
         account.position = Position(*state["position"])
         account.end, account.gaps, account.removed = state["end"], state["gaps"], state["removed"]
         account.passed, account.time_ms = state["passed"], state["time_ms"]
+        last = state.get("last")
+        account.mark = Mark(state.get("topic_id"), None if last is None else Fingerprint(**last))
         account.outcomes = np.array([state["outcomes"].get(outcome.label, 0) for outcome in Outcome], np.int64)
         account.skipped = np.array([state["skipped"].get(reason.label, 0) for reason in SkipReason], np.int64)
         return account
@@ -67,17 +81,23 @@ class PartitionLedger:
         """How far a version that is published now has learned."""
         return Trained(self.position.offset - 1, self.name.incarnation, self.time_ms)
 
+    @property
+    def pending(self) -> int:
+        """Offsets without an outcome that are there to be read."""
+        return 0 if self.superseded else max(0, self.end - self.position.offset)
+
     def report(self) -> PartitionReport:
         """The account as numbers that add up."""
         here = self.position.offset
+        gone = max(0, self.end - here) - self.pending
         return PartitionReport(
             start=self.start,
             end=max(self.end, here),
             finished=here - self.start - self.gaps - self.passed - self.removed,
             passed=self.passed,
             gaps=self.gaps,
-            removed=self.removed,
-            pending=max(self.end, here) - here,
+            removed=self.removed + gone,
+            pending=self.pending,
             trained_through=here - 1,
             incarnation=self.name.incarnation,
             outcomes=_by_outcome(self.outcomes),
@@ -100,6 +120,7 @@ class Ledger:
     def take_up(self, name: TopicPartition, start: int) -> None:
         """Open the account of the partition with the next index."""
         self.partitions.append(PartitionLedger(name, start))
+        self._supersede()
 
     def state(self) -> list[dict[str, Any]]:
         """All accounts as JSON values, in order, for a cut."""
@@ -109,11 +130,17 @@ class Ledger:
         """Open the accounts of a cut again; must come before any other is opened."""
         assert not self.partitions
         self.partitions = [PartitionLedger.from_state(account) for account in state]
+        self._supersede()
 
     @property
     def positions(self) -> dict[TopicPartition, Position]:
         """The first event without an outcome of each partition, in the order of the index."""
         return {account.name: account.position for account in self.partitions}
+
+    @property
+    def marks(self) -> dict[TopicPartition, Mark]:
+        """What each partition is known again by, in the order of the index."""
+        return {account.name: account.mark for account in self.partitions}
 
     def advance(self, span: Span, outcome: Outcome, reason: SkipReason = SkipReason.NONE) -> None:
         """Settle a span: the rows of the batch get `outcome`, other pending rows were stored only.
@@ -142,6 +169,8 @@ class Ledger:
             account.position = position
             account.outcomes += np.bincount(settled[mine], minlength=len(Outcome))
             account.skipped += np.bincount(reasons[mine], minlength=len(SkipReason))
+            if index in span.last:
+                account.mark = Mark(account.mark.topic_id, span.last[index])
             if mine.any():
                 account.time_ms = int(span.columns["time_ms"][mine][-1])
         if outcome is Outcome.TRAINED:
@@ -181,8 +210,17 @@ class Ledger:
         return _by_reason(totals)
 
     def reports(self) -> Mapping[str, PartitionReport]:
-        """The accounts as numbers that add up, by `topic:partition`."""
-        return {str(account.name): account.report() for account in self.partitions}
+        """The accounts as numbers that add up, by `topic:partition`; `topic#incarnation:partition` where it is gone."""
+        return {
+            f"{name.topic}#{name.incarnation}:{name.partition}" if account.superseded else str(name): account.report()
+            for account in self.partitions
+            for name in [account.name]
+        }
+
+    def _supersede(self) -> None:
+        there = set(current(account.name for account in self.partitions).values())
+        for place, account in enumerate(self.partitions):
+            account.superseded = place not in there
 
 
 def _by_outcome(counts: NDArray[np.int64]) -> dict[str, int]:

@@ -273,9 +273,7 @@ class Loop:
         for index, partition in enumerate(self._parts.source.partitions):
             if index == len(self.ledger.partitions):
                 self.ledger.take_up(partition.name, partition.start)
-            if partition.end is not None:
-                account = self.ledger.partitions[index]
-                account.end = max(account.end, partition.end)
+            self.ledger.partitions[index].meet(partition.end, partition.topic_id)
         self._parts.lag.look(self.ledger.partitions)
 
     @property

@@ -193,7 +193,7 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
             serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
         )
         stack.callback(source.close)
-        source.open(loop.ledger.positions, stop)
+        source.open(loop.ledger.positions, stop, marks=loop.ledger.marks)
         if stop.is_set():
             return
         log.info(

@@ -19,8 +19,8 @@ from ingest.block import Outcome, TopicPartition
 from ingest.client import DeadLetter
 from ingest.clients import CLIENTS
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import BrokerError, GapError, SettingsError
-from ingest.messages import Position
+from ingest.errors import BrokerError, GapError, RecreatedError, SettingsError
+from ingest.messages import Mark, Position
 from ingest.source import Source
 
 GOOD = {"x": [1, 2, 3], "y": 1}
@@ -42,6 +42,7 @@ def opened(
     topic: str,
     schema: dict[str, Any] | None = None,
     positions: dict[TopicPartition, Position] | None = None,
+    marks: dict[TopicPartition, Mark] | None = None,
     **stream: Any,
 ) -> Iterator[Source]:
     settings = {**STREAM, "bootstrap_servers": bootstrap, "topics": [topic], **stream}
@@ -51,7 +52,7 @@ def opened(
         HoldOut(fraction=0, seed=0),
     )
     try:
-        source.open(positions)
+        source.open(positions, marks=marks)
         yield source
     finally:
         source.close()
@@ -159,33 +160,103 @@ def test_a_dead_letter_that_is_too_large_goes_without_its_contents(
     assert (b"k", b"small") in found
 
 
-@pytest.mark.parametrize("events", [2, 5])
-def test_a_topic_that_is_made_anew_while_it_is_read_is_noticed(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    create_topic: Callable[..., None],
-    produce: Callable[..., list[int]],
-    events: int,
+class TestATopicThatIsMadeAnew:
+    """It repeats offsets, with fewer events than were read of the old one, or with more."""
+
+    @pytest.fixture(params=[2, 5])
+    def again(
+        self,
+        request: pytest.FixtureRequest,
+        kafka: Any,
+        make_topic: Callable[..., str],
+        create_topic: Callable[..., None],
+        produce: Callable[..., list[int]],
+    ) -> Iterator[tuple[str, int, Callable[[], None]]]:
+        """A topic of which three events can be read, how many the next one has, and what makes that."""
+        topic, events = make_topic(), int(request.param)
+        produce(kafka.bootstrap, topic, [GOOD] * 3)
+
+        def make() -> None:
+            with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+                admin.delete_topics([topic])
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    create_topic(kafka.bootstrap, topic)
+                    break
+                except KafkaError:
+                    assert time.monotonic() < deadline
+            produce(kafka.bootstrap, topic, [GOOD] * events)
+
+        return topic, events, make
+
+    def test_while_it_is_read_ends_the_reading(self, kafka: Any, again: Any) -> None:
+        topic, events, make = again
+        if kafka.kind == "embedded" and (STREAM["client"] == "confluent" or events > 3):
+            pytest.skip("the embedded broker has no topic ids, by which topics of one name are told apart")
+        with opened(kafka.bootstrap, topic) as source:
+            read(source, 3)
+            make()
+            with pytest.raises(RecreatedError, match="deleted and created again"):
+                read(source, 6)
+
+    def test_while_it_is_read_is_read_from_its_beginning_where_gaps_are_allowed(self, kafka: Any, again: Any) -> None:
+        topic, events, make = again
+        if kafka.kind == "embedded" and (STREAM["client"] == "confluent" or events > 3):
+            pytest.skip("the embedded broker has no topic ids, by which topics of one name are told apart")
+        with opened(kafka.bootstrap, topic, on_gap="earliest") as source:
+            read(source, 3)
+            make()
+            seen: list[tuple[int, int]] = []
+            while sum(partition for partition, _ in seen) < events:
+                seen += [(partition, offset) for partition, offset, *_ in read(source, 1)]
+            assert [partition.name.incarnation for partition in source.partitions] == [0, 1]
+        # What librdkafka has fetched before it is told of the new topic goes as the old one's.
+        assert all(offset >= 3 for partition, offset in seen if not partition)
+        assert [offset for partition, offset in seen if partition] == list(range(events))
+
+    @pytest.mark.parametrize("ids", [True, False], ids=["by its id", "by its last record"])
+    def test_while_nobody_reads_is_noticed_at_the_start(self, kafka: Any, again: Any, ids: bool) -> None:
+        topic, events, make = again
+        if kafka.kind == "embedded" and ids:
+            pytest.skip("the embedded broker has no topic ids")
+        with opened(kafka.bootstrap, topic) as source:
+            read(source, 3)
+            positions = dict(source._received)
+            marks = {name: mark if ids else Mark(None, mark.last) for name, mark in source._marks.items()}
+        assert all(mark.last is not None and mark.last.offset == 2 for mark in marks.values())
+        with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
+            assert read_for(source, timedelta(seconds=1)) == []
+            assert [partition.name.incarnation for partition in source.partitions] == [0]
+        make()
+        with pytest.raises(RecreatedError, match="deleted and created again"):
+            with opened(kafka.bootstrap, topic, positions=positions, marks=marks):
+                pass
+        with opened(kafka.bootstrap, topic, positions=positions, marks=marks, on_gap="earliest") as source:
+            seen = [(partition, offset) for partition, offset, *_ in read(source, events)]
+            positions, marks = dict(source._received), dict(source._marks)
+        assert seen == [(1, offset) for offset in range(events)]
+        # Both have their index from then on, and only the newer one is read.
+        with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
+            assert [partition.name.incarnation for partition in source.partitions] == [0, 1]
+            assert read_for(source, timedelta(seconds=1)) == []
+
+
+def test_a_last_record_that_retention_has_taken_is_no_sign_of_another_topic(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
-    """With fewer events than were read of the old one, or with more."""
-    if kafka.kind == "embedded" and (STREAM["client"] == "confluent" or events > 3):
-        pytest.skip("the embedded broker has no topic ids, by which topics of one name are told apart")
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker cannot delete records")
     topic = make_topic()
-    produce(kafka.bootstrap, topic, [GOOD] * 3)
+    produce(kafka.bootstrap, topic, [GOOD] * 5)
     with opened(kafka.bootstrap, topic) as source:
-        read(source, 3)
-        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
-            admin.delete_topics([topic])
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                create_topic(kafka.bootstrap, topic)
-                break
-            except KafkaError:
-                assert time.monotonic() < deadline
-        produce(kafka.bootstrap, topic, [GOOD] * events)
-        with pytest.raises(GapError, match="deleted and created again"):
-            read(source, 6)
+        read(source, 5)
+        positions, marks = dict(source._received), dict(source._marks)
+    produce(kafka.bootstrap, topic, [GOOD])
+    with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+        admin.delete_records({KafkaPartition(topic, 0): 5})
+    with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
+        assert [offset for _, offset, *_ in read(source, 1)] == [5]
 
 
 def test_every_event_of_every_partition_comes_once_and_in_order(

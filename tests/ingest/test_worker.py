@@ -109,7 +109,7 @@ def test_blocks_cover_messages_and_gaps() -> None:
     partition.skip()
     with learner(FakeClient({P0: partition})) as end:
         opened = end.hear(lambda each: isinstance(each, Opened))
-        assert opened == Opened([P0], [0])
+        assert opened == Opened([P0], [0], [None])
         block, _ = end.block()
     assert block.columns["offset"].tolist() == [0, 4]
     (cover,) = block.coverage
@@ -171,7 +171,7 @@ class TestPassingOver:
             partition.append(message(7, 1))
             block, _ = end.block()
             assert block.columns["offset"].tolist() == [502]
-            assert block.coverage == (Coverage(0, 502, 503),)
+            assert [(cover.start, cover.end, cover.passed) for cover in block.coverage] == [(502, 503, 0)]
 
     def test_where_nothing_is_left_nothing_is_told(self) -> None:
         with learner(FakeClient({P0: FakePartition()})) as end:
@@ -280,7 +280,7 @@ def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> Non
     client.topics[P0].append(message(0, 1))
     client.topics[P1].append(message(0, 1))
     with learner(client, positions=[(P1, Position(0))]) as end:
-        assert end.hear(lambda each: isinstance(each, Opened)) == Opened([P1, P0], [0, 0])
+        assert end.hear(lambda each: isinstance(each, Opened)) == Opened([P1, P0], [0, 0], [None, None])
         block, _ = end.block()
         assert sorted(block.columns["partition"].tolist()) == [0, 1]
 

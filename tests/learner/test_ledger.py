@@ -1,5 +1,6 @@
 """Batches and the ledger together: whatever way the stream is cut, every event is settled once and offsets add up."""
 
+import json
 import threading
 from collections import Counter, deque
 from datetime import timedelta
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.block import Block, Coverage, Outcome, SkipReason, TopicPartition
+from ingest.block import Block, Coverage, Fingerprint, Outcome, SkipReason, TopicPartition
 from ingest.fake import fake_columns
 from ingest.messages import Position
 from ingest.schema import Schema
@@ -210,3 +211,37 @@ def test_pending_is_what_the_broker_has_beyond_the_position(schema: Schema) -> N
     accounts.partitions[1].end = 40
     assert accounts.reports()["events:1"].pending == 40
     assert accounts.trained_through["events:1"].offset == -1
+
+
+def test_what_was_not_read_of_a_topic_that_was_made_anew_is_removed(schema: Schema) -> None:
+    accounts = ledger()
+    accounts.partitions[0].meet(9, "first")
+    for batch in drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 2)])]), 4):
+        accounts.take_up(NAMES[0].anew, 0)
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)  # what was under way is settled where it is from
+    accounts.partitions[2].meet(5, "second")
+    again = Ledger()
+    again.restore(accounts.state())
+    for each in (accounts, again):
+        reports = each.reports()
+        assert adds_up(each)
+        assert (reports["events#0:0"].removed, reports["events#0:0"].pending) == (7, 0)
+        assert (reports["events:0"].incarnation, reports["events:0"].pending) == (1, 5)
+        assert each.trained_through["events:0"].incarnation == 1
+        assert [mark.topic_id for mark in each.marks.values()] == ["first", None, "second"]
+
+
+def test_the_last_record_of_a_block_is_kept_once_all_of_the_block_is_settled(schema: Schema) -> None:
+    last = Fingerprint(3, 30, "abc")
+    rows = [(0, offset, 0, Outcome.PENDING) for offset in range(4)]
+    accounts = ledger()
+    batches = drain(Queue([block(schema, rows, [Coverage(0, 0, 4, last=last)])]), 2)
+    assert len(batches) == 2
+    for batch, known in zip(batches, (None, last), strict=True):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)
+        assert accounts.partitions[0].mark.last == known
+    again = Ledger()
+    again.restore(json.loads(json.dumps(accounts.state())))
+    assert again.partitions[0].mark.last == last
