@@ -30,7 +30,9 @@ class Offer:
         identity: uint64 `[N]`.
         priority: float64 `[N]`.
         group: int16 `[N]`.
-        columns: those of a block, with `label` -1 for none and `time_s` for the record time.
+        columns: those of a block.
+        entries: what the index holds of them: `label` is -1 for none and 0 where labels are no class indices, and
+            `time_s` the record time.
     """
 
     admitted: NDArray[np.intp]
@@ -38,6 +40,7 @@ class Offer:
     priority: NDArray[np.float64]
     group: NDArray[np.int16]
     columns: Mapping[str, Array]
+    entries: Mapping[str, Array]
 
 
 class Roll:
@@ -88,7 +91,7 @@ class Roll:
             self._count(group[new], weight[new])
             admits &= new
         known = {**columns, "label": label, "time_s": time_s}
-        return Offer(np.flatnonzero(admits), identity, priority, group, known)
+        return Offer(np.flatnonzero(admits), identity, priority, group, columns, known)
 
     def admits(self, offer: Offer, rows: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return which rows of an offer are still to be held; the thresholds may have fallen since."""
@@ -98,7 +101,7 @@ class Roll:
 
     def append(self, slots: NDArray[np.int32], offer: Offer, rows: NDArray[np.intp]) -> None:
         """Hold n events from now on, those in the rows of an offer, whose payload is in n slots."""
-        columns = {name: offer.columns[name][rows] for name in FIELDS}
+        columns = {name: offer.entries[name][rows] for name in FIELDS}
         self.entries.append(slots, offer.priority[rows], offer.group[rows], columns)
 
     def surplus(self) -> NDArray[np.bool_] | None:

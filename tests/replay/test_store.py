@@ -59,6 +59,21 @@ def test_a_drawn_event_is_the_event_that_was_added(schema: Schema, make_store: M
         assert drawn[name].numpy().dtype == columns[name].dtype
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_label_of_a_regression_is_what_it_was(dtype: str) -> None:
+    label = {"name": "y", "dtype": dtype}
+    fields = {"features": {"x": {"dtype": "float32"}}, "label": label}
+    schema = Schema(SchemaSettings.model_validate(fields))
+    store = build_store(ReplaySettings(capacity=20), schema, torch.device("cpu"), 0)
+    columns = fake_columns(schema, range(20))
+    columns["label"] = np.linspace(-3, 3, 20).astype(dtype)
+    columns["label"][7], columns["labelled"][7] = np.nan, False
+    store.add(columns, PARTITIONS)
+    plan = store.plan(0, 20)
+    drawn = store.fetch(plan).columns["label"].numpy()[plan.records["offset"].argsort()]
+    assert drawn.tobytes() == columns["label"].tobytes()
+
+
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float64"]
 )
