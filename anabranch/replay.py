@@ -221,7 +221,7 @@ def _event(schema: Schema, names: Sequence[TopicPartition], known: np.void, row:
     event: dict[str, Any] = {
         "event": partition_name(names[known["partition"]]) + place,
         "time": _moment(int(known["time_s"])),
-        "label": _label(schema, row["label"].item()) if row["labelled"] else None,
+        "label": _label(schema, row["label"]) if row["labelled"] else None,
     }
     if schema.weight:
         event["weight"] = row["weight"].item()
@@ -241,15 +241,19 @@ def _value(schema: Schema, name: str, row: Mapping[str, Any]) -> Any:
 
 
 def _label(schema: Schema, label: Any) -> Any:
-    return schema.label.names[label] if schema.label.names is not None else label
+    """Return a label as a message has it."""
+    names = schema.label.names
+    if schema.label.multi:
+        return [each if names is None else names[each] for each in np.flatnonzero(label).tolist()]
+    return label.item() if names is None else names[label]
 
 
 def _fits(
     condition: str, schema: Schema, names: Sequence[TopicPartition], index: NDArray[np.void]
 ) -> NDArray[np.bool_]:
     what, _, value = condition.partition("=")
-    if what == "label" and schema.label.classes is not None:
-        known = [str(name) for name in schema.label.names or range(schema.label.classes)]
+    if what == "label" and schema.label.one_of is not None:
+        known = [str(name) for name in schema.label.names or range(schema.label.one_of)]
         if value not in known:
             raise SettingsError(f'--where label={value}: "{value}" is no class; there are {", ".join(known[:20])}')
         return np.asarray(index["label"] == known.index(value))
@@ -263,15 +267,15 @@ def _fits(
         return np.asarray(index["key_hash"] == np.uint64(int(hash_of_key(value.encode()), 16)))
     raise SettingsError(
         f'--where "{condition}" cannot be told of stored events; write one of {", ".join(_WHAT)} with a value, such as '
-        "label=3 (label needs classes, key needs [schema.key])"
+        "label=3 (label needs classes, one an event, key needs [schema.key])"
     )
 
 
 def _by_label(schema: Schema, index: NDArray[np.void]) -> dict[str, int]:
-    if schema.label.classes is None:
+    if schema.label.one_of is None:
         return {}
-    counts = np.bincount(index["label"] + 1, minlength=schema.label.classes + 1).tolist()
-    found = {str(_label(schema, place)): rows for place, rows in enumerate(counts[1:])}
+    counts = np.bincount(index["label"] + 1, minlength=schema.label.one_of + 1).tolist()
+    found = dict(zip(map(str, schema.label.names or range(schema.label.one_of)), counts[1:], strict=True))
     return found | ({"none": counts[0]} if counts[0] else {})
 
 

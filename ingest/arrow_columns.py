@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import types
 
 from ingest.block import Array
 from ingest.encoder import hash_texts
+from ingest.multi_hot import spread
 from ingest.schema import Feature, Label, Schema
 
 Mask = NDArray[np.bool_]
@@ -34,6 +36,8 @@ class Field:
     takes: Callable[[Any], bool]
     shape: tuple[int, ...] = ()
     required: bool = True
+    many: bool = False
+    """Whether a value is a list of any length."""
 
 
 class Faults:
@@ -63,7 +67,10 @@ def fields_of(schema: Schema) -> Iterator[Field]:
             feature.default is None,
         )
     label = schema.label
-    if label.names is not None:
+    if label.multi:
+        each, kind = ("strings", _is_text) if label.names is not None else ("whole numbers", types.is_integer)
+        yield Field(label.name, f"a list of {each}", kind, required=False, many=True)
+    elif label.names is not None:
         yield Field(label.name, "string", _is_text, required=False)
     elif label.classes is not None:
         yield Field(label.name, "a whole number", types.is_integer, required=False)
@@ -108,6 +115,8 @@ def sizes_of(kind: Any, field: Field) -> tuple[int, ...] | None:
     sizes: list[int] = []
     lists = 0
     inner = kind
+    if field.many:
+        return () if types.is_null(kind) or (_is_list(kind) and field.takes(kind.value_type)) else None
     while _is_list(inner):
         sizes.append(inner.list_size if types.is_fixed_size_list(inner) else -1)
         inner, lists = inner.value_type, lists + 1
@@ -158,18 +167,40 @@ def _feature_column(field: Field, feature: Feature, array: Any, faults: Faults) 
 def _label_columns(label: Label, array: Any, faults: Faults) -> dict[str, Array]:
     n = len(faults.first)
     if array is None or types.is_null(array.type):
-        return {"label": np.full(n, label.missing, label.dtype), "labelled": np.zeros(n, np.bool_)}
+        return {"label": np.full((n, *label.shape), label.missing, label.dtype), "labelled": np.zeros(n, np.bool_)}
     labelled = _present(array)
-    if label.names is not None:
-        ids = {name: place for place, name in enumerate(label.names)}
-        words, codes, good = _coded(array)
-        values = np.array([ids.get(word, -1) for word in words])[codes]
-        good &= values >= 0
-    else:
-        values, good = _numbers(label.dtype)(array)
+    if label.multi:
+        return {"label": _several(label, array, labelled, faults), "labelled": labelled}
+    values, good = _classes(label, array) if label.names is not None else _numbers(label.dtype)(array)
     wanted = "a number" if label.classes is None else f"in 0..{label.classes - 1}" if label.names is None else "a class"
     faults.add(labelled & ~good, f"{label.name} is not {wanted}")
     return {"label": np.where(labelled, values, label.missing).astype(label.dtype), "labelled": labelled}
+
+
+def _classes(label: Label, array: Any) -> tuple[Array, Mask]:
+    """Return the class number that each name stands for, and which of them are names of classes."""
+    ids = {name: place for place, name in enumerate(label.names or ())}
+    words, codes, good = _coded(array)
+    values = np.array([ids.get(word, -1) for word in words])[codes]
+    return values, good & (values >= 0)
+
+
+def _several(label: Label, array: Any, labelled: Mask, faults: Faults) -> Array:
+    """Return which of C classes each row has, bool `[G, C]`, from lists of them."""
+    kept = array.filter(pa.array(labelled))
+    counts = np.zeros(len(labelled), np.int64)
+    counts[labelled] = _filled(pc.list_value_length(kept))
+    flat = kept.flatten()
+    values, good = _classes(label, flat) if label.names is not None else _numbers(np.dtype(np.int64))(flat)
+    good &= np.greater_equal(values, 0) & np.less(values, label.classes or 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    faults.add(
+        np.bincount(rows[~good], minlength=len(counts)) > 0,
+        f"{label.name} lists what is not {'a class' if label.names else f'in 0..{(label.classes or 0) - 1}'}",
+    )
+    has_GC = spread(label, np.bincount(rows[good], minlength=len(counts)), values[good].astype(np.int64))
+    faults.add(has_GC.sum(axis=1) < counts, f"{label.name} lists a class twice")
+    return has_GC
 
 
 def _extra(name: str, leaf: Leaf, arrays: Mapping[str, Any], faults: Faults) -> Array:

@@ -40,6 +40,7 @@ def _types(schema: Schema) -> dict[str, Any]:
             kind = pa.list_(kind, size)
         kinds[feature.name] = kind
     label = schema.label
-    kinds[label.name] = pa.string() if label.names else pa.from_numpy_dtype(label.wire)
+    kind = pa.string() if label.names else pa.from_numpy_dtype(label.wire)
+    kinds[label.name] = pa.list_(kind) if label.multi else kind
     others = {schema.key: None, schema.group: None, schema.time: None, schema.weight: pa.float64()}
     return kinds | {name: kind for name, kind in others.items() if name}

@@ -203,9 +203,13 @@ class LabelSettings(Section):
     """Any numpy number; whole numbers when there are classes."""
     classes: Annotated[int, Field(ge=2)] | Annotated[tuple[str, ...], Field(min_length=2)] | None = None
     """Number of classes, labels being `0..classes-1`, or the list of their names; absent for regression."""
+    multi: bool = False
+    """Whether an event may have any number of the classes: its label is then a list of those that it has."""
 
     @model_validator(mode="after")
     def _classes_are_whole(self) -> Self:
+        if self.multi and self.classes is None:
+            raise ValueError("multi = true says that an event has several classes, so set classes")
         if self.classes is not None and self.dtype.startswith("float"):
             raise ValueError(f"labels of {self.classes} classes are whole numbers, but dtype is {self.dtype}")
         if self.classes is None and not self.dtype.startswith("float"):

@@ -95,6 +95,8 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
     negative = np.less(decoded.columns["weight"], 0)
     if negative.any():
         return reject_unusable_numbers(decoded.without(negative, f"{schema.weight} is negative"), schema)
+    if schema.label.multi:
+        return decoded
     label, labelled = decoded.columns["label"], decoded.columns["labelled"].astype(np.bool_)
     if schema.label.classes is None:
         bad, wanted = labelled & ~np.isfinite(label.astype(np.float64)), "finite"

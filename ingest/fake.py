@@ -123,7 +123,7 @@ def fake_columns(schema: Schema, offsets: Sequence[int], label: Sequence[int] = 
     columns["offset"] = np.array(offsets, np.int64)
     columns["partition"] = np.full(len(offsets), partition, np.int32)
     columns["time_ms"] = columns["offset"] * 10
-    columns["label"] = np.resize(np.array(label), len(offsets)).astype(schema.label.dtype)
+    columns["label"] = np.resize(np.array(label), (len(offsets), *schema.label.shape)).astype(schema.label.dtype)
     columns["labelled"] = np.ones(len(offsets), np.bool_)
     columns["weight"] = np.ones(len(offsets), np.float32)
     for feature in schema.features:

@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 from ingest.block import Array
 from ingest.decoded import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
 from ingest.encoder import hash_texts
+from ingest.multi_hot import multi_hot, without_repeats
 from ingest.schema import Feature, Label, Schema
 
 _LARGEST_BOUND = 2**63 - 1
@@ -60,6 +61,8 @@ class JsonFormat:
             return self._decode_one_by_one(values)
         places = np.array(message, np.int32)
         decoded = Decoded(places, np.zeros_like(places), columns, rejects, unknown)
+        if self._schema.label.multi:
+            decoded = without_repeats(decoded, [len(_classes(event.label)) for event in events], self._schema.label)
         return reject_unusable_numbers(decoded, self._schema)
 
     def _decode_one_by_one(self, values: Sequence[bytes]) -> Decoded:
@@ -137,6 +140,9 @@ def _number_type(dtype: np.dtype[Any]) -> Any:
 
 
 def _label_type(label: Label) -> Any:
+    if label.multi:
+        one: Any = _label_type(replace(label, multi=False))
+        return list[one]
     if label.names is not None:
         return Literal[label.names]
     return float if label.classes is None else Annotated[int, Meta(ge=0, le=label.classes - 1)]
@@ -165,8 +171,15 @@ def _numbers(values: Iterable[Any], dtype: np.dtype[Any], count: int) -> Array:
         return np.fromiter(values, dtype, count)
 
 
+def _classes(value: Any) -> list[Any]:
+    """Return the classes that a label names: none where there is no label."""
+    return [] if value is UNSET or value is None else value
+
+
 def _label_columns(label: Label, values: list[Any]) -> dict[str, Array]:
     labelled = np.array([value is not UNSET and value is not None for value in values], np.bool_)
+    if label.multi:
+        return {"label": multi_hot(label, list(map(_classes, values))), "labelled": labelled}
     if label.names is not None:
         ids = {name: place for place, name in enumerate(label.names)}
         values = [ids.get(value, -1) if present else -1 for value, present in zip(values, labelled, strict=True)]

@@ -1,7 +1,8 @@
 """The format `rows`: one or many fixed-size packed little-endian rows a message.
 
 A row is the features in the order of the file, then label, key (int64), time (float64), weight (float32) and group
-(int64), each where declared. Label -1, or NaN for floats, means not labelled.
+(int64), each where declared. Label -1, or NaN for floats, means not labelled. A label of several classes is 0 or 1 for
+each class, and -1 for each where there is none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from ingest.block import Array
 from ingest.decoded import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
 from ingest.encoder import hash_texts
 from ingest.errors import SettingsError
-from ingest.schema import Schema
+from ingest.schema import Label, Schema
 
 _EXTRAS = {"key": "<i8", "time": "<f8", "weight": "<f4", "group": "<i8"}
 
@@ -33,7 +34,7 @@ def row_dtype(schema: Schema) -> np.dtype[np.void]:
                 f'stream.format = "rows" cannot hold schema.features.{feature.name}, which has {what}; use "json"'
             )
         fields.append((feature.name, feature.dtype.newbyteorder("<"), feature.shape))
-    fields.append((schema.label.name, schema.label.wire.newbyteorder("<")))
+    fields.append((schema.label.name, schema.label.wire.newbyteorder("<"), schema.label.shape))
     for attribute, kind in _EXTRAS.items():
         name = getattr(schema, attribute)
         if name is not None:
@@ -52,7 +53,9 @@ def pack_rows(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
     for place, event in enumerate(events):
         for name in rows.dtype.names or ():
             value = event.get(name, label.missing if name == label.name else None)
-            if label.names is not None and name == label.name and isinstance(value, str):
+            if label.multi and name == label.name:
+                value = _multi_hot(label, event.get(name))
+            elif label.names is not None and name == label.name and isinstance(value, str):
                 value = label.names.index(value) if value in label.names else None
             try:
                 if value is None:
@@ -61,6 +64,19 @@ def pack_rows(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
             except (ValueError, TypeError, OverflowError) as exc:
                 raise SettingsError(f"event {place}: {name} = {event.get(name)!r} does not fit its row: {exc}") from exc
     return rows.tobytes()
+
+
+def _multi_hot(label: Label, classes: Any) -> NDArray[np.int64] | None:
+    """Return 0 or 1 for each class by a list of those that an event has; None where it lists what is none.
+
+    Where there is no label it is -1 for each, which an unsigned dtype cannot say.
+    """
+    if classes is None:
+        return np.full(label.shape, -1) if label.wire.kind == "i" else None
+    known = list(label.names or range(label.classes or 0))
+    if not isinstance(classes, list) or not all(each in known for each in classes):
+        return None
+    return np.isin(np.arange(len(known)), [known.index(each) for each in classes]).astype(np.int64)
 
 
 class RowsFormat:
@@ -85,6 +101,10 @@ class RowsFormat:
         message = np.repeat(good, counts).astype(np.int32)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         decoded = Decoded(message, place.astype(np.int32), self._columns(rows), rejects)
+        if self._schema.label.multi:
+            raw = rows[self._schema.label.name]
+            odd = ((raw != 0) & (raw != 1)).any(axis=1) & decoded.columns["labelled"].astype(np.bool_)
+            decoded = decoded.without(odd, f"{self._schema.label.name} is not 0 or 1 for each class")
         return reject_unusable_numbers(decoded, self._schema)
 
     def _columns(self, rows: NDArray[np.void]) -> dict[str, Array]:
@@ -96,6 +116,9 @@ class RowsFormat:
         raw = rows[label.name]
         columns["labelled"] = ~np.isnan(raw) if raw.dtype.kind == "f" else np.asarray(raw != -1)
         columns["label"] = raw.astype(label.dtype, copy=False)
+        if label.multi:
+            columns["labelled"] = np.asarray((raw != -1).any(axis=1))
+            columns["label"] = np.asarray(raw == 1)
         columns["weight"] = (
             rows[schema.weight].astype(np.float32, copy=False) if schema.weight else np.ones(len(rows), np.float32)
         )

@@ -35,17 +35,33 @@ class Feature:
 
 @dataclass(frozen=True)
 class Label:
-    """The target: class indices as int64 when there are classes, else a float of the declared dtype."""
+    """The target: class indices as int64 when there are classes, else a float of the declared dtype.
+
+    With `multi` it is a bool for each class, `[classes]`.
+    """
 
     name: str
     dtype: np.dtype[np.generic]
     classes: int | None
     names: tuple[str, ...] | None
     wire: np.dtype[np.generic]
+    multi: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one event's label."""
+        return (self.classes or 0,) if self.multi else ()
+
+    @property
+    def one_of(self) -> int | None:
+        """Number of the classes of which an event has just one; None where it has several, and for regression."""
+        return None if self.multi else self.classes
 
     @property
     def missing(self) -> float | int:
         """The value that a column holds where an event has no label."""
+        if self.multi:
+            return False
         return -1 if self.classes is not None else float("nan")
 
 
@@ -81,7 +97,7 @@ class Schema:
         columns: dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]] = {
             f"feature.{feature.name}": (feature.dtype, feature.shape) for feature in self.features
         }
-        columns["label"] = (self.label.dtype, ())
+        columns["label"] = (self.label.dtype, self.label.shape)
         columns["labelled"] = (np.dtype(np.bool_), ())
         columns["weight"] = (np.dtype(np.float32), ())
         if self.time:
@@ -127,4 +143,5 @@ def _label(settings: LabelSettings) -> Label:
     names = settings.classes if isinstance(settings.classes, tuple) else None
     classes = len(names) if names else settings.classes if isinstance(settings.classes, int) else None
     wire = np.dtype(settings.dtype)
-    return Label(settings.name, np.dtype(np.int64) if classes else wire, classes, names, wire)
+    dtype = np.dtype(np.bool_ if settings.multi else np.int64) if classes else wire
+    return Label(settings.name, dtype, classes, names, wire, settings.multi)

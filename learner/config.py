@@ -11,7 +11,7 @@ from ingest.config import Section
 from ingest.units import PositiveDuration
 
 _IMPORT_STRING = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-TASK_NAMES = ("classification", "regression")
+TASK_NAMES = ("classification", "multilabel", "regression")
 """The tasks that come with the learner."""
 
 
@@ -36,8 +36,8 @@ class ModelSettings(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the factory."""
     task: Annotated[str, AfterValidator(_task)] = "classification"
-    """What the model's output means: logits `[B, classes]` for `classification`, one number an event for `regression`,
-    or what a task of your own says, by import string as of the factory."""
+    """What the model's output means: logits `[B, classes]` for `classification` and `multilabel`, one number an event
+    for `regression`, or what a task of your own says, by import string as of the factory."""
     embedding: str = ""
     """Name of the submodule whose output says where an event lies, such as `body.2`, best the last but one: for
     `replay.sampling` and `replay.admission` that compare events. Empty: none."""

@@ -51,7 +51,10 @@ def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, devi
     windows = {"new": float(scores_G[total - young :].mean()), "old": float(scores_G[: total - young].mean())}
     classes: dict[str, float] = {}
     if schema.label.classes:
-        worst, by_class = _by(rows.columns["label"].astype(np.int64), scores_G)
+        label = rows.columns["label"]
+        # An event of several classes counts for each.
+        which, has = np.nonzero(label) if schema.label.multi else (np.arange(total), label.astype(np.int64))
+        worst, by_class = _by(has, scores_G[which])
         windows |= worst
         names = schema.label.names
         classes = {str(number) if names is None else names[number]: score for number, score in by_class.items()}

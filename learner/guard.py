@@ -43,7 +43,8 @@ class GuardRows:
 
 
 class GuardSet:
-    """At most `rows` events. The youngest quarter always stays; of the rest every class keeps its fair share.
+    """At most `rows` events. The youngest quarter always stays; of the rest every class keeps its fair share, where an
+    event has just one.
 
     Who stays within a class is decided by a hash of the identity. The set is trimmed when it has a sixteenth more than
     it may show, triggered by count, never by time: to put all together for each event would cost more than the step.
@@ -52,7 +53,7 @@ class GuardSet:
 
     def __init__(self, schema: Schema, rows: int) -> None:
         self._most = rows
-        self._classes = bool(schema.label.classes)
+        self._classes = bool(schema.label.one_of)
         self._names = [*schema.payload(), "time_ms", "partition", "offset", "key_hash"]
         self._names += ["group_hash"] if schema.group else []
         self._parts: tuple[Mapping[str, Array], ...] = ()
@@ -121,16 +122,16 @@ def trimmed(columns: Mapping[str, Array], most: int, *, classes: bool) -> Mappin
     """Return at most so many of the events, in their order; `classes` says that labels tell who shares the room."""
     if not columns or len(columns["label"]) <= most:
         return columns
-    stays = _stays(columns["label"].astype(np.float64), columns["hash"].astype(np.uint64), most, classes=classes)
+    stays = _stays(columns["label"], columns["hash"].astype(np.uint64), most, classes=classes)
     return {name: column[stays] for name, column in columns.items()}
 
 
-def _stays(label: NDArray[np.float64], hashed: NDArray[np.uint64], most: int, *, classes: bool) -> NDArray[np.bool_]:
+def _stays(label: Array, hashed: NDArray[np.uint64], most: int, *, classes: bool) -> NDArray[np.bool_]:
     total = len(label)
     young = most // YOUNG
     stays = np.zeros(total, np.bool_)
     stays[total - young :] = True
-    groups = label[: total - young] if classes else np.zeros(total - young)
+    groups = label[: total - young].astype(np.float64) if classes else np.zeros(total - young)
     _, members = np.unique(groups, return_inverse=True)
     share = _water_level(np.bincount(members), most - young)
     order = np.lexsort((hashed[: total - young], members))

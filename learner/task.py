@@ -56,6 +56,8 @@ class Classification:
         """Raise ModelError unless the output is floating point `[rows, classes]`."""
         if label.classes is None:
             raise ModelError('model.task is "classification", but schema.label has no classes')
+        if label.multi:
+            raise ModelError('model.task is "classification", but schema.label.multi is true; write "multilabel"')
         _check_output(output_B, (rows, label.classes), 'task "classification"')
 
     def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
@@ -69,6 +71,36 @@ class Classification:
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
         """`prediction` int64 `[B]`, the most likely class, and `probabilities` float32 `[B, C]`."""
         return {"prediction": output_B.argmax(dim=1), "probabilities": output_B.float().softmax(dim=1)}
+
+
+class MultiLabel:
+    """Any of C classes: the output is logits `[B, C]`, labels are bool `[B, C]`."""
+
+    def check(self, output_B: Tensor, label: Label, rows: int) -> None:
+        """Raise ModelError unless the output is floating point `[rows, classes]`."""
+        if not label.multi or label.classes is None:
+            raise ModelError('model.task is "multilabel", but schema.label has no multi = true')
+        _check_output(output_B, (rows, label.classes), 'task "multilabel"')
+
+    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+        """Binary cross entropy of each event, the mean over the classes, float32 `[B]`."""
+        losses_BC = functional.binary_cross_entropy_with_logits(output_B.float(), label_B.float(), reduction="none")
+        return losses_BC.mean(dim=1)
+
+    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+        """Return of the classes that are told or true the part that is both, 1 where there is none; float32 `[B]`.
+
+        That is multi-label accuracy (Godbole & Sarawagi 2004, "Discriminative methods for multi-labeled
+        classification"), the Jaccard index. The part of all classes that are told right would be close to 1 for a model
+        that never tells a rare one.
+        """
+        told_BC, true_BC = output_B > 0, label_B.bool()
+        either_B = (told_BC | true_BC).sum(dim=1)
+        return torch.where(either_B > 0, (told_BC & true_BC).sum(dim=1) / either_B.clamp_min(1), 1.0)
+
+    def predict(self, output_B: Tensor) -> dict[str, Tensor]:
+        """`prediction` bool `[B, C]`, which classes are more likely than not, and `probabilities` float32 `[B, C]`."""
+        return {"prediction": output_B > 0, "probabilities": output_B.float().sigmoid()}
 
 
 class Regression:
@@ -94,7 +126,7 @@ class Regression:
         return {"prediction": output_B.reshape(-1).float()}
 
 
-TASKS: dict[str, type[Task]] = {"classification": Classification, "regression": Regression}
+TASKS: dict[str, type[Task]] = {"classification": Classification, "multilabel": MultiLabel, "regression": Regression}
 
 
 def _check_output(output: object, shape: tuple[int, ...], what: str) -> None:

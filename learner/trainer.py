@@ -100,7 +100,7 @@ class Trainer:
         self._schedule = Schedule(settings.schedule)
         self._embedding = embedding
         self._features = [feature.name for feature in schema.features]
-        self._classes = schema.label.classes
+        self._classes = schema.label.one_of
         self._precision = precision
         self._buffers = Buffers(model)
         self._gradients = Gradients([each for each in model.parameters() if each.requires_grad], settings.max_grad_norm)
@@ -137,7 +137,8 @@ class Trainer:
         """
         columns = draw.columns
         labelled = columns["labelled"]
-        label = torch.where(labelled, columns["label"], torch.zeros_like(columns["label"]))
+        known = labelled.reshape(-1, *[1] * (columns["label"].dim() - 1))
+        label = torch.where(known, columns["label"], torch.zeros_like(columns["label"]))
         weight = torch.where(labelled, draw.importance, 0.0)
         features = {name: columns[f"feature.{name}"] for name in self._features}
         everything, n, wanted = Examples(features, label, weight, columns.get(OUTPUT)), len(draw), sum(draws)

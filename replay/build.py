@@ -105,7 +105,7 @@ def _store(
     settings: ReplaySettings, schema: Schema, layout: RowLayout, tiers: Tiers, k: int, seed: int, dim: int | None
 ) -> Store:
     """Compose the store of k events, with its policies, and start the index process where they need one."""
-    classes = schema.label.classes
+    classes = schema.label.one_of
     admission = ADMISSIONS[settings.admission](
         Surroundings(classes, settings.half_life, None if dim is None else CLUSTERS)
     )

@@ -38,7 +38,7 @@ class Surroundings:
     """What an admission policy may depend on.
 
     Attributes:
-        classes: of the label; None for regression.
+        classes: of which an event has just one; None where it has several, and for regression.
         half_life: `replay.half_life`.
         clusters: of the embeddings; None where there are none.
     """
@@ -51,7 +51,8 @@ class Surroundings:
 def _classes_kept(around: Surroundings) -> Admission:
     if around.classes is None or around.classes >= _MOST_GROUPS:
         raise SettingsError(
-            'replay.admission = "class-balanced" needs schema.label.classes, fewer than 32767; write "reservoir"'
+            'replay.admission = "class-balanced" needs schema.label.classes, fewer than 32767 and one an event; '
+            'write "reservoir"'
         )
     return admission.ClassBalanced(around.classes)
 
@@ -77,7 +78,7 @@ class Company:
     Attributes:
         entries: the index of the store.
         slots: how many slots it has.
-        classes: of the label; None for regression.
+        classes: of which an event has just one; None where it has several, and for regression.
         half_life: `replay.half_life`.
         whereabouts: what knows where events lie in the model's embedding; None where there is none.
     """
@@ -91,7 +92,9 @@ class Company:
 
 def _classes_drawn(company: Company) -> Sampler:
     if company.classes is None:
-        raise SettingsError('replay.sampling = "class-balanced" needs schema.label.classes; write "uniform"')
+        raise SettingsError(
+            'replay.sampling = "class-balanced" needs schema.label.classes, one an event; write "uniform"'
+        )
     # A label of -1, for none, is a group as any other.
     return sampler.Even(company.entries, lambda slots: company.entries.of("label", slots).astype(np.int64) + 1)
 

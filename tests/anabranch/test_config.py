@@ -171,6 +171,7 @@ class TestValues:
                 "schema.label.classes = ['a']: List should have at least 2",
             ),
             ("schema.label", 'name = "y"\nclasses = ["a", "a"]', "schema.label: classes names a class twice"),
+            ("schema.label", 'name = "y"\nmulti = true', "schema.label: multi = true says that an event has several"),
             (
                 "schema.label",
                 'name = "y"\ndtype = "float32"\nclasses = 2',

@@ -84,6 +84,15 @@ class TestCsv:
         (record,) = read(table(tmp_path / "a.csv", list(row), list(row.values())), schema)
         assert record.content == ROW
 
+    @pytest.mark.parametrize(("cell", "label"), [('"[""red"", ""blue""]"', ["red", "blue"]), ("[]", []), ("", None)])
+    def test_a_label_of_several_classes_is_a_list(self, tmp_path, cell, label):
+        fields = {"features": {"x": {"dtype": "int8"}}, "label": {"name": "y", "classes": ["red", "blue"]}}
+        fields["label"]["multi"] = True
+        several = Schema(SchemaSettings.model_validate(fields))
+        (tmp_path / "events.csv").write_text(f"x,y\n1,{cell}\n")
+        (event,) = read(tmp_path / "events.csv", several)
+        assert event.content.get("y") == label
+
     def test_an_empty_cell_is_a_missing_field(self, tmp_path, schema):
         row = ROW | {"history": "", "y": ""}
         (record,) = read(table(tmp_path / "a.csv", list(row), cells(row)), schema)

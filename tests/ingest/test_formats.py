@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -106,6 +107,78 @@ def test_a_regression_target_may_be_missing(name: str, make_schema: MakeSchema) 
     assert decoded.columns["labelled"].tolist() == [False, True]
     assert math.isnan(decoded.columns["label"][0])
     assert decoded.columns["label"][1] == -2.5
+
+
+@pytest.mark.parametrize("classes", [4, ["red", "green", "blue", "black"]], ids=["numbers", "names"])
+def test_a_label_of_several_classes_is_a_bool_for_each(name: str, make_schema: MakeSchema, classes: Any) -> None:
+    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": classes, "multi": True})
+    known = range(4) if classes == 4 else classes
+    lists = [[3, 0], None, [], [1]]
+    events = [{"x": place, "y": each and [known[k] for k in each]} for place, each in enumerate(lists)]
+    events[2]["y"] = []
+    decoded = decode(name, schema, *events)
+    assert not decoded.rejects
+    assert decoded.columns["labelled"].tolist() == [True, False, True, True]
+    assert decoded.columns["label"].dtype == bool
+    assert decoded.columns["label"].tolist() == [[k in (each or []) for k in range(4)] for each in lists]
+
+
+@pytest.mark.parametrize(
+    ("classes", "label", "reason"),
+    [
+        (4, [0, 1, 1], "lists a class twice"),
+        (4, [0, 0, 1, 0], "lists a class twice"),
+        (4, [4], r"`int` <= 3|in 0..3"),
+        (4, [-1], r"`int` >= 0|in 0..3"),
+        (4, 2, "Expected `array|not a list of whole numbers"),
+        (["a", "b", "c"], ["a", "d"], "Invalid enum value|not a class"),
+        (["a", "b", "c"], "a", "Expected `array|not a list of strings"),
+    ],
+)
+def test_a_list_of_what_is_no_class_is_a_fault_of_its_event(
+    make_schema: MakeSchema, classes: Any, label: Any, reason: str
+) -> None:
+    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": classes, "multi": True})
+    good = {"x": 1, "y": [0 if classes == 4 else "a"]}
+    message = arrow_stream(pa.record_batch({"x": pa.array([2], pa.int8()), "y": pa.array([label])}))
+    for name, bad in (("json", pack_json(schema, {"x": 2, "y": label})), ("arrow", message)):
+        decoded = FORMATS[name](schema).decode([PACK[name](schema, good), bad, PACK[name](schema, good)])
+        assert decoded.message.tolist() == [0, 2]
+        assert decoded.columns["label"][:, 0].all()
+        assert [reject.message for reject in decoded.rejects] == [1]
+        assert re.search(reason, decoded.rejects[0].reason)
+
+
+def test_lists_of_classes_may_be_of_any_kind_of_arrow_list(make_schema: MakeSchema) -> None:
+    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": ["a", "b", "c"], "multi": True})
+    x, words = pa.array([1, 2, 3], pa.int8()), pa.dictionary(pa.int8(), pa.string())
+    for kind, lists in (
+        (pa.list_(words), [["c"], None, ["a", "b"]]),
+        (pa.large_list(pa.string()), [["c"], None, ["a", "b"]]),
+        (pa.list_(pa.string(), 2), [["c", "a"], None, ["a", "b"]]),
+    ):
+        decoded = FORMATS["arrow"](schema).decode([arrow_stream(pa.record_batch({"x": x, "y": pa.array(lists, kind)}))])
+        assert decoded.columns["labelled"].tolist() == [True, False, True]
+        assert decoded.columns["label"].tolist() == [[word in (each or []) for word in "abc"] for each in lists]
+    nothing = arrow_stream(pa.record_batch({"x": x, "y": pa.array([["a"], [None], ["b"]], pa.list_(pa.string()))}))
+    decoded = FORMATS["arrow"](schema).decode([nothing])
+    assert decoded.row.tolist() == [0, 2]
+    assert decoded.rejects[0].reason == "y lists what is not a class"
+
+
+def test_rows_of_several_classes_are_zeros_and_ones(make_schema: MakeSchema) -> None:
+    label = {"name": "y", "classes": 3, "multi": True, "dtype": "int8"}
+    schema = make_schema({"x": {"dtype": "int8"}}, label)
+    rows = [bytes([1, 1, 0, 1]), bytes([2, 255, 255, 255]), bytes([3, 0, 2, 0]), bytes([4, 255, 0, 1])]
+    decoded = FORMATS["rows"](schema).decode([b"".join(rows)])
+    assert decoded.row.tolist() == [0, 1]
+    assert decoded.columns["label"].tolist() == [[True, False, True], [False] * 3]
+    assert decoded.columns["labelled"].tolist() == [True, False]
+    assert {reject.reason for reject in decoded.rejects} == {"y is not 0 or 1 for each class"}
+    unsigned = make_schema({"x": {"dtype": "int8"}}, {**label, "dtype": "uint8"})
+    for bad in ({"x": 1}, {"x": 1, "y": [3]}, {"x": 1, "y": 2}):
+        with pytest.raises(SettingsError, match=r"event 0: y = .* does not fit its row"):
+            pack_rows(unsigned, [bad])
 
 
 def test_a_key_and_a_group_hash_alike_in_every_event(name: str, make_schema: MakeSchema) -> None:

@@ -54,6 +54,13 @@ def test_classes_are_indices_and_regression_keeps_its_dtype(label, dtype, classe
     found = schema_of({"x": {"dtype": "int8"}}, label=label).label
     assert (found.dtype, found.classes, found.names, found.wire) == (dtype, classes, names, wire)
     assert found.missing == -1 if classes else np.isnan(found.missing)
+    assert (found.one_of, found.shape) == (classes, ())
+
+
+def test_a_label_of_several_classes_is_a_bool_for_each():
+    schema = schema_of({"x": {"dtype": "int8"}}, label={"name": "y", "dtype": "int8", "classes": 3, "multi": True})
+    assert schema.payload()["label"] == (np.bool_, (3,))
+    assert (schema.label.classes, schema.label.one_of, schema.label.missing) == (3, None, False)
 
 
 class TestDigest:

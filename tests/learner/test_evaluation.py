@@ -18,7 +18,7 @@ from ingest.schema import Schema
 from learner.evaluation import Evaluation, evaluate, newcomers
 from learner.guard import GuardSet
 from learner.retention import Peak, Retention, retention_of
-from learner.task import Classification, Regression
+from learner.task import Classification, MultiLabel, Regression
 
 NAMES = [TopicPartition("events", 0)]
 CPU = torch.device("cpu")
@@ -88,6 +88,17 @@ class TestEvaluation:
         found = evaluate(nn.Sequential(_Vector(), nn.Linear(3, 1)), Regression(), schema, guard.held, CPU)
         assert found.windows.keys() == {"new", "old"}
         assert found.classes == {}
+
+    def test_an_event_of_several_classes_counts_for_each(self) -> None:
+        schema = _schema(label={"name": "y", "classes": ["a", "b", "c"], "multi": True})
+        labels = [[True, False, False], [True, True, False]]
+        guard = guarded(schema, fake_columns(schema, range(100), label=labels))  # type: ignore[arg-type]
+        first = nn.Linear(3, 3)
+        nn.init.zeros_(first.weight)
+        first.bias.data = torch.tensor([1.0, -1.0, -1.0])
+        found = evaluate(nn.Sequential(_Vector(), first), MultiLabel(), schema, guard.held, CPU)
+        assert found.classes == {"a": 0.75, "b": 0.5}
+        assert found.windows["worst"] == 0.5
 
     def test_newcomers_are_those_that_came_since(self, schema: Schema) -> None:
         guard = guarded(schema, fake_columns(schema, range(300)))

@@ -520,6 +520,51 @@ def test_events_are_compared_where_the_model_puts_them(
     assert ended(config)[1].startswith("anabranch: replay.")
 
 
+def test_events_of_several_classes_are_learned_stored_and_gone_on_with(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic()
+    config = pipeline(kafka.bootstrap, topic)
+    environment = {
+        "ANABRANCH__SCHEMA__LABEL__CLASSES": '["red", "green", "blue"]',
+        "ANABRANCH__SCHEMA__LABEL__MULTI": "true",
+        "ANABRANCH__MODEL__TASK": "multilabel",
+        "ANABRANCH__LEARNER__STRATEGY": "der++",
+        "ANABRANCH__LEARNER__OPTIMIZER": '{name = "sgd", lr = 0.5}',
+        "ANABRANCH__STREAM__UNLABELLED": "store",
+    }
+    lists = [[], ["red"], ["green", "blue"], ["blue", "red", "green"]]
+    values = [{"x": [float(name in each) for name in ("red", "green", "blue")], "y": each} for each in lists] * 150
+    learner = start(config, **environment)
+    unlabelled = [{"x": [1.0, 0.0, 0.0]}] * 20
+    produce(kafka.bootstrap, topic, [*values, *unlabelled, {"x": [1.0, 0.0, 0.0], "y": ["red", "red"]}])
+    report = learner.wait_for(lambda each: total(each) == 621)
+    assert adds_up(report)
+    assert (report.outcomes["stored_only"], report.outcomes["dead_lettered"]) == (20, 1)
+    assert learner.stop() == 0
+    resumed = start(config, **environment)
+    produce(kafka.bootstrap, topic, values * 3)
+    report = resumed.wait_for(lambda each: total(each) == 621 + 1800)
+    assert report.accuracy["now"] > 0.9
+    resumed.wait_for(lambda each: each.classes.keys() == {"red", "green", "blue"})
+    assert resumed.stop() == 0
+    shown = subprocess.run(
+        [sys.executable, "-m", "anabranch", "replay", "sample", "9", "-c", str(config)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert shown.returncode == 0, shown.stderr
+    for line in shown.stdout.splitlines():
+        event = json.loads(line)
+        told = [name for name, value in zip(("red", "green", "blue"), event["features"]["x"], strict=True) if value]
+        assert event["label"] in (told, None)
+
+
 def test_the_output_of_the_model_is_kept_with_each_event_for_der(
     kafka: Any,
     make_topic: Callable[..., str],

@@ -144,6 +144,13 @@ class TestChecking:
         ("task", "label", "sentence"),
         [
             ("regression", {"name": "y", "classes": 3}, 'model.task is "regression", but schema.label has classes'),
+            ("multilabel", {"name": "y", "classes": 3}, "but schema.label has no multi = true"),
+            ("classification", {"name": "y", "classes": 3, "multi": True}, 'multi is true; write "multilabel"'),
+            (
+                "multilabel",
+                {"name": "y", "classes": 5, "multi": True},
+                'task "multilabel" needs floats of shape',
+            ),
             ("classification", {"name": "y", "dtype": "float32"}, "but schema.label has no classes"),
         ],
     )

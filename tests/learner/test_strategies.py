@@ -29,7 +29,7 @@ from learner.strategies.lwf import Distillation
 from learner.strategies.mir import InterferedReplay
 from learner.strategies.slda import StreamingDiscriminant
 from learner.strategy import Examples, Learner, NoReplay, Strategy, Whole, joined
-from learner.task import Classification, Regression, Task
+from learner.task import Classification, MultiLabel, Regression, Task
 from learner.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -211,6 +211,24 @@ def test_a_strategy_that_is_not_made_for_classes_learns_a_regression(name: str) 
         result = trainer.step(new, old)
         learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
     assert -result.score / 8 < (0.5 if name in {"der", "der++"} else 0.1)
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_a_strategy_that_is_not_made_for_one_class_learns_several(name: str) -> None:
+    label = {"name": "y", "classes": 3, "multi": True}
+    fields = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": label}
+    schema = Schema(SchemaSettings.model_validate(fields))
+    torch.manual_seed(0)
+    strategy = STRATEGIES[name](every=40) if name in {"ewc", "lwf"} else STRATEGIES[name]()
+    trainer = make_trainer(schema, nn.Linear(3, 3), strategy, MultiLabel(), optimizer={"name": "sgd", "lr": 1.0})
+    learned: list[Examples] = []
+    for step in range(200):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        new = Examples({"x": x}, x > torch.tensor([0.0, 0.5, 1.0]), torch.ones(8))
+        old = [_stacked([learned[-1]] * (n // 8)) for n in strategy.draws(8)] if learned else []
+        result = trainer.step(new, old)
+        learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
+    assert result.score / 8 > (0.6 if name in {"der", "der++"} else 0.8)
 
 
 class TestErAce:
@@ -510,6 +528,12 @@ class TestSettings:
         model = ModelSettings(factory="m:build", task="regression", embedding="2")
         with pytest.raises(SettingsError, match=r'made for model.task = "classification".* and that is "regression"'):
             build_strategy(StrategySettings(name=name), model, Regression())
+
+    @pytest.mark.parametrize("name", [name for name, kind in STRATEGIES.items() if kind.tasks])
+    def test_a_strategy_for_classes_refuses_several_of_an_event(self, name: str) -> None:
+        model = ModelSettings(factory="m:build", task="multilabel", embedding="2")
+        with pytest.raises(SettingsError, match=r'made for model.task = "classification".* and that is "multilabel"'):
+            build_strategy(StrategySettings(name=name), model, MultiLabel())
 
     @pytest.mark.parametrize("name", STRATEGIES)
     def test_what_the_settings_say_of_a_strategy_is_so(self, name: str) -> None:

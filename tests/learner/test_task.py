@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sklearn.metrics import jaccard_score
 from torch import Tensor, nn
 
 from ingest.errors import SettingsError
@@ -17,7 +18,7 @@ from learner.model import check_model, make_task
 from learner.precision import choose_precision
 from learner.strategies import STRATEGIES
 from learner.strategies.build import build_strategy
-from learner.task import Classification, Embeds
+from learner.task import Classification, Embeds, MultiLabel
 from learner.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def test_what_is_no_task_is_refused(folder: Path, name: str, sentence: str) -> N
 
 
 def test_a_name_that_is_neither_a_task_nor_an_import_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="neither classification nor regression nor an import string"):
+    with pytest.raises(ValueError, match="neither classification nor multilabel nor regression nor an import string"):
         ModelSettings(factory="m:build", task="clasification")
 
 
@@ -134,3 +135,19 @@ class TestEmbed:
         model(torch.zeros(4, 3))
         with pytest.raises(ModelError, match=r"embed returned torch.float32 \[3\] for 4 events, but it needs floats"):
             embedding.heard()
+
+
+def test_labels_of_several_classes_are_scored_as_the_field_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    output, label = torch.randn(200, 5, generator=generator), torch.rand(200, 5, generator=generator) < 0.3
+    label[:20], output[:10] = False, -1.0
+    task = MultiLabel()
+    told = task.predict(output)
+    assert told["prediction"].dtype == torch.bool
+    assert torch.equal(told["prediction"], told["probabilities"] > 0.5)
+    score = task.score(output, label)
+    assert score[:10].tolist() == [1.0] * 10
+    reference = jaccard_score(label.numpy(), told["prediction"].numpy(), average="samples", zero_division=1.0)
+    assert float(score.mean()) == pytest.approx(reference)
+    expected = torch.stack([nn.BCEWithLogitsLoss()(*each) for each in zip(output, label.float(), strict=True)])
+    assert torch.allclose(task.loss(output, label), expected)

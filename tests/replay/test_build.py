@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ingest.block import TopicPartition
+from ingest.config import SchemaSettings
 from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
@@ -261,6 +262,15 @@ def test_the_file_of_another_cut_is_refused(schema: Schema, build: Build, tmp_pa
     (tmp_path / "1.rows").unlink()
     with pytest.raises(SettingsError, match=r"1.rows, which cannot be opened.*is its disk mounted"):
         build(DISK, contents)
+
+
+@pytest.mark.parametrize(("key", "instead"), [("admission", "reservoir"), ("sampling", "uniform")])
+def test_no_policy_shares_the_store_among_classes_of_which_an_event_has_several(key: str, instead: str) -> None:
+    label = {"name": "y", "classes": 4, "multi": True}
+    fields = {"features": {"x": {"dtype": "float32"}}, "label": label}
+    settings = ReplaySettings.model_validate({"capacity": 100, key: "class-balanced"})
+    with pytest.raises(SettingsError, match=f'replay.{key} = "class-balanced" needs .* "{instead}"'):
+        build_store(settings, Schema(SchemaSettings.model_validate(fields)), torch.device("cpu"), 0)
 
 
 def test_a_disk_too_small_for_one_event_is_refused(build: Build) -> None:

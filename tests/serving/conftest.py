@@ -77,6 +77,10 @@ def linear(classes=3):
     return nn.Linear(4, classes)
 
 
+def tagged():
+    return linear()
+
+
 def number():
     return Number()
 
@@ -104,7 +108,9 @@ MIXED = {
 }
 
 
-SCHEMAS = {"linear": LINEAR, "number": NUMBER, "touchy": NUMBER, "broken": NUMBER, "mixed": MIXED}
+TAGGED = {"features": LINEAR["features"], "label": {"name": "y", "classes": 3, "multi": True}}
+
+SCHEMAS = {"linear": LINEAR, "tagged": TAGGED, "number": NUMBER, "touchy": NUMBER, "broken": NUMBER, "mixed": MIXED}
 
 
 def wait_until(holds: Callable[[], Any], seconds: float = 20) -> Any:
@@ -176,7 +182,7 @@ def deploy(models: Path, tmp_path: Path) -> Callable[..., Publisher]:
 
     def make(factory: str) -> Publisher:
         settings = SchemaSettings.model_validate(SCHEMAS[factory])
-        task = "classification" if settings.label.classes else "regression"
+        task = "multilabel" if settings.label.multi else "classification" if settings.label.classes else "regression"
         model = ModelSettings(factory=f"{MODULE}:{factory}", task=task)
         state_dir = tmp_path / "var"
         return Publisher(Deployment("tiny", Schema(settings), model, models, state_dir, torch.device("cpu")))

@@ -78,6 +78,21 @@ def test_the_protocols_routes_answer(running: Any, body_of: Body) -> None:
         }
 
 
+def test_a_prediction_of_several_classes_is_a_bool_for_each(
+    deploy: Callable[..., Any], served: Callable[..., Any], body_of: Body
+) -> None:
+    publisher = deploy("tagged")
+    weights = {"weight": torch.zeros(3, 4), "bias": torch.tensor([2.0, -2.0, 0.0])}
+    publisher.publish(1, weights)
+    with served(publisher) as running:
+        told = httpx.get(f"{running.url}/v2/models/tiny").json()["outputs"]
+        prediction, probabilities = httpx.post(running.infer, json=body_of(2)).json()["outputs"]
+    assert told[0] == {"name": "prediction", "datatype": "BOOL", "shape": [-1, 3]}
+    assert (prediction["datatype"], prediction["shape"]) == ("BOOL", [2, 3])
+    assert prediction["data"] == [True, False, False] * 2
+    assert probabilities["data"] == pytest.approx(torch.sigmoid(weights["bias"]).tolist() * 2)
+
+
 def test_what_is_not_there_is_a_404_that_names_what_is(running: Any, body_of: Body) -> None:
     for path, sentence in {
         "/v2/models/other": "no model 'other'; this server has 'tiny'",
