@@ -135,7 +135,8 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_learner_class_accuracy_ratio`, `anabranch_learner_group_accuracy_ratio`,
   `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`,
   `anabranch_learner_micro_batch_rows`, `anabranch_ingest_lag_seconds`, `anabranch_ingest_behind`,
-  `anabranch_ingest_passed_offsets`
+  `anabranch_ingest_passed_offsets`,
+  `anabranch_gate_withdrawn_total`, `anabranch_gate_hold_seconds`
 - windows `overall`, `near_future`, `old_lowest` and `worst_group` of `anabranch_learner_accuracy_ratio`
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines

@@ -209,3 +209,15 @@ class GateSettings(Section):
     """Fraction of the labelled events that is held out: never trained on, never replayed."""
     guard_rows: Annotated[int, Field(ge=1)] = 2000
     """Held-out events to keep: a quarter are the youngest, and of the rest each class has its fair share."""
+    max_drop_new: Annotated[float, Field(ge=0)] = 0.02
+    """How much worse than the served version one may be on the youngest held-out events: of the accuracy, or as a part
+    of the error."""
+    max_drop_old: Annotated[float, Field(ge=0)] = 0.02
+    """The same on older ones, and compared with the best version served within `max_hold` too."""
+    min_rows: Annotated[int, Field(ge=1)] = 1000
+    """Held-out events that a verdict takes; with fewer a version is served, marked `abstain`."""
+    max_hold: PositiveDuration = timedelta(minutes=10)
+    """How long versions may fail in a row before `on_hold` holds."""
+    on_hold: Literal["alert", "serve"] = "alert"
+    """What is done then: `alert` goes on and is ill; `serve` serves the next one all the same, and it is from then on
+    what others are compared with."""

@@ -43,10 +43,16 @@ class Evaluation:
 
 def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, device: torch.device) -> Evaluation:
     """Score the held-out events with a model in evaluation mode."""
+    if len(rows) < 2 * YOUNG:
+        return Evaluation()
+    return evaluation_of(score_each(model, task, schema, rows.columns, device), schema, rows)
+
+
+def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: GuardRows) -> Evaluation:
+    """Return what the scores `[G]` of the held-out events tell."""
     total = len(rows)
     if total < 2 * YOUNG:
         return Evaluation()
-    scores_G = score_each(model, task, schema, rows.columns, device)
     young = total // YOUNG
     windows = {"new": float(scores_G[total - young :].mean()), "old": float(scores_G[: total - young].mean())}
     classes: dict[str, float] = {}
@@ -67,10 +73,23 @@ def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, devi
     return Evaluation(_finite(windows), _finite(classes), _finite(groups))
 
 
+def class_marks(schema: Schema, rows: GuardRows) -> dict[str, NDArray[np.bool_]]:
+    """Return which of the G events are of each class that is told of, by its name or number; empty for regression."""
+    if not schema.label.classes or not len(rows):
+        return {}
+    label_G = rows.columns["label"].astype(np.int64)
+    _, by_class = _by(label_G, np.zeros(len(label_G)))
+    names = schema.label.names
+    return {str(number) if names is None else names[number]: label_G == number for number in by_class}
+
+
 def score_each(
     model: nn.Module, task: Task, schema: Schema, columns: Mapping[str, Array], device: torch.device
 ) -> NDArray[np.float64]:
-    """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode."""
+    """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode.
+
+    NaN where the output has one, whatever the task makes of it.
+    """
     label = torch.from_numpy(columns["label"])
     scores_G = np.empty(len(label))
     with torch.inference_mode():
@@ -80,7 +99,10 @@ def score_each(
                 feature.name: torch.from_numpy(columns[f"feature.{feature.name}"][part]).to(device)
                 for feature in schema.features
             }
-            scores_G[part] = task.score(forward(model, features), label[part].to(device)).cpu().numpy()
+            output_B = forward(model, features)
+            score_B = task.score(output_B, label[part].to(device)).float()
+            score_B[output_B.reshape(len(score_B), -1).isnan().any(1)] = torch.nan
+            scores_G[part] = score_B.cpu().numpy()
     return scores_G
 
 

@@ -41,6 +41,11 @@ class GuardRows:
         """The events as columns, each `[G, ...]`; none when there is no event."""
         return trimmed(joined(self._parts), self._most, classes=self._classes)
 
+    @property
+    def hashes(self) -> NDArray[np.uint64]:
+        """Hashes of the identities of these events, and of those still to be trimmed."""
+        return np.concatenate([np.empty(0, np.uint64), *(part["hash"].astype(np.uint64) for part in self._parts)])
+
 
 class GuardSet:
     """At most `rows` events. The youngest quarter always stays; of the rest every class keeps its fair share, where an

@@ -106,6 +106,7 @@ class Loop:
                 self._settle(batch)
             self._parts.forgetting.look_if_due()
             self._parts.publisher.publish_if_due(self._progress(), self._snapshot)
+            self._parts.publisher.watch_if_due(lambda: self._parts.guard.held)
             self._cut_if_due()
             self._commit_if_due()
             at_boundary()

@@ -91,3 +91,9 @@ class LearnerMetrics:
         self.version = Gauge("anabranch_learner_version", "Number of the newest version published.", registry=registry)
         self.published = Counter("anabranch_versions_published", "Versions published.", registry=registry)
         self.gate_verdicts = Counter("anabranch_gate_verdicts", "Versions by verdict.", ["verdict"], registry=registry)
+        self.withdrawn = Counter(
+            "anabranch_gate_withdrawn", "Times that the watch found what was served worse.", registry=registry
+        )
+        self.hold = Gauge(
+            "anabranch_gate_hold_seconds", "Time for which versions have failed in a row; 0 if none.", registry=registry
+        )

@@ -1,14 +1,13 @@
 """Publishes versions: a snapshot at a step boundary, everything else in the background."""
 
-import copy
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from torch import Tensor
 
 from ingest.messages import Position
 from ingest.schema import Schema
@@ -16,20 +15,23 @@ from learner.background import Background
 from learner.config import ModelSettings, VersionsSettings
 from learner.deadline import Deadline
 from learner.errors import VersionError
-from learner.evaluation import Evaluation, evaluate, newcomers, score_each
+from learner.evaluation import Evaluation, evaluation_of, newcomers
+from learner.gate import Scores
 from learner.guard import GuardRows
+from learner.jury import Jury
 from learner.metrics import LearnerMetrics
 from learner.record_times import RecordTimes
 from learner.retention import Retention
-from learner.task import Task
+from learner.scorer import Scorer
 from learner.trained import Learned, Trained
-from learner.version import Manifest, ModelReference, Verdict, Versions
+from learner.version import Manifest, ModelReference, Versions
 
 _LEARNED_TIMES = 32
 """So many record times stand for all the events that a version is the first to have learned."""
 
-_SCORING_SHARE = 50
-"""Scoring may take one part in so many of the time; versions in between have no scores, but for the last of a burst."""
+_SCORING_SHARE = 10
+"""Scoring may take one part in so many of the time; versions that fall due meanwhile are skipped and counted."""
+_WATCH_SECONDS = 1.0
 
 Progress = tuple[int, tuple[Position, ...]]
 """Steps, and the position of each partition."""
@@ -51,45 +53,44 @@ class Snapshot:
 
 
 class Publisher:
-    """Writes versions in a thread of its own, one at a time; one that falls due meanwhile is skipped and counted.
+    """Judges and writes versions in a thread of its own, one at a time; one that falls due meanwhile is skipped.
 
-    Until the gate exists every version's verdict is `abstain`: served, and marked as not judged.
+    Nothing is published that was not judged: a gate that is slow makes versions rarer.
     """
 
     def __init__(
         self,
         versions: Versions,
         settings: VersionsSettings,
-        model_settings: ModelSettings,
+        reference: ModelReference,
         schema: Schema,
-        model: nn.Module,
-        task: Task,
-        device: torch.device,
+        scorer: Scorer,
+        jury: Jury,
         epoch: int,
         metrics: LearnerMetrics,
     ) -> None:
         self._versions = versions
         self._settings = settings
-        self._reference = ModelReference(model_settings.factory, dict(model_settings.args), model_settings.task)
+        self._reference = reference
         self._schema = schema
-        self._scored_model = copy.deepcopy(model).eval()
-        self._task = task
-        self._device = device
+        self._scorer = scorer
+        self.jury = jury
         self._epoch = epoch
         self._metrics = metrics
         self._every = settings.publish_every.total_seconds()
-        self._due = 0.0
+        self._due = self._watch_due = self._rested_at = 0.0
+        self._watching = False
         self._progress: Progress | None = None
-        self._scored_at, self._scoring_seconds = 0.0, 0.0
-        self._unscored: Snapshot | None = None
         self._learned = RecordTimes()
         self._background = Background("publisher")
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
+        self.verdict: str | None = None
+        """Of the newest version of this process."""
         self._highest = max(versions.highest(), *(n or 0 for n in _remembered(versions)))
-        self._scored_guard: GuardRows | None = None
+        self._scored: tuple[GuardRows, Mapping[str, Tensor]] | None = None
         self.evaluation = Evaluation()
-        """Of the newest version that was scored on the guard set."""
+        """Of the newest version, whatever its verdict."""
         self.retention = Retention()
         """What the versions before it could do, and how they did on events that came after them."""
         self.ill: str | None = None
@@ -104,16 +105,23 @@ class Publisher:
         if now < self._due:
             return
         busy = self._background.busy
-        if not self._is_new(progress):
-            if (unscored := self._unscored) is not None and not busy:
-                self._background.start(lambda: self._score(unscored, final=True))
+        if not self._is_new(progress) or (busy and self._watching):
             return
         self._due = now + self._every
-        if busy:
+        if busy or now < self._rested_at:
             self.skipped += 1
             self._metrics.publish_skipped.inc()
             return
-        self._start(progress, take(), final=False)
+        self._start(progress, take())
+
+    def watch_if_due(self, rows: Callable[[], GuardRows]) -> None:
+        """Have the served version watched about once a second, on the held-out events that `rows` returns."""
+        now = time.monotonic()
+        if now >= self._watch_due and not self._background.busy:
+            self._watch_due = now + _WATCH_SECONDS
+            held = rows()
+            self._watching = True
+            self._background.start(lambda: self._watch(held))
 
     def published_through(self) -> Mapping[str, Trained]:
         """Return how far the newest version has learned, by `topic:partition`; a torn manifest says nothing."""
@@ -133,7 +141,7 @@ class Publisher:
         """Publish what was learned since the last version, and wait until it is written."""
         self._background.wait(deadline)
         if self._is_new(progress) and not self._background.busy:
-            self._start(progress, take(), final=True)
+            self._start(progress, take())
             self._background.wait(deadline)
         self._background.raise_bug()
 
@@ -141,16 +149,27 @@ class Publisher:
         """Whether there is something to publish: nothing before the first step, and nothing twice."""
         return progress[0] > 0 and progress != self._progress
 
-    def _start(self, progress: Progress, snapshot: Snapshot, *, final: bool) -> None:
+    def _start(self, progress: Progress, snapshot: Snapshot) -> None:
         self._progress = progress
-        self._background.start(lambda: self._publish(snapshot, final=final))
+        self._watching = False
+        self._background.start(lambda: self._publish(snapshot))
 
-    def _publish(self, snapshot: Snapshot, *, final: bool) -> None:
-        """Score, write, and delete what is old. A full or read-only disk costs this version, never the training."""
-        scores = self._score(snapshot, final=final)
+    def _watch(self, rows: GuardRows) -> None:
+        before = self.jury.withdrawn
+        try:
+            self.jury.watch(rows)
+        except OSError as exc:
+            log.error("a verdict in %s cannot be written: %s", self._versions.path, exc.strerror or exc)  # noqa: TRY400
+        self._metrics.withdrawn.inc(self.jury.withdrawn - before)
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        """Score, judge, write, and delete what is old. A disk that is full costs this version, not the training."""
+        scores_G = self._score(snapshot)
+        verdict = self.jury.judge(scores_G, snapshot.guard)
         number = self._highest = self._highest + 1  # a number that failed is not used again
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         self._learned.join(snapshot.learned)
+        weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}
         manifest = Manifest(
             number=number,
             epoch=self._epoch,
@@ -158,7 +177,7 @@ class Publisher:
             time=time.time(),
             step=snapshot.step,
             trained_through=dict(snapshot.trained_through),
-            metrics=now | dict(scores),
+            metrics=now | dict(self.evaluation.windows),
             schema=self._schema.digest,
             encoders={
                 name: feature.encode.model_dump(mode="json")
@@ -170,17 +189,18 @@ class Publisher:
             learned=Learned(self._learned.rows, self._learned.quantiles(_LEARNED_TIMES).tolist()),
         )
         try:
-            self._versions.write({name: tensor.cpu() for name, tensor in snapshot.weights.items()}, manifest, _VERDICT)
+            self._versions.write(weights, manifest, verdict)
         except OSError as exc:
             self.ill = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
             log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
             self._versions.clean()
             return
         self._learned = RecordTimes()
-        self.number = number
+        self.jury.take(number, weights, scores_G, snapshot.guard, verdict)
+        self.number, self.verdict = number, verdict.verdict
         self.published += 1
         self._metrics.published.inc()
-        self._metrics.gate_verdicts.labels(_VERDICT.verdict).inc()
+        self._metrics.gate_verdicts.labels(verdict.verdict).inc()
         try:
             self._prune()
         except (OSError, VersionError) as exc:
@@ -189,30 +209,27 @@ class Publisher:
         else:
             self.ill = None
 
-    def _score(self, snapshot: Snapshot, *, final: bool) -> Mapping[str, float]:
-        """Score a version on the guard set, and the one that was scored before it on what has come since."""
+    def _score(self, snapshot: Snapshot) -> Scores:
+        """Score a version on the guard set, and the one before it on what has come since."""
         begin = time.monotonic()
-        if not final and begin - self._scored_at < _SCORING_SHARE * self._scoring_seconds:
-            self._unscored = snapshot
-            return {}
-        self._unscored = None
         self._score_near_future(snapshot.guard)
-        self._scored_model.load_state_dict(dict(snapshot.weights))
-        found = evaluate(self._scored_model, self._task, self._schema, snapshot.guard, self._device)
-        self._scored_at, self._scoring_seconds = begin, time.monotonic() - begin
-        self._scored_guard = snapshot.guard
-        if found.windows:
-            self.evaluation = found
-            self.retention = self.retention.followed_by(found)
-        return found.windows
+        scores_G = self._scorer.score(snapshot.weights, snapshot.guard.columns)
+        self._scored = snapshot.guard, snapshot.weights
+        self.evaluation = evaluation_of(scores_G, self._schema, snapshot.guard)
+        if self.evaluation.windows:
+            self.retention = self.retention.followed_by(self.evaluation)
+        ended = time.monotonic()
+        self._rested_at = ended + (_SCORING_SHARE - 1) * (ended - begin)
+        return scores_G
 
     def _score_near_future(self, guard: GuardRows) -> None:
-        """Score the model that is still there, of an earlier version, on held-out events that came after it."""
-        if self._scored_guard is None:
+        """Score the version before on held-out events that came after it."""
+        if self._scored is None:
             return
-        fresh = newcomers(guard, self._scored_guard)
+        rows, weights = self._scored
+        fresh = newcomers(guard, rows)
         if fresh and len(fresh["label"]):
-            total = float(score_each(self._scored_model, self._task, self._schema, fresh, self._device).sum())
+            total = float(np.sum(self._scorer.score(weights, fresh)))
             if math.isfinite(total):
                 self.retention = self.retention.with_near(len(fresh["label"]), total)
 
@@ -223,7 +240,7 @@ class Publisher:
         if not older:
             return
         state = self._versions.state()
-        needed = {state.serving, state.previous, state.pinned} | self._hourly(older)
+        needed = {state.serving, state.previous, state.pinned} | self.jury.needed | self._hourly(older)
         for number in older:
             if number not in needed:
                 self._versions.delete(number)
@@ -236,10 +253,12 @@ class Publisher:
         return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
 
 
-_VERDICT = Verdict("abstain", ["there is no gate yet: this version was not judged"])
-
-
 def _remembered(versions: Versions) -> tuple[int | None, ...]:
     """Numbers that were given before, also when their directories are gone."""
     state = versions.state()
     return (state.serving, state.previous, state.pinned, *state.rolled_back)
+
+
+def reference_to(model: ModelSettings) -> ModelReference:
+    """Return how a version names the model that its weights belong to."""
+    return ModelReference(model.factory, dict(model.args), model.task)

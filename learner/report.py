@@ -105,6 +105,14 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The last of them of which nothing is left in store, guard set and cuts."""
     version: int | None = None
     """The newest version published."""
+    verdict: str | None = None
+    """Of that; None before the first of this process."""
+    held_since: float | None = None
+    """Since when versions have failed the gate in a row; None when the last one did not."""
+    held_reasons: list[str] = []
+    """Why the last one failed."""
+    withdrawn: int = 0
+    """Times that the watch found what was served worse, since the start of the process."""
     versions_published: int = 0
     publish_skipped: int = 0
 

@@ -76,6 +76,7 @@ class Reporter:
             self._heartbeat.ill,
             self._source.ill,
             self._publisher.ill,
+            self._publisher.jury.ill,
             self._cutter.ill,
             self._forgetting.ill,
             replay,
@@ -144,6 +145,10 @@ class Reporter:
             forgotten=self._forgetting.records,
             forgotten_through=self._forgetting.through,
             version=publisher.number,
+            verdict=publisher.verdict,
+            held_since=publisher.jury.held_since,
+            held_reasons=publisher.jury.reasons,
+            withdrawn=publisher.jury.withdrawn,
             versions_published=publisher.published,
             publish_skipped=publisher.skipped,
         )
@@ -208,6 +213,7 @@ class Reporter:
         self._metrics.learner.micro_batch.set(self._loop.micro_batch_size or 0)
         self._metrics.learner.guard.set(report.guard_rows)
         self._metrics.learner.version.set(report.version or 0)
+        self._metrics.learner.hold.set(0 if report.held_since is None else report.time - report.held_since)
         self._metrics.learner.cut_number.set(report.cut or 0)
         self._metrics.learner.cut_time.set(report.cut_time or 0)
         self._metrics.learner.ill.set(len(report.ill))

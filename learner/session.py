@@ -29,16 +29,18 @@ from learner.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.forgetting import Forgetting
 from learner.forgotten_cut import remembered
 from learner.guard import GuardSet
+from learner.jury import Jury
 from learner.lag import LagPolicy
 from learner.lock import hold_state_directory
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
 from learner.model import build_model, check_model, make_task, sample
 from learner.precision import Precision, choose_device, choose_precision
-from learner.publisher import Publisher
+from learner.publisher import Publisher, reference_to
 from learner.replay_cut import unpack
 from learner.replicas import Place, Replicas, leaves_some_out
 from learner.reporter import Reporter
+from learner.scorer import Scorer
 from learner.status import serve_status
 from learner.strategies.build import build_strategy
 from learner.strategy import OUTPUT, Strategy, kept
@@ -151,9 +153,9 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         trainer = _trainer(bench, channel)
         versions = Versions(deployment.state_dir / "versions")
         versions.clean()
-        publisher = Publisher(
-            *(versions, deployment.versions, deployment.model, schema, model, task, device, epoch, metrics.learner)
-        )
+        reference, scorer = reference_to(deployment.model), Scorer(model, task, schema, device)
+        jury = Jury(versions, deployment.gate, scorer, reference)
+        publisher = Publisher(*(versions, deployment.versions, reference, schema, scorer, jury, epoch, metrics.learner))
         source = Source(deployment.stream, deployment.events, hold_out)
         guard = GuardSet(schema, deployment.gate.guard_rows)
         cuts = Cuts(deployment.state_dir / "cuts", schema.digest, epoch)

@@ -80,7 +80,11 @@ class RegistryState(msgspec.Struct, frozen=True):
     serving: int | None = None
     previous: int | None = None
     pinned: int | None = None
+    """Served, and no other, until it is unpinned."""
     rolled_back: list[int] = []
+    """Not taken again."""
+    promoted: int | None = None
+    """The last one that a person chose; taken whatever its verdict."""
 
 
 class Versions:
@@ -118,6 +122,10 @@ class Versions:
         """Read a verdict; None when there is none yet."""
         path = self.directory(number) / VERDICT
         return _read(path, Verdict) if path.exists() else None
+
+    def write_verdict(self, number: int, verdict: Verdict) -> None:
+        """Replace a verdict atomically; raises OSError, FileNotFoundError where the version has been deleted."""
+        replace_file(self.directory(number) / VERDICT, msgspec.json.encode(verdict))
 
     def state(self) -> RegistryState:
         """Read what serving serves; the empty state when nothing was written yet."""

@@ -53,6 +53,7 @@ KEYS_OF_THE_DESIGN = words("""
     replay.disk.bytes
     versions.publish_every versions.keep versions.keep_hourly
     cuts.every cuts.keep gate.guard_fraction gate.guard_rows
+    gate.max_drop_new gate.max_drop_old gate.min_rows gate.max_hold gate.on_hold
     serving.host serving.port serving.max_batch serving.max_delay
     serving.tokens.read serving.tokens.admin serving.tls.cert serving.tls.key
 """)
@@ -95,6 +96,7 @@ METRICS_ADDED = words("""
     anabranch_learner_replay_ratio
     anabranch_learner_micro_batch_rows
     anabranch_ingest_lag_seconds anabranch_ingest_behind anabranch_ingest_passed_offsets
+    anabranch_gate_withdrawn_total anabranch_gate_hold_seconds
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}

@@ -35,12 +35,14 @@ from learner.embedding import Embedding
 from learner.errors import CutError
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
+from learner.jury import Jury
 from learner.lag import LagPolicy
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
 from learner.precision import choose_precision
-from learner.publisher import Publisher
+from learner.publisher import Publisher, reference_to
 from learner.replay_cut import unpack
+from learner.scorer import Scorer
 from learner.session import Deployment, learn
 from learner.strategies import STRATEGIES
 from learner.strategies.der import DarkReplayPlus
@@ -136,9 +138,11 @@ class Bench:
         self.store = build_store(options, schema, CPU, 0, path / "replay", contents, columns)
         settings_of_cuts = CutsSettings.model_validate({"every": every})
         self.cutter = Cutter(self.cuts, settings_of_cuts, self.store, self.metrics.learner, segments)
+        versions, reference = Versions(path / "versions"), reference_to(ModelSettings(factory="m:build"))
+        scorer = Scorer(model, task, schema, CPU)
         publisher = Publisher(
-            *(Versions(path / "versions"), VersionsSettings.model_validate({"publish_every": "1h"})),
-            *(ModelSettings(factory="m:build"), schema, model, task, CPU, 1, self.metrics.learner),
+            *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
+            *(Jury(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),
         )
         guard = GuardSet(schema, 100)
         source = cast("Source", self.stream)

@@ -16,12 +16,14 @@ from ingest.block import TopicPartition
 from ingest.fake import fake_columns
 from ingest.messages import Position
 from ingest.schema import Schema
-from learner.config import ModelSettings, VersionsSettings
+from learner.config import GateSettings, ModelSettings, VersionsSettings
 from learner.deadline import Deadline
 from learner.guard import GuardSet
+from learner.jury import Jury
 from learner.metrics import LearnerMetrics
-from learner.publisher import Publisher, Snapshot
+from learner.publisher import Publisher, Snapshot, reference_to
 from learner.record_times import RecordTimes
+from learner.scorer import Scorer
 from learner.task import Classification
 from learner.trained import Learned, Trained
 from learner.version import RegistryState, Versions
@@ -32,19 +34,20 @@ SOON = timedelta(seconds=20)
 class Bench:
     """A publisher over a directory, and steps to publish."""
 
-    def __init__(self, path: Path, schema: Schema, model: nn.Module, **settings: object) -> None:
+    def __init__(self, path: Path, schema: Schema, model: nn.Module, gate: object = None, **settings: object) -> None:
         self.versions = Versions(path)
         self.model = model
         self.guard = GuardSet(schema, 100)
         self.guard.add(fake_columns(schema, range(100), label=[0, 1, 2]), [TopicPartition("events", 0)])
+        reference = reference_to(ModelSettings(factory="m:build"))
+        scorer = Scorer(model, Classification(), schema, torch.device("cpu"))
         self.publisher = Publisher(
             self.versions,
             VersionsSettings.model_validate({"publish_every": "1ms", **settings}),
-            ModelSettings(factory="m:build"),
+            reference,
             schema,
-            model,
-            Classification(),
-            torch.device("cpu"),
+            scorer,
+            Jury(self.versions, GateSettings.model_validate(gate or {}), scorer, reference),
             7,
             LearnerMetrics(CollectorRegistry()),
         )
@@ -147,14 +150,16 @@ def test_a_restart_knows_how_far_the_newest_version_has_learned(make_bench: Call
     assert make_bench().publisher.published_through() == {}
 
 
-def test_old_versions_are_deleted_but_not_what_serving_needs(make_bench: Callable[..., Bench]) -> None:
+def test_old_versions_are_deleted_but_not_what_serving_needs_or_may_need(
+    make_bench: Callable[..., Bench],
+) -> None:
     bench = make_bench(keep=2, keep_hourly=0)
     for _ in range(3):
         bench.publish()
     bench.versions.write_state(RegistryState(serving=3, previous=2))
     for _ in range(4):
         bench.publish()
-    assert bench.versions.numbers() == [2, 3, 6, 7]
+    assert bench.versions.numbers() == [1, 2, 3, 6, 7]
 
 
 def test_the_last_version_of_an_hour_is_kept(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +168,9 @@ def test_the_last_version_of_an_hour_is_kept(make_bench: Callable[..., Bench], m
     monkeypatch.setattr("learner.publisher.time.time", lambda: float(next(clock)))
     for _ in range(10):
         bench.publish()
-    hours = [bench.versions.manifest(number).time // 3600 for number in bench.versions.numbers()[:-2]]
+    hours = [bench.versions.manifest(number).time // 3600 for number in bench.versions.numbers()[1:-2]]
     assert len(hours) == len(set(hours)) == 2
+    assert bench.versions.numbers()[0] == 1, "what nothing after it was found as well as is not deleted"
     assert bench.versions.numbers()[-2:] == [9, 10]
 
 
@@ -212,7 +218,7 @@ def test_a_damaged_older_version_keeps_nothing_from_being_published(make_bench: 
 
 def test_a_bug_in_the_thread_stops_the_loop(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make_bench()
-    monkeypatch.setattr("learner.publisher.evaluate", lambda *_: 1 / 0)
+    monkeypatch.setattr("learner.publisher.evaluation_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.publish()
 

@@ -1,0 +1,226 @@
+"""Judges versions before they are published, and watches the served one afterwards.
+
+It knows three versions: the one that serving takes if it obeys, the best of those served within `gate.max_hold`, and
+the last that the watch has found well. What a person decided is in `state.json`, which serving writes.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+import numpy as np
+from torch import Tensor
+
+from learner.config import GateSettings
+from learner.contender import Contender
+from learner.errors import VersionError
+from learner.evaluation import class_marks
+from learner.gate import Hearing, Scores, compare, judge, surpasses
+from learner.guard import YOUNG, GuardRows
+from learner.scorer import Scorer
+from learner.version import ModelReference, RegistryState, Verdict, Versions
+
+WATCH_ROWS = 50
+"""Held-out events that came after a swap, before the watch judges it."""
+WATCH_ENOUGH = 500
+"""With so many a version is found well."""
+
+log = logging.getLogger(__name__)
+
+
+class Jury:
+    """Used by the publisher's thread; attributes may be read by others."""
+
+    def __init__(self, versions: Versions, settings: GateSettings, scorer: Scorer, reference: ModelReference) -> None:
+        self._versions = versions
+        self._settings = settings
+        self._scorer = scorer
+        self._reference = reference
+        self._served: Contender | None = None
+        self._best: Contender | None = None
+        self._best_served = 0.0
+        self._well: Contender | None = None
+        self._trial: list[int] = []
+        """Versions that were served after that."""
+        self._before_trial = np.empty(0, np.uint64)
+        self._state: RegistryState | None = None
+        self._surpasses = True
+        self.held_since: float | None = None
+        """Since when versions have failed in a row, seconds since 1970."""
+        self.reasons: list[str] = []
+        """Why the last one did."""
+        self.withdrawn = 0
+        """Versions that the watch has failed."""
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence when versions have failed for longer than `gate.max_hold`."""
+        since, hold = self.held_since, self._settings.max_hold
+        if since is None or time.time() - since < hold.total_seconds():
+            return None
+        when = datetime.fromtimestamp(since, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+        why = self.reasons[0] if self.reasons else "no reason is known"
+        return f"no version has passed the gate since {when}: {why}; promote one, or look at the events since then"
+
+    def judge(self, scores_G: Scores, rows: GuardRows) -> Verdict:
+        """Judge a candidate by its scores on the held-out events."""
+        self._look(rows)
+        hearing = self._hearing(scores_G, rows)
+        bounded = self._scorer.bounded
+        self._surpasses = surpasses(hearing, bounded=bounded)
+        verdict = judge(hearing, self._settings, bounded=bounded)
+        if verdict.verdict == "fail" and self._hold_is_over() and np.isfinite(scores_G).any():
+            self._forget_rivals()
+            reason = 'served all the same: nothing has passed for gate.max_hold, and gate.on_hold is "serve"'
+            return Verdict("abstain", [reason, *verdict.reasons], verdict.numbers)
+        return verdict
+
+    def take(
+        self, number: int, weights: Mapping[str, Tensor], scores_G: Scores, rows: GuardRows, verdict: Verdict
+    ) -> None:
+        """Take note of a version that was published, weights on the host; what passed is served from now on."""
+        if verdict.verdict == "fail":
+            self._hold(verdict.reasons)
+            return
+        if self.held_since is not None:
+            log.info("version %d may be served, after none could", number)
+        contender = Contender(number, weights, rows.hashes)
+        if len(rows):
+            contender.remember(rows.columns["hash"].astype(np.uint64), scores_G)
+        if self._well is None:
+            self._well = contender
+        else:
+            if not self._trial:
+                self._before_trial = contender.known
+            self._trial.append(number)
+        if self._best is None or self._surpasses:
+            self._best = contender
+        self._served, self.held_since, self.reasons = contender, None, []
+
+    def watch(self, rows: GuardRows) -> None:
+        """Compare what is served with the last version found well, on what was held out since: withdraw what is worse.
+
+        Versions follow each other faster than held-out events come, so all since then are on trial together.
+        """
+        self._look(rows)
+        served, well = self._served, self._well
+        if served is None or well is None or not self._trial or not len(rows):
+            return
+        fresh = ~np.isin(rows.columns["hash"].astype(np.uint64), self._before_trial)
+        if np.count_nonzero(fresh) < WATCH_ROWS:
+            return
+        now_G, before_G = (each.scores(self._scorer, rows.columns)[fresh] for each in (served, well))
+        finite = np.isfinite(now_G) & np.isfinite(before_G)
+        if not finite.any():
+            return
+        drop = compare(now_G[finite], before_G[finite], bounded=self._scorer.bounded)
+        if drop.surely_exceeds(self._settings.max_drop_new):
+            reason = f"the watch found it worse than version {well.number} on {drop.rows} events that came after it"
+            numbers = {"watch": drop.candidate, "watch_rival": drop.rival, "watch_drop": drop.drop}
+            self._withdraw(Verdict("fail", [reason], numbers), well)
+        elif len(now_G) >= WATCH_ENOUGH:
+            self._well, self._trial = served, []
+
+    @property
+    def needed(self) -> set[int]:
+        """Versions that serving may have to go back to: not to be deleted."""
+        return {each.number for each in (self._served, self._well) if each is not None}
+
+    def _hearing(self, scores_G: Scores, rows: GuardRows) -> Hearing:
+        total, held = len(scores_G), self.held_since is not None
+        new = np.arange(total) >= total - total // YOUNG
+        served, best = self._served, self._best
+        if served is None or (total < self._settings.min_rows and not held) or not total:
+            return Hearing(scores_G, scores_G if served else None, None, new, ~new, {}, held=held)
+        if best is served:
+            self._best_served = time.time()
+        elif time.time() - self._best_served > self._settings.max_hold.total_seconds():
+            best = self._best = served
+        served_G = served.scores(self._scorer, rows.columns)
+        best_G = best.scores(self._scorer, rows.columns) if best is not None and best is not served else None
+        # While nothing passes, what comes may be what makes the candidates worse: it does not become old knowledge.
+        old = ~new & served.knew(rows.columns["hash"].astype(np.uint64)) if held else ~new
+        told = np.isfinite(served_G) & np.isfinite(scores_G)
+        classes = {name: marks & told for name, marks in class_marks(self._scorer.schema, rows).items()}
+        classes = {name: marks for name, marks in classes.items() if marks.any()}
+        return Hearing(scores_G, served_G, best_G, new, old, classes, held=held)
+
+    def _hold_is_over(self) -> bool:
+        since = self.held_since
+        lasts = since is not None and time.time() - since >= self._settings.max_hold.total_seconds()
+        return lasts and self._settings.on_hold == "serve"
+
+    def _hold(self, reasons: list[str]) -> None:
+        if self.held_since is None:
+            self.held_since = time.time()
+            log.warning("a version failed the gate: %s", "; ".join(reasons))
+        self.reasons = reasons
+
+    def _forget_rivals(self) -> None:
+        """Have the next version that is served be what all others are compared with."""
+        self._best = self._well = None
+        self._trial = []
+
+    def _withdraw(self, verdict: Verdict, well: Contender) -> None:
+        """Fail all versions on trial: serving rolls back to the last one found well."""
+        log.warning("versions %s are withdrawn: %s", ", ".join(map(str, self._trial)), verdict.reasons[0])
+        for number in self._trial:
+            with contextlib.suppress(FileNotFoundError):
+                self._versions.write_verdict(number, verdict)
+        self.withdrawn += 1
+        if self._best is not None and self._best.number in self._trial:
+            self._best = well
+        self._served, self._trial = well, []
+        self._hold(verdict.reasons)
+
+    def _look(self, rows: GuardRows) -> None:
+        """Take up what is served after a restart, and what a person has decided since the last look."""
+        try:
+            state = self._versions.state()
+        except VersionError as exc:
+            log.warning("%s", exc)
+            return
+        before, self._state = self._state, state
+        if before is None:
+            self._meet(state, rows)
+        elif state.promoted is not None and state.promoted != before.promoted:
+            self._begin_with(self._read(state.promoted, rows))
+            self.held_since = None
+        elif self._served is not None and self._served.number in state.rolled_back and state.serving is not None:
+            self._begin_with(self._read(state.serving, rows))
+            self._hold(["a person rolled back the version before"])
+
+    def _meet(self, state: RegistryState, rows: GuardRows) -> None:
+        """Begin with the newest version on disk that serving may take."""
+        failed = False
+        for number in reversed(self._versions.numbers()):
+            if number in state.rolled_back:
+                continue
+            with contextlib.suppress(VersionError):
+                verdict = self._versions.verdict(number)
+                if verdict is None or (verdict.verdict == "fail" and number != state.promoted):
+                    failed = failed or verdict is not None
+                    continue
+            if (found := self._read(number, rows)) is not None:
+                self._begin_with(found)
+                break
+        if failed and self._served is not None:
+            self._hold(["versions failed before the learner was started"])
+
+    def _begin_with(self, contender: Contender | None) -> None:
+        if contender is not None:
+            self._served = self._best = self._well = contender
+            self._trial = []
+
+    def _read(self, number: int, rows: GuardRows) -> Contender | None:
+        """Read a version of this schema and model; None when it is not, or is damaged or gone."""
+        try:
+            manifest = self._versions.manifest(number)
+            same = manifest.schema == self._scorer.schema.digest and manifest.model == self._reference
+            weights = self._versions.weights(manifest) if same else {}
+        except VersionError as exc:
+            log.warning("no version can be compared with version %d: %s", number, exc)
+            return None
+        return Contender(number, weights, rows.hashes) if same and self._scorer.fits(weights) else None

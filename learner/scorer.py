@@ -1,0 +1,46 @@
+"""Scores any weights of one model on held-out events."""
+
+import copy
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ingest.block import Array
+from ingest.schema import Schema
+from learner.evaluation import score_each
+from learner.gate import Scores
+from learner.task import Task
+
+
+class Scorer:
+    """A copy of the model that takes up the weights to be scored. Used by one thread."""
+
+    def __init__(self, model: nn.Module, task: Task, schema: Schema, device: torch.device) -> None:
+        self.schema = schema
+        self.bounded = schema.label.classes is not None
+        """Whether scores lie between 0 and 1."""
+        self._model = copy.deepcopy(model).eval()
+        self._task = task
+        self._device = device
+        self._loaded: Mapping[str, Tensor] | None = None
+
+    def score(self, weights: Mapping[str, Tensor], columns: Mapping[str, Array]) -> Scores:
+        """Return the scores of G events, columns `[G, ...]`; the weights fit."""
+        if not columns:
+            return np.empty(0)
+        if weights is not self._loaded:
+            self._loaded = None
+            self._model.load_state_dict(dict(weights))
+            self._loaded = weights
+        return score_each(self._model, self._task, self.schema, columns, self._device)
+
+    def fits(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether weights are of this model."""
+        self._loaded = None
+        try:
+            self._model.load_state_dict(dict(weights))
+        except RuntimeError:
+            return False
+        return True
