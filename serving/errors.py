@@ -4,7 +4,9 @@ AnabranchError
 `-- RequestError             status, sentence
     |-- BadRequestError      400  mend the request
     |-- TokenError           401  send a token that this server knows
+    |-- ForbiddenError       403  send the admin token
     |-- UnknownError         404  ask for what is there; the sentence names it
+    |-- ConflictError        409  change first what the sentence names
     |-- TooLargeError        413  send less at once
     |-- EncodedError         415  send the body as it is, not compressed
     |-- BusyError            503  come again after `retry_after`
@@ -37,10 +39,22 @@ class TokenError(RequestError):
     status = 401
 
 
+class ForbiddenError(RequestError):
+    """The request's token is not for what it asks."""
+
+    status = 403
+
+
 class UnknownError(RequestError):
     """There is no such model, version or address."""
 
     status = 404
+
+
+class ConflictError(RequestError):
+    """What is asked for goes against what stands: a pin, or a version that cannot be served."""
+
+    status = 409
 
 
 class TooLargeError(RequestError):

@@ -43,7 +43,7 @@ class Metrics:
         )
         self.swaps = Counter(
             "anabranch_serving_swaps",
-            "Versions by what became of them: swapped, refused",
+            "Versions by what became of them: swapped, rolled_back to, refused",
             ["outcome"],
             registry=registry,
         )

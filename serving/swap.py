@@ -1,4 +1,4 @@
-"""The hot swap: the newest version that may be served takes the place of the one that is.
+"""The hot swap: the version that is to be served takes the place of the one that is.
 
 A thread of its own watches the versions directory, loads, checks and warms up; then one reference is assigned.
 Requests that hold the old version are answered by it, and with the last of them it is freed.
@@ -17,9 +17,12 @@ import msgspec
 
 from learner.errors import VersionError
 from learner.trained import Trained
-from learner.version import MANIFEST, VERDICT, Manifest
+from learner.version import MANIFEST, Manifest, RegistryState
+from serving.choice import Choice
+from serving.errors import ConflictError
 from serving.freshness import Unserved
 from serving.metrics import Metrics
+from serving.orders import Order
 from serving.served import Deployment, ServedVersion, load_version
 
 log = logging.getLogger("anabranch.serving")
@@ -27,16 +30,15 @@ log = logging.getLogger("anabranch.serving")
 POLL_EVERY = timedelta(milliseconds=50)
 
 _REMEMBERED = 20
-
-_Stamp = tuple[int, int] | None
-"""Modification time and inode of a version's verdict, by which a new verdict is noticed; None without one."""
+_MOST_ROLLED_BACK = 1000
 
 
 class Swap:
     """Keeps `current` the newest version that may be served; a context manager around its thread.
 
     A version may be served when its verdict is pass or abstain, its schema is ours, its epoch is not below the served
-    one's, and it lowers `trained_through` on no partition of the same incarnation.
+    one's, and it lowers `trained_through` on no partition of the same incarnation. When the served one fails or is
+    rolled back, the newest that may be served takes its place, whatever that lowers. Orders go before all this.
     """
 
     def __init__(
@@ -62,7 +64,10 @@ class Swap:
         self._metrics = metrics
         self._notify = taken
         self._fail = fail
-        self._passed_over: dict[int, _Stamp] = {}
+        self._choice = Choice(self._versions)
+        self._state = RegistryState()
+        self._passed_over: dict[int, object] = {}
+        self._lock = threading.Lock()
         self._complaints: dict[str, str] = {}
         self._look_now = threading.Event()
         self._stopping = False
@@ -84,26 +89,92 @@ class Swap:
         """One sentence for each thing that is wrong with the versions; empty when all is well."""
         return list(self._complaints.values())
 
+    @property
+    def state(self) -> RegistryState:
+        """What `state.json` said at the last look."""
+        return self._state
+
     def look(self) -> bool:
-        """Take the newest version that may be served, if it is newer than the served one; whether one was taken.
+        """Take the version that is to be served now, if it is another than the served one; whether one was taken.
 
         Called by the swap's thread; by a test that has not started it.
         """
+        with self._lock:
+            return self._look()
+
+    def order(self, order: Order, number: int) -> None:
+        """Do what a person ordered, at once; any thread but the event loop's may call.
+
+        Raises:
+            UnknownError: there is no such version.
+            ConflictError: another order stands against it, or the version cannot be served; nothing has changed then.
+        """
+        with self._lock:
+            try:
+                before = self._versions.state()
+                after = order(before, number, self._versions.numbers())
+                self._versions.write_state(after)
+                self._look()
+                served = self.current.number if self.current else None
+                if number in (after.pinned, after.promoted) and served != number:
+                    self._versions.write_state(before)
+                    self._look()
+                    raise ConflictError(f"version {number} cannot be served: {self.refused.get(number, 'see the log')}")
+            except (OSError, VersionError) as exc:
+                raise ConflictError(f"the order cannot be written down: {exc}") from exc
+        log.info("ordered: %s version %d; %s is served", order.__name__.replace("_", " "), number, served)
+
+    def _look(self) -> bool:
         served = self.current.number if self.current else -1
         numbers = self._versions.numbers()
         self._unserved.hear(numbers)
+        self._read_state()
+        if (pinned := self._state.pinned) is not None:
+            taken = served != pinned and self._try(pinned, back=True)
+            if not taken and served != pinned:
+                self._complain("pinned", f"version {pinned} is pinned, and cannot be served")
+            return taken
+        stays = served == -1 or self._stays(served)
         for number in reversed(numbers):
-            if number <= served:
+            if stays and number <= served:
                 return False
-            stamp = self._verdict_stamp(number)
-            if self._passed_over.get(number, ()) == stamp:
-                continue
-            version = self._load(number)
-            if version is not None:
-                self._take(version)
+            if number != served and self._try(number, back=number < served):
                 return True
-            self._passed_over[number] = stamp
+        if not stays:
+            self._complain("withdrawn", f"version {served} is withdrawn, and there is no other that may be served")
         return False
+
+    def _try(self, number: int, *, back: bool) -> bool:
+        """Take a version if it may be taken and can be; one that could not is looked at again when its verdict changes.
+
+        `back` says that it may have learned less than what is served.
+        """
+        stamp = self._choice.verdict_stamp(number)
+        if self._passed_over.get(number, ()) == stamp:
+            return False
+        version = self._load(number, back=back)
+        if version is None:
+            self._passed_over[number] = stamp
+            return False
+        self._take(version)
+        return True
+
+    def _stays(self, served: int) -> bool:
+        try:
+            return self._choice.may_stay(served, self._state)
+        except VersionError:  # a verdict that is torn says nothing against it
+            return True
+
+    def _read_state(self) -> None:
+        try:
+            state = self._choice.state()
+        except (OSError, VersionError):  # which is told of when it is to be written
+            return
+        if (state.pinned, state.promoted, state.rolled_back) != (
+            *(self._state.pinned, self._state.promoted, self._state.rolled_back),
+        ):
+            self._passed_over.clear()
+        self._state = state
 
     def _watch(self) -> None:
         """Look until the end; the body of the swap's thread."""
@@ -121,20 +192,12 @@ class Swap:
             log.exception("the swap's thread ended")
             self._fail(exc)
 
-    def _verdict_stamp(self, number: int) -> _Stamp:
+    def _load(self, number: int, *, back: bool) -> ServedVersion | None:
         try:
-            found = (self._versions.directory(number) / VERDICT).stat()
-        except FileNotFoundError:
-            return None
-        return found.st_mtime_ns, found.st_ino
-
-    def _load(self, number: int) -> ServedVersion | None:
-        try:
-            verdict = self._versions.verdict(number)
-            if verdict is None or verdict.verdict == "fail":
+            if number != self._state.pinned and not self._choice.may_take(number, self._state):
                 return None
             manifest = self._versions.manifest(number)
-            self._check(manifest, number)
+            self._check(manifest, number, back=back)
             return load_version(self._deployment, manifest, self._max_batch)
         except (VersionError, OSError) as exc:
             if (self._versions.directory(number) / MANIFEST).exists():  # else the learner has just deleted it
@@ -143,12 +206,12 @@ class Swap:
                 self._refuse(number, str(exc))
             return None
 
-    def _check(self, manifest: Manifest, number: int) -> None:
+    def _check(self, manifest: Manifest, number: int, *, back: bool) -> None:
         if manifest.number != number:
             raise VersionError(f"version {number}: its manifest is that of version {manifest.number}")
         if manifest.schema != self._deployment.schema.digest:
             raise VersionError(f"version {number}: it was learned under another schema than [schema] describes")
-        if self.current is None:
+        if self.current is None or back:
             return
         served = self.current.manifest
         if manifest.epoch < served.epoch:
@@ -174,8 +237,13 @@ class Swap:
         self.taken.append(version.number)
         self._notify()
         self._complaints.pop("version", None)
-        self._passed_over = {number: stamp for number, stamp in self._passed_over.items() if number > version.number}
-        self._metrics.swaps.labels("swapped").inc()
+        for about in ("withdrawn", "pinned"):
+            self._complaints.pop(about, None)
+        back = previous is not None and version.number < previous.number
+        self._passed_over = {
+            number: stamp for number, stamp in self._passed_over.items() if number > version.number and not back
+        }
+        self._metrics.swaps.labels("rolled_back" if back else "swapped").inc()
         self._metrics.version.set(version.number)
         self._metrics.learned(*self._unserved.served(version.number, self.since))
         log.info("serving version %d, trained through %s", version.number, version.trained_through or "nothing")
@@ -187,8 +255,13 @@ class Swap:
             before = previous.number if previous else state.serving
             if before == version.number:  # a restart
                 before = state.previous
-            state = msgspec.structs.replace(state, serving=version.number, previous=before)
+            back = previous is not None and version.number < previous.number and state.pinned is None
+            rolled_back = sorted({*state.rolled_back, previous.number}) if back and previous else state.rolled_back
+            state = msgspec.structs.replace(
+                state, serving=version.number, previous=before, rolled_back=rolled_back[-_MOST_ROLLED_BACK:]
+            )
             self._versions.write_state(state)
+            self._state = state
             self._complaints.pop("state", None)
         except (OSError, VersionError) as exc:
             self._complain("state", f"cannot write {self._versions.path}/state.json: {exc}")

@@ -15,12 +15,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from learner.files import replace_file
 from learner.trained import Learned
 from learner.version import MANIFEST, VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
+from serving.errors import ConflictError, UnknownError
 from serving.metrics import Metrics
+from serving.orders import pin, promote, roll_back, unpin
 from serving.served import pick_device
 from serving.swap import Swap
 
@@ -80,9 +84,9 @@ def test_a_version_answers_with_its_weights(numbers: Any, watched: Watched) -> N
 def test_a_restart_keeps_the_previous_version_and_what_others_wrote_into_state_json(numbers: Any) -> None:
     numbers.publish(1)
     numbers.publish(2)
-    numbers.versions.write_state(RegistryState(serving=2, previous=1, pinned=1, rolled_back=[9]))
+    numbers.versions.write_state(RegistryState(serving=2, previous=1, promoted=2, rolled_back=[9]))
     assert Watched(numbers).look() == 2
-    assert numbers.versions.state() == RegistryState(serving=2, previous=1, pinned=1, rolled_back=[9])
+    assert numbers.versions.state() == RegistryState(serving=2, previous=1, promoted=2, rolled_back=[9])
 
 
 def test_a_version_waits_for_its_verdict_and_is_not_taken_on_fail(numbers: Any, watched: Watched) -> None:
@@ -96,6 +100,135 @@ def test_a_version_waits_for_its_verdict_and_is_not_taken_on_fail(numbers: Any, 
     replace_file(verdict, msgspec.json.encode(Verdict("pass")))
     assert watched.look() == 3
     assert watched.refused() == 0
+
+
+def fail(numbers: Any, number: int) -> None:
+    numbers.versions.write_verdict(number, Verdict("fail", ["the watch found it worse"]))
+
+
+def test_a_served_version_that_fails_afterwards_gives_way_to_the_newest_before_it_that_has_not(
+    numbers: Any, watched: Watched
+) -> None:
+    numbers.publish(1)
+    numbers.publish(2)
+    numbers.publish(3, verdict="fail")
+    numbers.publish(4)
+    assert watched.look() == 4
+    fail(numbers, 4)
+    assert watched.look() == 2, "a rollback may lower trained_through, and passes over what failed"
+    assert numbers.versions.state() == RegistryState(serving=2, previous=4, rolled_back=[4])
+    assert watched.registry.get_sample_value("anabranch_serving_swaps_total", {"outcome": "rolled_back"}) == 1
+    numbers.versions.write_verdict(4, Verdict("pass"))
+    assert watched.look() == 2, "what was rolled back is taken again"
+    numbers.publish(5)
+    assert watched.look() == 5
+
+
+def test_a_version_that_fails_goes_on_to_be_served_where_there_is_no_other(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    watched.look()
+    fail(numbers, 1)
+    assert watched.look() == 1
+    assert watched.swap.ill == ["version 1 is withdrawn, and there is no other that may be served"]
+    numbers.publish(2)
+    assert watched.look() == 2
+    assert watched.swap.ill == []
+
+
+def test_a_rollback_goes_to_the_version_served_before_and_what_came_since_is_not_taken(
+    numbers: Any, watched: Watched
+) -> None:
+    numbers.publish(1)
+    assert watched.look() == 1
+    for number in (2, 3, 4):
+        numbers.publish(number)
+    assert watched.look() == 4
+    numbers.publish(5, verdict="fail")
+    watched.swap.order(roll_back, 4)
+    assert watched.look() == 1, "3 was never served, and is not what was served before"
+    assert numbers.versions.state().rolled_back == [2, 3, 4, 5]
+    assert Watched(numbers).look() == 1, "a restart takes what was rolled back"
+    numbers.publish(6)
+    assert watched.look() == 6
+
+
+def test_a_version_that_is_not_served_is_rolled_back_before_its_turn(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    watched.look()
+    numbers.publish(2)
+    watched.swap.order(roll_back, 2)
+    assert watched.look() == 1
+    numbers.publish(3)
+    assert watched.look() == 3
+
+
+def test_a_promoted_version_is_served_whatever_its_verdict_until_a_newer_one_passes(
+    numbers: Any, watched: Watched
+) -> None:
+    numbers.publish(1)
+    numbers.publish(2, verdict="fail")
+    numbers.publish(3)
+    assert watched.look() == 3
+    watched.swap.order(promote, 2)
+    assert watched.look() == 2
+    assert Watched(numbers).look() == 2, "a restart forgets the promotion"
+    numbers.publish(4, verdict="fail")
+    assert watched.look() == 2
+    numbers.publish(5)
+    assert watched.look() == 5
+
+
+def test_a_pinned_version_is_served_and_no_other_until_it_is_unpinned(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    numbers.publish(2)
+    assert watched.look() == 2
+    watched.swap.order(pin, 1)
+    numbers.publish(3)
+    fail(numbers, 1)
+    assert watched.look() == 1
+    assert Watched(numbers).look() == 1, "a restart forgets the pin"
+    for order, number in ((promote, 3), (roll_back, 1), (unpin, 3)):
+        with pytest.raises(ConflictError, match="pinned"):
+            watched.swap.order(order, number)
+    watched.swap.order(unpin, 1)
+    assert watched.look() == 3
+
+
+def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    watched.look()
+    numbers.publish(2, schema="0" * 64, verdict="fail")
+    before = numbers.versions.state()
+    for order in (promote, pin):
+        with pytest.raises(ConflictError, match=r"version 2 cannot be served: .*another schema"):
+            watched.swap.order(order, 2)
+        with pytest.raises(UnknownError, match="there is no version 9; there are 1 to 2"):
+            watched.swap.order(order, 9)
+    assert watched.look() == 1
+    assert numbers.versions.state() == before
+
+
+def test_a_pinned_version_that_is_gone_is_an_illness(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    numbers.versions.write_state(RegistryState(pinned=7))
+    assert watched.look() is None
+    assert watched.swap.ill == ["version 7 is pinned, and cannot be served"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([promote, roll_back, pin, unpin]), st.integers(1, 9)), max_size=12))
+def test_orders_name_versions_that_are_there_and_no_two_go_against_each_other(orders: list[tuple[Any, int]]) -> None:
+    state, there = RegistryState(serving=8, previous=5), [1, 2, 4, 5, 7, 8]
+    for order, number in orders:
+        try:
+            after = order(state, number, there)
+        except (ConflictError, UnknownError):
+            continue
+        assert set(after.rolled_back) <= set(there)
+        assert after.promoted not in after.rolled_back
+        assert (after.pinned is None) or after.pinned == number or after.pinned == state.pinned
+        assert order is not roll_back or number in after.rolled_back
+        state = after
 
 
 def tear_manifest(version: Path) -> None:

@@ -1,0 +1,70 @@
+"""What a person orders about versions, as changes of `state.json`. Pure; loads neither torch nor the web framework."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from learner.version import RegistryState
+from serving.errors import ConflictError, UnknownError
+
+Order = Callable[[RegistryState, int, Sequence[int]], RegistryState]
+"""Takes the state, the version's number and the numbers of all versions, rising; returns the state to be.
+
+Raises UnknownError when there is no such version, and ConflictError when another order stands against it.
+"""
+
+
+def promote(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
+    """Serve this version whatever its verdict, until a newer one passes; those that are newer now are not taken."""
+    _check(state, number, numbers)
+    passed_over = {newer for newer in numbers if newer > number} | (set(state.rolled_back) - {number})
+    return _with(state, numbers, passed_over, promoted=number)
+
+
+def roll_back(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
+    """Never take this version again, nor those that are newer now, and serve the one that was served before it."""
+    _check(state, number, numbers)
+    if state.serving is not None and state.serving < number:
+        return _with(state, numbers, {*state.rolled_back, number})
+    previous = state.previous
+    usable = previous is not None and previous < number and previous in numbers and previous not in state.rolled_back
+    last = previous if usable and previous is not None else number - 1
+    return _with(state, numbers, {*state.rolled_back, *(newer for newer in numbers if newer > last)})
+
+
+def pin(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
+    """Serve exactly this version until it is unpinned."""
+    _check_there(number, numbers)
+    return msgspec.structs.replace(state, pinned=number)
+
+
+def unpin(state: RegistryState, number: int, _numbers: Sequence[int]) -> RegistryState:
+    """Serve the newest version that may be served again."""
+    if state.pinned != number:
+        pinned = "none is" if state.pinned is None else f"version {state.pinned} is"
+        raise ConflictError(f"version {number} is not pinned; {pinned}")
+    return msgspec.structs.replace(state, pinned=None)
+
+
+ORDERS: dict[str, Order] = {"promote": promote, "rollback": roll_back, "pin": pin, "unpin": unpin}
+
+
+def _check(state: RegistryState, number: int, numbers: Sequence[int]) -> None:
+    _check_there(number, numbers)
+    if state.pinned is not None:
+        raise ConflictError(f"version {state.pinned} is pinned, and nothing else is served; unpin it first")
+
+
+def _check_there(number: int, numbers: Sequence[int]) -> None:
+    if number not in numbers:
+        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "there is none yet"
+        raise UnknownError(f"there is no version {number}; {there}")
+
+
+def _with(
+    state: RegistryState, numbers: Sequence[int], rolled_back: set[int], promoted: int | None = None
+) -> RegistryState:
+    """Return the state with these versions rolled back, as far as they are still there."""
+    kept = sorted(rolled_back & set(numbers))
+    stands = state.promoted if state.promoted not in kept else None
+    return msgspec.structs.replace(state, rolled_back=kept, promoted=stands if promoted is None else promoted)
