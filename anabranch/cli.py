@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from anabranch.cli_orders import add_orders
 from anabranch.cli_replay import replay
 from anabranch.command import PIPELINE, ConfigPath, run_command, show
 from anabranch.daemon import Exit
@@ -260,7 +261,7 @@ def doctor(
 
 
 versions = typer.Typer(
-    help="Look at the versions that the learner has published.",
+    help="Look at the versions that the learner has published, and say which is served.",
     epilog="Example: anabranch versions ls",
     no_args_is_help=True,
 )
@@ -302,3 +303,6 @@ def versionsshow(
         show(one.document() if as_json else None, lambda: render_one(one))
 
     return run_command(start)
+
+
+add_orders(versions)

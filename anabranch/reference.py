@@ -139,6 +139,7 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_gate_withdrawn_total`, `anabranch_gate_hold_seconds`
 - windows `overall`, `near_future`, `old_lowest` and `worst_group` of `anabranch_learner_accuracy_ratio`
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
+- the command `versions unpin` and the order `unpin`; `promoted` in `versions/state.json`
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
 - files `learner.json`, `serving.json`, `learner.lock`, `epoch`
 """

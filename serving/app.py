@@ -25,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingest.errors import SettingsError
+from serving.access import check_order
 from serving.body import Bodies, HangUp, HungUpError
 from serving.config import ServingSettings, TlsSettings, Tokens
 from serving.errors import BadRequestError, EncodedError, LateError, RequestError, TokenError
@@ -58,6 +59,7 @@ def build_app(
         app.router.routes.append(Route(path, infer, methods=["POST"]))
     _add_protocol_routes(app, service)
     _add_dashboard(app, overview, report)
+    _add_orders(app, service, settings.tokens)
     _add_metrics(app, metrics)
     return _Door(app, settings.tokens, metrics)
 
@@ -224,6 +226,14 @@ def _add_dashboard(app: FastAPI, overview: Overview, report: Callable[[], Servin
         since, step = _since(request, overview.history.steps)
         points = await asyncio.to_thread(overview.history.since, since, step)
         return _json(points, headers=_NOT_STORED)
+
+
+def _add_orders(app: FastAPI, service: Service, tokens: Tokens) -> None:
+    @app.post("/api/versions/{version}:{action}", response_class=Response)
+    async def order(version: str, action: str, request: Request) -> Response:
+        header = request.headers.get
+        check_order(tokens, header("authorization", ""), header("host", ""), header("origin", ""))
+        return _json(await service.order(action, version), headers=_NOT_STORED)
 
 
 def _since(request: Request, steps: Sequence[int]) -> tuple[int, int]:

@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 
 REPORT = "serving.json"
+STOPPED = "it has stopped"
+"""What the last report says is ill."""
 
 
 class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +30,9 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     trained_through: str = ""
     """Of the served version, as HTTP replies carry it."""
     swaps: dict[str, int] = {}
-    """Versions by what became of them: swapped, refused."""
+    """Versions by what became of them: swapped, rolled_back to, refused."""
+    pinned: int | None = None
+    """The version that is served, and no other, until it is unpinned."""
     refused: dict[int, str] = {}
     """The newest versions that were refused, with the reason."""
     freshness_p50_seconds: float | None = None

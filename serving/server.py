@@ -21,7 +21,7 @@ from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.metrics import Metrics
 from serving.overview import Overview
-from serving.report import ServingReport, write_report
+from serving.report import STOPPED, ServingReport, write_report
 from serving.served import Deployment, ServedVersion
 from serving.service import Service
 from serving.swap import Swap
@@ -115,7 +115,7 @@ class _Process:
             stack.enter_context(self._swap)
             log.info("serving %s on %s/v2/models/%s", self._deployment.name, self._address, self._deployment.name)
             await asyncio.gather(http.serve(self._listener), self._until(stop, http))
-        self._write(msgspec.structs.replace(self._report(), ready=False, ill=["it has stopped"]))
+        self._write(msgspec.structs.replace(self._report(), ready=False, ill=[STOPPED]))
         if self._bugs:
             raise self._bugs[0]
 
@@ -153,6 +153,7 @@ class _Process:
             version_since=self._swap.since,
             trained_through=version.trained_through if version else "",
             swaps=self._metrics.swap_outcomes(),
+            pinned=self._swap.state.pinned,
             refused=self._swap.refused,
             freshness_p50_seconds=freshness_p50,
             freshness_p99_seconds=freshness_p99,

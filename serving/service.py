@@ -3,12 +3,17 @@
 import asyncio
 from collections.abc import Mapping
 
+from learner.version import RegistryState
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, BusyError, LateError, UnknownError
+from serving.orders import ORDERS
 from serving.protocol import Request, Signature
 from serving.served import Deployment, ServedVersion
 from serving.swap import Swap
+
+_LONGEST_NUMBER = 15
+"""Digits."""
 
 
 class Service:
@@ -58,6 +63,19 @@ class Service:
         """Raise UnknownError unless this is the model's name."""
         if name != self.name:
             raise UnknownError(f"there is no model {name!r}; this server has {self.name!r}")
+
+    async def order(self, action: str, version: str) -> RegistryState:
+        """Do what a person ordered about a version; return what is served then.
+
+        Raises:
+            RequestError: it is not done; the sentence says why.
+        """
+        if action not in ORDERS:
+            raise UnknownError(f"there is no order {action!r}; there are {', '.join(ORDERS)}")
+        if not version.isdecimal() or len(version) > _LONGEST_NUMBER:
+            raise UnknownError(f"there is no version {version!r}")
+        await asyncio.to_thread(self._swap.order, ORDERS[action], int(version))
+        return self._swap.state
 
     async def infer(
         self, name: str, version: str | None, body: bytes, header_length: int | None

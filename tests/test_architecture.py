@@ -100,6 +100,7 @@ METRICS_ADDED = words("""
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
+COMMANDS |= {"versions promote", "versions rollback", "versions pin", "versions unpin"}
 COMMANDS |= {"replay stats", "replay sample", "replay forget"}
 
 
@@ -151,6 +152,7 @@ def test_tests_are_no_packages():
         ("serving.app", ["kafka", "confluent_kafka", "redis", "faiss"]),
         ("anabranch.cli", ["torch", "kafka", "confluent_kafka", "sklearn", "fastapi", "uvicorn", "numpy"]),
         ("anabranch.versions", ["torch", "kafka"]),
+        ("anabranch.orders", ["torch", "kafka", "fastapi"]),
         ("ingest.source", ["torch", "kafka", "confluent_kafka"]),
         ("replay.neighbours", ["torch", "faiss"]),
         ("replay.index_process", ["torch"]),

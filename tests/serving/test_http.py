@@ -398,6 +398,62 @@ def test_with_a_token_every_route_but_health_wants_one(numbers: Any, served: Ser
         assert server.report().address in server.url
 
 
+def test_an_order_wants_the_admin_token(numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+    with served(numbers, tokens={"read": "lesen", "admin": "admin"}) as server:
+        path = server.url + "/api/versions/1:pin"
+        for header, code in (("", 401), ("Bearer nobody", 401), ("Bearer \xff", 401), ("Bearer lesen", 403)):
+            reply = httpx.post(path, headers={"Authorization": header.encode("latin-1")})  # type: ignore[arg-type]
+            assert (reply.status_code, "error" in reply.json()) == (code, True)
+        admin = {"Authorization": "Bearer admin"}
+        other = httpx.post(path, headers={**admin, "Origin": "http://elsewhere.example"})
+        assert other.status_code == 403
+        assert numbers.versions.state().pinned is None
+        own = httpx.post(path, headers={**admin, "Origin": server.url})
+        assert (own.status_code, own.json()["pinned"]) == (200, 1)
+        assert httpx.get(path, headers=admin).status_code == 405
+
+
+@pytest.mark.parametrize("tokens", [{}, {"admin": "admin"}])
+def test_on_loopback_an_order_needs_the_token_that_is_set_and_no_other(
+    numbers: Any, served: Served, tokens: dict[str, str]
+) -> None:
+    numbers.publish(1)
+    with served(numbers, tokens=tokens) as server:
+        assert httpx.get(server.url + "/api/status").status_code == 200
+        assert httpx.post(server.url + "/api/versions/1:pin").status_code == (401 if tokens else 200)
+
+
+def test_orders_are_obeyed_before_they_are_answered(
+    running: Any, numbers: Any, body_of: Body, eventually: Callable[..., Any]
+) -> None:
+    def served() -> str:
+        return str(httpx.post(running.infer, json=body_of(1)).json()["model_version"])
+
+    def order(what: str) -> httpx.Response:
+        return httpx.post(f"{running.url}/api/versions/{what}")
+
+    numbers.publish(2)
+    eventually(lambda: served() == "2")
+    numbers.publish(3, verdict="fail")
+    assert order("3:promote").json()["promoted"] == 3
+    assert served() == "3"
+    assert order("3:rollback").json()["rolled_back"] == [3]
+    assert served() == "2"
+    assert order("1:pin").json()["pinned"] == 1
+    assert served() == "1"
+    refused = order("2:promote")
+    assert (refused.status_code, refused.json()["error"]) == (
+        409,
+        "version 1 is pinned, and nothing else is served; unpin it first",
+    )
+    eventually(lambda: running.report().pinned == 1)
+    assert order("1:unpin").status_code == 200
+    assert served() == "2"
+    for nonsense in ("9:pin", "-1:pin", "x:pin", "1:paint", f"{'9' * 99}:pin", "1:", "1"):
+        assert order(nonsense).status_code == 404
+
+
 def test_tls_with_the_configured_certificate(numbers: Any, served: Served, tmp_path: Path) -> None:
     folder = numbers.deployment.folder
     key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -keyout key.pem"

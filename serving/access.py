@@ -1,0 +1,39 @@
+"""Who may give orders over HTTP. Loads no web framework."""
+
+import hmac
+from urllib.parse import urlsplit
+
+from serving.config import Tokens
+from serving.errors import ForbiddenError, TokenError
+
+
+def bearer(authorization: str) -> bytes:
+    """Return the token of an `Authorization` header; empty where there is none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+
+
+def check_order(tokens: Tokens, authorization: str, host: str, origin: str) -> None:
+    """Check that a request may change what is served; without an admin token, which only loopback has, all may.
+
+    Args:
+        tokens: of this server.
+        authorization: the header; empty without one, as are the next two.
+        host: the header `Host`.
+        origin: the header `Origin`, which browsers send: a page of another site gives no orders.
+
+    Raises:
+        TokenError: there is no token, or one that is not known.
+        ForbiddenError: the token is for reading, or the request comes from another site.
+    """
+    if origin and urlsplit(origin).netloc != host:
+        raise ForbiddenError(f"orders from pages of another site are not taken; this one is of {origin}")
+    admin = tokens.admin.get_secret_value().encode()
+    if not admin:
+        return
+    given, read = bearer(authorization), tokens.read.get_secret_value().encode()
+    if hmac.compare_digest(given, admin):
+        return
+    if read and hmac.compare_digest(given, read):
+        raise ForbiddenError("this token is for reading; send serving.tokens.admin")
+    raise TokenError("send the header Authorization: Bearer and the admin token of this server")

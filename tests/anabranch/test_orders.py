@@ -1,0 +1,165 @@
+"""`anabranch versions promote`, `rollback`, `pin` and `unpin`, with a serving process and without one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch import cli
+from anabranch.config import Config, load_config
+from ingest.schema import Schema
+from learner.trained import Trained
+from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+from serving.report import ServingReport, read_report, write_report
+
+CONFIG = """
+name = "tiny"
+[stream]
+bootstrap_servers = "127.0.0.1:1"
+topics = ["events"]
+[schema.features.x]
+dtype = "float32"
+shape = [3]
+[schema.label]
+name = "y"
+classes = 3
+[model]
+factory = "tiny_model:build"
+[serving]
+port = 0
+tokens = {read = "lesen", admin = "verwalten"}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "tiny_model.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n")
+    path = tmp_path / "pipeline.toml"
+    path.write_text(CONFIG)
+    found = load_config(path)
+    for number, verdict in enumerate(("pass", "pass", "fail"), start=1):
+        publish(found, number, verdict)
+    return found
+
+
+def publish(config: Config, number: int, verdict: str) -> None:
+    manifest = Manifest(
+        number=number,
+        epoch=1,
+        parent=None,
+        time=time.time(),
+        step=number,
+        trained_through={"events:0": Trained(number)},
+        metrics={},
+        schema=Schema(config.pipeline.events).digest,
+        encoders={},
+        model=ModelReference("tiny_model:build", {}, "classification"),
+        files={},
+    )
+    torch.manual_seed(number)
+    found(config).write(nn.Linear(3, 3).state_dict(), manifest, Verdict(verdict))  # type: ignore[arg-type]
+
+
+def found(config: Config) -> Versions:
+    return Versions(config.state_dir / "versions")
+
+
+@pytest.fixture
+def serving(config: Config) -> Iterator[ServingReport]:
+    """A serving process, once it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serving", "-c", str(config.path), "--supervised"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while (report := read_report(config.state_dir)) is None or not report.ready:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)
+    yield report
+    process.send_signal(signal.SIGTERM)
+    process.wait(30)
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def run(config: Config, *words: str) -> int:
+    return cli.main(["versions", *words, "-c", str(config.path)])
+
+
+def test_a_serving_process_obeys_at_once_and_says_what_it_serves(
+    config: Config, serving: ServingReport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serving.version == 2
+    assert run(config, "promote", "3") == 0
+    assert capsys.readouterr().out == "version 3 is served\n"
+    assert run(config, "rollback", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "serving": 2,
+        "previous": 3,
+        "pinned": None,
+        "rolled_back": [3],
+        "promoted": None,
+        "running": True,
+    }
+    assert run(config, "pin", "1") == 0
+    assert capsys.readouterr().out == "version 1 is served, and no other until it is unpinned\n"
+    assert run(config, "promote", "2") == 2
+    assert "version 1 is pinned, and nothing else is served" in capsys.readouterr().err
+    assert run(config, "unpin") == 0
+    assert found(config).state().serving == 2
+
+
+def test_a_wrong_token_is_one_sentence(
+    config: Config, serving: ServingReport, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert serving.ready
+    monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "something else")
+    assert run(config, "pin", "1") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "anabranch: send the header Authorization: Bearer and a token of this server"
+    ]
+    monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "lesen")
+    assert run(config, "pin", "1") == 2
+    assert "this token is for reading" in capsys.readouterr().err
+    assert found(config).state().pinned is None
+
+
+def test_without_a_serving_process_the_order_is_written_down(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(config, "pin") == 2
+    assert "serving has taken no version yet" in capsys.readouterr().err
+    assert run(config, "unpin") == 2
+    assert "no version is pinned" in capsys.readouterr().err
+    assert run(config, "promote", "9") == 2
+    assert "there is no version 9; there are 1 to 3" in capsys.readouterr().err
+    found(config).write_state(RegistryState(serving=2, previous=1))
+    assert run(config, "rollback") == 0
+    assert capsys.readouterr().out == "written down; serving does not run, and will obey when it is started\n"
+    assert found(config).state().rolled_back == [2, 3]
+    assert run(config, "promote", "3") == 0
+    assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2], promoted=3)
+
+
+def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_of_reach(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    write_report(
+        config.state_dir,
+        ServingReport(pid=os.getpid(), started=now, time=now, address="http://127.0.0.1:1", ready=True),
+    )
+    assert run(config, "pin", "1") == 3
+    assert "serving at http://127.0.0.1:1 does not answer" in capsys.readouterr().err
+    assert found(config).state().pinned is None
