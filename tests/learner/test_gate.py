@@ -62,6 +62,17 @@ def test_a_model_that_is_worse_on_either_alone_fails_with_numbers_and_a_reason(w
     assert found.numbers[f"{name}_drop_upper"] > 0.06
 
 
+def test_on_old_events_a_measured_drop_fails_also_where_it_may_be_chance() -> None:
+    served = scores(0.7)
+    candidate = served.copy()
+    candidate[np.flatnonzero(served[OLD])[:190]] = 0
+    candidate[np.flatnonzero(served[OLD] == 0)[:150]] = 1
+    found = verdict(candidate, served)
+    assert found.verdict == "fail"
+    assert found.numbers["old_drop"] == pytest.approx(40 / 1500)
+    assert found.numbers["old_drop"] < 2.326 * (found.numbers["old_drop_upper"] - found.numbers["old_drop"]) / 1.645
+
+
 def test_small_drops_do_not_add_up() -> None:
     best = scores(0.9)
     served = worse(best, 0.015, OLD)

@@ -1,0 +1,275 @@
+"""Which versions are held back, for how long, and what the watch withdraws; each with a model that really is worse."""
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor, nn
+
+from ingest.block import TopicPartition
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner.config import GateSettings, ModelSettings, VersionsSettings
+from learner.deadline import Deadline
+from learner.guard import GuardSet
+from learner.jury import WATCH_ROWS, Jury
+from learner.metrics import LearnerMetrics
+from learner.publisher import Publisher, Snapshot, reference_to
+from learner.record_times import RecordTimes
+from learner.scorer import Scorer
+from learner.task import Classification
+from learner.trained import Trained
+from learner.version import RegistryState, Verdict, Versions
+
+Weights = Mapping[str, Tensor]
+GOOD = {"weight": torch.eye(3), "bias": torch.zeros(3)}
+"""Answers with the feature that is 1."""
+BAD = {"weight": torch.eye(3)[[1, 2, 0]], "bias": torch.zeros(3)}
+"""Is wrong everywhere."""
+WORSE = {"weight": torch.diag(torch.tensor([1.0, 1.0, -1.0])), "bias": torch.zeros(3)}
+"""Is wrong about a third."""
+
+
+class Bench:
+    """A publisher with its gate, and a stream of held-out events of three classes in turn."""
+
+    def __init__(self, path: Path, schema: Schema, **gate: object) -> None:
+        self.versions = Versions(path)
+        self.guard = GuardSet(schema, 400)
+        self.schema = schema
+        self.offset = self.step = 0
+        reference = reference_to(ModelSettings(factory="m:build"))
+        scorer = Scorer(nn.Linear(3, 3), Classification(), schema, torch.device("cpu"))
+        settings = GateSettings.model_validate({"min_rows": 100, **gate})
+        self.jury = Jury(self.versions, settings, scorer, reference)
+        self.registry = CollectorRegistry()
+        self.publisher = Publisher(
+            *(self.versions, VersionsSettings(), reference, schema, scorer, self.jury, 1),
+            LearnerMetrics(self.registry),
+        )
+
+    def hold_out(self, events: int, shift: int = 0) -> None:
+        """Let held-out events come whose label is the feature that is 1, or the next one if `shift` is 1."""
+        columns = fake_columns(self.schema, range(self.offset, self.offset + events), label=[0, 1, 2])
+        label = columns["label"].astype(np.int64)
+        columns["feature.x"] = np.eye(3, dtype=np.float32)[label]
+        columns["label"] = ((label + shift) % 3).astype(columns["label"].dtype)
+        self.guard.add(columns, [TopicPartition("events", 0)])
+        self.offset += events
+
+    def publish(self, weights: Weights) -> str:
+        """Publish weights, and return the verdict."""
+        self.step += 1
+        snapshot = Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, None, RecordTimes())
+        self.publisher.publish_last((self.step, ()), lambda: snapshot, Deadline(timedelta(seconds=60)))
+        return self.verdict(self.publisher.number or 0)
+
+    def watch(self) -> None:
+        self.publisher._watch(self.guard.held)
+
+    def verdict(self, number: int) -> str:
+        verdict = self.versions.verdict(number)
+        assert verdict is not None
+        return verdict.verdict
+
+    def reasons(self, number: int) -> str:
+        verdict = self.versions.verdict(number)
+        assert verdict is not None
+        return "; ".join(verdict.reasons)
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path, schema: Schema) -> Callable[..., Bench]:
+    return lambda **gate: Bench(tmp_path / "versions", schema, **gate)
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    """One on which a good version is served."""
+    found = make_bench()
+    found.hold_out(200)
+    assert found.publish(GOOD) == "abstain", "the first has nothing to be compared with"
+    assert found.publish(GOOD) == "pass"
+    return found
+
+
+def test_a_worse_version_is_held_back_and_the_next_good_one_passes(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert bench.publish(WORSE) == "fail"
+        assert bench.publish(BAD) == "fail"
+        assert bench.jury.held_since is not None
+        assert bench.publish(GOOD) == "pass"
+    assert bench.jury.held_since is None
+    assert "on old events" in bench.reasons(3)
+    verdict = bench.versions.verdict(3)
+    assert verdict is not None
+    assert (verdict.numbers["worst"], verdict.numbers["class_2_drop"]) == (0, 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"], "each hold is told of once"
+    sample = bench.registry.get_sample_value
+    assert sample("anabranch_gate_verdicts_total", {"verdict": "fail"}) == 2
+    assert sample("anabranch_gate_verdicts_total", {"verdict": "pass"}) == 2
+
+
+def test_an_alert_says_that_nothing_has_passed_for_max_hold(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_hold="1ms")
+    bench.hold_out(200)
+    bench.publish(GOOD)
+    assert bench.jury.ill is None
+    for _ in range(3):
+        assert bench.publish(BAD) == "fail"
+    assert bench.jury.ill is not None
+    assert "no version has passed the gate since" in bench.jury.ill
+    assert "worse than the served version" in bench.jury.ill
+    bench.publish(GOOD)
+    assert bench.jury.ill is None
+
+
+def test_a_stream_that_has_changed_does_not_freeze_serving_where_that_is_wanted(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(max_hold="1ms", on_hold="serve")
+    bench.hold_out(200)
+    bench.publish(GOOD)
+    assert bench.publish(BAD) == "fail"
+    assert bench.publish(BAD) == "abstain"
+    assert "served all the same" in bench.reasons(3)
+    assert bench.publish(BAD) == "pass", "it is compared with what is served no more"
+    assert bench.publish({**GOOD, "bias": torch.full((3,), torch.nan)}) == "fail"
+    assert bench.publish({**GOOD, "bias": torch.full((3,), torch.nan)}) == "fail", "what cannot answer is served"
+
+
+def test_a_poisoned_stream_does_not_become_old_knowledge_while_versions_are_held_back(bench: Bench) -> None:
+    for _ in range(20):
+        bench.hold_out(60, shift=1)
+        assert bench.publish(BAD) == "fail", "it is right about what came since"
+    assert bench.publish(GOOD) != "fail"
+
+
+def test_small_drops_do_not_add_up(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_drop_old=0.4, max_drop_new=1.0)
+    bench.hold_out(200)
+    assert [bench.publish(GOOD), bench.publish(GOOD), bench.publish(WORSE)] == ["abstain", "pass", "pass"]
+    assert bench.publish(BAD) == "fail"
+    assert "the best version served lately" in bench.reasons(4)
+
+
+def test_the_best_is_forgotten_when_it_was_served_longer_ago_than_max_hold(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_drop_old=0.8, max_drop_new=1.0, max_hold="1ms")
+    bench.hold_out(200)
+    for weights in (GOOD, WORSE, WORSE, BAD):
+        assert bench.publish(weights) != "fail"
+
+
+def test_the_watch_withdraws_what_turns_out_worse_and_the_gate_then_knows_better(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make_bench(min_rows=10_000)
+    bench.hold_out(30)
+    assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["abstain"] * 3
+    bench.hold_out(WATCH_ROWS - 1)
+    bench.watch()
+    assert bench.verdict(3) == "abstain", "so few events tell nothing"
+    bench.hold_out(1)
+    with caplog.at_level(logging.WARNING):
+        bench.watch()
+    assert [bench.verdict(number) for number in (1, 2, 3)] == ["abstain", "fail", "fail"]
+    assert f"worse than version 1 on {WATCH_ROWS} events" in bench.reasons(3)
+    assert "versions 2, 3 are withdrawn" in caplog.text
+    assert bench.registry.get_sample_value("anabranch_gate_withdrawn_total") == 1
+    assert bench.publish(WORSE) == "fail", "gate.min_rows is a way back for what was withdrawn"
+    assert bench.publish(GOOD) == "pass"
+
+
+def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000)
+    bench.hold_out(30)
+    for _ in range(4):
+        bench.publish(GOOD)
+        bench.hold_out(40)
+        bench.watch()
+    assert [bench.verdict(number) for number in (1, 2, 3, 4)] == ["abstain"] * 4
+
+
+def test_what_a_person_promotes_is_what_others_are_compared_with(bench: Bench) -> None:
+    assert bench.publish(BAD) == "fail"
+    bench.versions.write_state(RegistryState(serving=3, previous=2, promoted=3))
+    assert bench.publish(BAD) == "pass"
+    assert bench.publish(GOOD) == "pass"
+    assert bench.publish(BAD) == "fail"
+
+
+def test_after_a_person_rolled_back_versions_are_compared_with_what_is_served_then(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(min_rows=10_000)
+    bench.hold_out(200)
+    for weights in (GOOD, BAD):
+        assert bench.publish(weights) == "abstain"
+    bench.versions.write_state(RegistryState(serving=1, previous=2, rolled_back=[2]))
+    assert bench.publish(BAD) == "fail"
+    assert bench.publish(GOOD) == "pass"
+
+
+def test_a_restart_goes_on_with_the_newest_version_that_has_not_failed(
+    bench: Bench, make_bench: Callable[..., Bench]
+) -> None:
+    bench.publish(WORSE)
+    again = make_bench(max_hold="1ms")
+    again.hold_out(200)
+    assert again.publish(WORSE) == "fail"
+    assert again.jury.ill is not None, "the hold is forgotten"
+    assert again.publish(GOOD) == "pass"
+
+
+@pytest.mark.parametrize("damage", ["manifest.json", "model.safetensors"])
+def test_a_version_that_cannot_be_read_or_was_deleted_is_not_compared_with(
+    bench: Bench, make_bench: Callable[..., Bench], damage: str
+) -> None:
+    bench.versions.delete(2)
+    path = bench.versions.directory(1) / damage
+    path.write_bytes(path.read_bytes()[:-1])
+    again = make_bench()
+    again.hold_out(200)
+    assert again.publish(BAD) == "abstain"
+    assert "no served version" in again.reasons(again.publisher.number or 0)
+
+
+def test_a_version_of_another_model_is_not_compared_with(make_bench: Callable[..., Bench]) -> None:
+    first = make_bench()
+    first.publish(GOOD)
+    manifest = first.versions.manifest(1)
+    first.versions.delete(1)
+    first.versions.write({"weight": torch.zeros(5, 3)}, manifest, Verdict("pass"))
+    again = make_bench()
+    again.hold_out(200)
+    assert again.publish(BAD) == "abstain"
+
+
+def test_the_served_version_is_not_deleted_while_versions_fail(bench: Bench) -> None:
+    for _ in range(30):
+        assert bench.publish(BAD) == "fail"
+    assert 2 in bench.versions.numbers()
+
+
+def test_events_are_scored_once_by_the_versions_that_others_are_compared_with(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+    score = Scorer.score
+
+    def count(self: Scorer, weights: Weights, columns: Mapping[str, Any]) -> Any:
+        scored.append(len(columns["label"]))
+        return score(self, weights, columns)
+
+    monkeypatch.setattr(Scorer, "score", count)
+    bench.hold_out(8)
+    bench.publish(BAD)
+    assert sorted(scored) == [8, 8, 8, 208], "near future, the served one, the best, and the candidate"
