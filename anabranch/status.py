@@ -127,13 +127,23 @@ def _learner(report: LearnerReport) -> RenderableType:
     table.add_row("cut", "none yet" if report.cut is None else f"{report.cut}{made}")
     newest = "none yet" if report.version is None else str(report.version)
     table.add_row("version", f"{newest}, {report.versions_published:,} published, {report.publish_skipped:,} skipped")
+    table.add_row("gate", _gate(report))
     return table
+
+
+def _gate(report: LearnerReport) -> Text:
+    """Say how the newest version was judged, and for how long none has passed."""
+    if report.held_since is None:
+        return Text(report.verdict or "nothing judged yet")
+    age, why = _age(report.time - report.held_since), "; ".join(report.held_reasons)
+    return Text(f"versions are held back, for {age}: {why}", style="yellow")
 
 
 def _serving(report: ServingReport) -> RenderableType:
     table = _section()
     table.add_row("address", report.address)
-    table.add_row("version", "waits for the first" if report.version is None else str(report.version))
+    pinned = "" if report.pinned is None else ", pinned"
+    table.add_row("version", "waits for the first" if report.version is None else f"{report.version}{pinned}")
     table.add_row("learned", report.trained_through or "nothing")
     if report.freshness_p50_seconds is not None and report.freshness_p99_seconds is not None:
         p50, p99 = report.freshness_p50_seconds, report.freshness_p99_seconds

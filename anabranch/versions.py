@@ -31,7 +31,7 @@ class Listed:
     verdict: Verdict | None
     bytes: int
     marks: list[str]
-    """Of served, previous, pinned, rolled back."""
+    """Of served, previous, pinned, promoted, rolled back."""
     refused: str | None
 
     def document(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _versions(config: Config) -> Versions:
 
 
 def _look(versions: Versions, number: int, state: RegistryState, digest: str) -> Listed:
-    marks = {"served": state.serving, "previous": state.previous, "pinned": state.pinned}
+    marks = {"served": state.serving, "previous": state.previous, "pinned": state.pinned, "promoted": state.promoted}
     found = [mark for mark, marked in marks.items() if marked == number]
     found += ["rolled back"] if number in state.rolled_back else []
     manifest, verdict, refused = None, None, None
@@ -167,15 +167,17 @@ def _look(versions: Versions, number: int, state: RegistryState, digest: str) ->
     except VersionError as exc:
         refused = str(exc)
     else:
-        refused = _refusal(manifest, verdict, digest)
+        refused = _refusal(manifest, verdict, digest, state)
     return Listed(number, manifest, verdict, _bytes(versions, number), found, refused)
 
 
-def _refusal(manifest: Manifest, verdict: Verdict | None, digest: str) -> str | None:
+def _refusal(manifest: Manifest, verdict: Verdict | None, digest: str, state: RegistryState) -> str | None:
     """Say why serving does not take a version whose files are whole, as `serving.swap` decides it."""
+    if manifest.number in state.rolled_back:
+        return "it was rolled back, or left out by a rollback"
     if verdict is None:
         return "it has no verdict yet"
-    if verdict.verdict == "fail":
+    if verdict.verdict == "fail" and manifest.number not in (state.promoted, state.pinned):
         return f"the gate failed it: {'; '.join(verdict.reasons) or 'no reason is given'}"
     if manifest.schema != digest:
         return "it was learned under another schema than [schema] describes"

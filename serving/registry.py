@@ -12,7 +12,7 @@ from serving.swap import Swap
 NEWEST = 20
 """How many are listed."""
 
-Fate = Literal["served", "swapped", "refused", "superseded", "waiting", "unknown"]
+Fate = Literal["served", "pinned", "swapped", "rolled back", "refused", "superseded", "waiting", "unknown"]
 
 
 class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,8 +24,9 @@ class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     verdict: str | None = None
     fate: Fate
-    """Served now; swapped in before and replaced since; refused; superseded by a newer one before its turn; waiting
-    for its turn or its verdict; unknown for those from before this process."""
+    """Served now, or pinned; swapped in before and replaced since; rolled back, or left out by a rollback; refused;
+    superseded by a newer one before its turn; waiting for its turn or its verdict; unknown for those from before this
+    process."""
     reason: str | None = None
     """Why it was refused, or what the gate said."""
 
@@ -58,7 +59,7 @@ class Registry:
         except VersionError as exc:
             return VersionLine(number=number, fate="refused", reason=str(exc))
         fate, reason = self._fate(manifest, verdict, served, taken), refused.get(number)
-        if fate != "served" and number not in taken and reason is not None:
+        if fate not in ("served", "pinned", "rolled back") and number not in taken and reason is not None:
             fate = "refused"
         return VersionLine(
             number=number,
@@ -72,7 +73,9 @@ class Registry:
 
     def _fate(self, manifest: Manifest, verdict: Verdict | None, served: int | None, taken: set[int]) -> Fate:
         if manifest.number == served:
-            return "served"
+            return "pinned" if self._swap.state.pinned == served else "served"
+        if manifest.number in self._swap.state.rolled_back:
+            return "rolled back"
         if manifest.number in taken:
             return "swapped"
         if verdict is not None and verdict.verdict == "fail":

@@ -245,18 +245,19 @@ const VERDICTS = { pass: "✓", fail: "✕", abstain: "○" };
 
 function renderVersions() {
   const { learner, versions } = status, scores = regression() ? -1 : 1;
-  figure("versions", learner ? `${count(learner.versions_published)} published, ${count(learner.publish_skipped)} skipped` : "");
+  const held = learner && known(learner.held_since) && !status.health.silent ? `, held back for ${age(learner.time - learner.held_since)}` : "";
+  figure("versions", learner ? `${count(learner.versions_published)} published, ${count(learner.publish_skipped)} skipped${held}` : "");
   $("score-name").textContent = regression() ? "Old error" : "Old";
   const rows = versions.flatMap((version) => {
     const old = version.metrics.old;
-    const row = element("tr", { class: version.fate === "served" ? "served" : "", "data-version": version.number },
+    const row = element("tr", { class: ["served", "pinned"].includes(version.fate) ? "served" : "", "data-version": version.number },
       element("th", { scope: "row" }, String(version.number)),
       element("td", { class: "num" }, known(version.time) ? age(status.time - version.time) : NONE),
       element("td", { class: "num wide" }, count(version.step)),
       element("td", { class: "num" }, known(old) ? score(scores * old) : NONE),
       element("td", { class: version.verdict ?? "" }, element("span", { class: "glyph", "aria-hidden": "true" }, VERDICTS[version.verdict] ?? ""), version.verdict ?? NONE),
-      element("td", { class: version.fate }, version.fate));
-    const told = version.fate === "refused" && version.reason;
+      element("td", { class: version.fate === "rolled back" ? "refused" : version.fate }, version.fate));
+    const told = ["refused", "rolled back"].includes(version.fate) && version.reason;
     return told ? [row, element("tr", { class: "reason" }, element("td", { colspan: "6" }, version.reason))] : [row];
   });
   if (!rows.length) rows.push(element("tr", { class: "reason" }, element("td", { colspan: "6" }, "None has been published yet.")));

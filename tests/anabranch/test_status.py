@@ -137,6 +137,20 @@ def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
     assert "freshness p50 0.31 s, p99 7 days, 0:00:00 from append" in text
 
 
+def test_a_hold_and_a_pin_are_told(config):
+    now = time.time()
+    report = learner_report(
+        time=now, held_since=now - 75, held_reasons=["worse on old", "worse on new"], verdict="fail"
+    )
+    learner.report.write_report(config.state_dir, report)
+    serving.report.write_report(config.state_dir, serving_report(pinned=16))
+    text = screen(config)
+    assert "gate versions are held back, for 0:01:15: worse on old; worse on new" in text
+    assert "version 16, pinned" in text
+    learner.report.write_report(config.state_dir, learner_report(verdict="pass"))
+    assert "gate pass" in screen(config)
+
+
 def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid):
     learner.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=time.time() - 3600))
     assert f"learner not running pid {dead_pid}, last heard of 1:00:00 ago" in screen(config)

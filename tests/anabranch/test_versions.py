@@ -127,6 +127,16 @@ class TestShow:
         publish(1, **published)
         assert show_version(config, 1).refused == why
 
+    def test_what_was_ordered_goes_before_the_verdict(self, config, publish):
+        versions = publish(1, "fail", ["worse"])
+        for state, refused in (
+            (RegistryState(promoted=1), None),
+            (RegistryState(pinned=1), None),
+            (RegistryState(rolled_back=[1]), "it was rolled back, or left out by a rollback"),
+        ):
+            versions.write_state(state)
+            assert show_version(config, 1).refused == refused
+
     def test_without_a_verdict_it_is_refused(self, config, publish):
         (publish(1).directory(1) / "verdict.json").unlink()
         assert show_version(config, 1).refused == "it has no verdict yet"

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +140,7 @@ class Publisher:
         weights: Mapping[str, Tensor] | None = None,
         offsets: Mapping[str, int] | None = None,
         verdict: str = "abstain",
+        reasons: Sequence[str] = (),
         **changes: Any,
     ) -> Path:
         """Write a version; by default a `Number` that answers its own number and has learned `10 * number`."""
@@ -165,7 +166,7 @@ class Publisher:
             "learned": Learned(1, [int(time.time() * 1000)]),
         }
         weights = weights if weights is not None else {"number": torch.tensor(float(number))}
-        return self.versions.write(weights, Manifest(**{**members, **changes}), Verdict(verdict))  # type: ignore[arg-type]
+        return self.versions.write(weights, Manifest(**{**members, **changes}), Verdict(verdict, [*reasons]))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

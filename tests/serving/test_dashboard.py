@@ -60,7 +60,7 @@ def test_status_lists_the_versions_with_what_became_of_them(
         eventually(lambda: server.report().version == 2)
         numbers.publish(3, verdict="fail")
         numbers.publish(4, weights={"other": torch.zeros(3)})
-        numbers.publish(5)
+        numbers.publish(5, weights={"other": torch.zeros(3)})  # else it may be taken before it is torn
         (numbers.versions.directory(5) / "manifest.json").write_text("{")
         eventually(lambda: {4, 5} <= set(server.report().refused))
         versions = httpx.get(server.url + "/api/status").json()["versions"]
@@ -80,6 +80,25 @@ def test_status_lists_the_versions_with_what_became_of_them(
         versions = httpx.get(server.url + "/api/status").json()["versions"]
         assert [version["number"] for version in versions] == list(range(39, 19, -1))
         assert {version["fate"] for version in versions} <= {"served", "swapped", "superseded"}
+
+
+def test_status_tells_what_was_pinned_and_what_was_rolled_back(
+    numbers: Any, served: Served, eventually: Callable[..., Any]
+) -> None:
+    for number in (1, 2):
+        numbers.publish(number)
+    numbers.publish(3, verdict="fail", reasons=["worse on old events"])
+
+    def fates() -> dict[int, tuple[str, str | None]]:
+        versions = httpx.get(server.url + "/api/status").json()["versions"]
+        return {version["number"]: (version["fate"], version["reason"]) for version in versions}
+
+    with served(numbers) as server:
+        assert httpx.post(server.url + "/api/versions/3:promote").status_code == 200
+        assert httpx.post(server.url + "/api/versions/3:rollback").status_code == 200
+        assert fates()[3] == ("rolled back", "worse on old events")
+        assert httpx.post(server.url + "/api/versions/1:pin").status_code == 200
+        assert fates()[1][0] == "pinned"
 
 
 def test_history_begins_with_the_server_and_tells_only_what_is_new(
