@@ -1,5 +1,6 @@
 """The gate and the watch from end to end: learner and serving as processes, requests over HTTP, a worse model."""
 
+import contextlib
 import http.client
 import json
 import signal
@@ -138,6 +139,26 @@ class Pipeline:
         return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(f"{name} ")))
 
 
+@contextlib.contextmanager
+def asked_all_the_while(pipeline):
+    """Asks without a pause until the end."""
+    done, replies = threading.Event(), []
+
+    def run():
+        while not done.is_set():
+            replies.append(pipeline.ask())
+
+    asker = threading.Thread(target=run)
+    asker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        asker.join()
+    assert len(replies) > 20
+    assert None not in replies
+
+
 @pytest.fixture
 def start(spawn, kafka, make_topic, produce, free_port, tmp_path):
     """Starts a pipeline of a model."""
@@ -175,21 +196,11 @@ def test_of_a_poisoned_stream_nothing_is_served_that_is_worse_and_an_alert_says_
     assert before > 0.95
     assert pipeline.versions.verdict(began).verdict in ("pass", "abstain")
 
-    done, asked = threading.Event(), []
-
-    def ask():
-        while not done.is_set():
-            asked.append(pipeline.ask())
-
-    asker = threading.Thread(target=ask)
-    asker.start()
-    for seed in range(3, 9):
-        pipeline.send(seed, 500, shift=1)
-        until(pipeline.has_learned_all, "the poisoned events are learned")
-    report = until(lambda: (r := pipeline.report()).ill and r, "an alert")
-    done.set()
-    asker.join()
-    assert len(asked) > 20
+    with asked_all_the_while(pipeline):
+        for seed in range(3, 9):
+            pipeline.send(seed, 500, shift=1)
+            until(pipeline.has_learned_all, "the poisoned events are learned")
+        report = until(lambda: (r := pipeline.report()).ill and r, "an alert")
     worst = min(accuracy for version, accuracy in pipeline.accuracy.items() if version >= began)
     assert worst >= before - MAX_DROP, pipeline.accuracy
     assert "no version has passed the gate since" in report.ill[0]
