@@ -131,6 +131,23 @@ def test_a_version_that_falls_due_while_one_is_written_is_skipped_and_counted(
     assert bench.versions.manifest(2).step == bench.step
 
 
+def test_a_gate_that_is_slow_makes_versions_rarer_and_none_is_published_unjudged(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    took = iter([0.0, 1.0] * 2)
+    monkeypatch.setattr("learner.publisher.time.thread_time", lambda: next(took))
+    begin = time.monotonic()
+    bench.publish()
+    while bench.publisher.skipped < 3:
+        assert time.monotonic() < begin + 9, "it does not rest"
+        bench.step += 1
+        bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
+    assert bench.versions.numbers() == [1]
+    bench.publish()  # the last one is judged at once
+    assert bench.versions.numbers() == [1, 2]
+
+
 def test_numbers_go_on_from_the_highest_ever_seen(make_bench: Callable[..., Bench]) -> None:
     first = make_bench()
     first.publish()
