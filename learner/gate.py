@@ -102,7 +102,7 @@ def judge(hearing: Hearing, settings: GateSettings, *, bounded: bool) -> Verdict
         return Verdict("fail", [f"its score is not finite on {wrong} of {rows} held-out events"], {"rows": rows})
     if hearing.served is None:
         return Verdict("abstain", ["there is no served version to compare it with"], {"rows": rows})
-    if rows < settings.min_rows and not hearing.held:
+    if not rows or (rows < settings.min_rows and not hearing.held):
         return Verdict("abstain", [f"{rows} held-out events are fewer than gate.min_rows"], {"rows": rows})
     failed, unsure, numbers = [], [], {"rows": float(rows)}
     for name, drop, most in _drops(hearing, hearing.served, settings, bounded=bounded):

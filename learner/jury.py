@@ -179,8 +179,7 @@ class Jury:
         """Take up what is served after a restart, and what a person has decided since the last look."""
         try:
             state = self._versions.state()
-        except VersionError as exc:
-            log.warning("%s", exc)
+        except VersionError:  # serving, whose file it is, tells of it
             return
         before, self._state = self._state, state
         if before is None:
@@ -206,7 +205,7 @@ class Jury:
             if (found := self._read(number, rows)) is not None:
                 self._begin_with(found)
                 break
-        if failed and self._served is not None:
+        if failed and self._served is not None and len(rows):
             self._hold(["versions failed before the learner was started"])
 
     def _begin_with(self, contender: Contender | None) -> None:

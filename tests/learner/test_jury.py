@@ -231,9 +231,27 @@ def test_a_restart_goes_on_with_the_newest_version_that_has_not_failed(
     bench.publish(WORSE)
     again = make_bench(max_hold="1ms")
     again.hold_out(200)
+    again.watch()
+    assert again.jury.held_since is not None, "the hold is forgotten"
     assert again.publish(WORSE) == "fail"
-    assert again.jury.ill is not None, "the hold is forgotten"
     assert again.publish(GOOD) == "pass"
+
+
+def test_a_learner_that_begins_anew_without_held_out_events_inherits_no_hold(
+    bench: Bench, make_bench: Callable[..., Bench]
+) -> None:
+    bench.publish(WORSE)
+    again = make_bench()
+    assert again.publish(WORSE) == "abstain"
+    assert again.jury.held_since is None
+
+
+def test_without_any_held_out_event_nothing_is_held_back(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    for weights in (GOOD, BAD):
+        assert bench.publish(weights) == "abstain"
+    bench.versions.write_state(RegistryState(serving=1, previous=2, rolled_back=[2]))
+    assert bench.publish(BAD) == "abstain"
 
 
 @pytest.mark.parametrize("damage", ["manifest.json", "model.safetensors"])
