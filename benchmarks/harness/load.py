@@ -1,0 +1,166 @@
+"""Requests whose times of arrival are fixed in advance, from a process of their own."""
+
+import multiprocessing
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MOST_CONNECTIONS = 256
+_PATIENCE_SECONDS = 10.0
+_LEAD_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What became of a turn's requests.
+
+    Attributes:
+        seconds: from each one's arrival to the end of its answer, float64, in the order of the answers; those that
+            were answered 200.
+        failed: the others: another status, or none.
+        late_p99: how much later than it should a request was sent at the 99th percentile, in seconds: the generator's
+            own part of `seconds`.
+    """
+
+    seconds: NDArray[np.float64]
+    failed: int
+    late_p99: float
+
+    def percentile(self, q: float) -> float:
+        """Return a percentile of the seconds."""
+        return float(np.percentile(self.seconds, q))
+
+
+class Load:
+    """Sends one request again and again when told to; ends with the context.
+
+    Connections are kept alive, and as many as it takes, so that no request waits for another one's answer.
+    """
+
+    def __init__(self, url: str, body: bytes, headers: dict[str, str], cores: set[int] | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        place = urlsplit(url)
+        head = {"Host": place.netloc, "Content-Length": str(len(body)), **headers}
+        lines = [f"POST {place.path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
+        message = "\r\n".join(lines).encode() + body
+        address = (place.hostname, place.port)
+        self._process = context.Process(target=_serve, args=(theirs, address, message, cores), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._turns = 0
+
+    def __enter__(self) -> "Load":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ours.close()
+        self._process.join()
+
+    def begin(self, rate: float, seconds: float) -> None:
+        """Begin to send so many requests a second, at random times that are others in each turn and the same ones in
+        each run."""
+        self._turns += 1
+        generator = np.random.default_rng(self._turns)
+        self._ours.send(np.sort(generator.random(round(rate * seconds)) * seconds))
+
+    def end(self) -> Answers:
+        """Wait for the last answer."""
+        return Answers(*self._ours.recv())
+
+    def turn(self, rate: float, seconds: float) -> Answers:
+        """Send, and wait for the answers."""
+        self.begin(rate, seconds)
+        return self.end()
+
+
+def _serve(connection: Connection, address: tuple[str, int], message: bytes, cores: set[int] | None) -> None:
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    client = _Client(address, message)
+    while True:
+        try:
+            arrivals = connection.recv()
+        except EOFError:
+            return
+        connection.send(client.turn(arrivals))
+
+
+class _Client:
+    """One thread and `select`, which takes microseconds where `epoll` of Python takes whole milliseconds."""
+
+    def __init__(self, address: tuple[str, int], message: bytes) -> None:
+        self._address = address
+        self._message = message
+        self._free: list[socket.socket] = []
+
+    def turn(self, arrivals: Sequence[float]) -> tuple[NDArray[np.float64], int, float]:
+        begin = time.perf_counter() + _LEAD_SECONDS
+        busy: dict[socket.socket, tuple[float, bytearray]] = {}
+        seconds, late, failed, sent = [], [], 0, 0
+        while sent < len(arrivals) or busy:
+            now = time.perf_counter()
+            due = begin + arrivals[sent] if sent < len(arrivals) else now + _PATIENCE_SECONDS
+            if now >= due and len(busy) < _MOST_CONNECTIONS:
+                late.append(now - due)
+                sent += 1
+                try:
+                    busy[self._send()] = (due, bytearray())
+                except OSError:
+                    failed += 1
+                continue
+            readable, _, _ = select.select(list(busy), [], [], max(0.0, due - now))
+            if not readable and sent == len(arrivals):
+                failed += len(busy)
+                for each in busy:
+                    each.close()
+                break
+            for each in readable:
+                since, held = busy[each]
+                status = _received(each, held)
+                if status is None:
+                    continue
+                del busy[each]
+                if status == 200:
+                    seconds.append(time.perf_counter() - since)
+                else:
+                    failed += 1
+                if status:
+                    self._free.append(each)
+                else:
+                    each.close()
+        return np.array(seconds), failed, float(np.percentile(late, 99)) if late else 0.0
+
+    def _send(self) -> socket.socket:
+        connection = self._free.pop() if self._free else socket.create_connection(self._address, _PATIENCE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(self._message)
+        return connection
+
+
+def _received(connection: socket.socket, held: bytearray) -> int | None:
+    """Take what has come; return the status once the answer is whole, 0 for a connection that broke."""
+    try:
+        data = connection.recv(65536)
+    except OSError:
+        return 0
+    if not data:
+        return 0
+    held += data
+    head, end, body = bytes(held).partition(b"\r\n\r\n")
+    if not end:
+        return None
+    lines = head.lower().split(b"\r\n")
+    length = next((int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:")), 0)
+    return int(lines[0].split()[1]) if len(body) >= length else None

@@ -1,0 +1,77 @@
+"""`python -m serving` on the pipeline file of a learner that runs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import psutil
+
+from harness.pipeline import BrokenRunError
+from serving.report import ServingReport, read_report
+
+_PATIENCE_SECONDS = 60.0
+_LOOK_SECONDS = 0.05
+
+
+class ServingProcess:
+    """Serves what is published below `folder/var`; killed when the context ends. torch has one thread."""
+
+    def __init__(self, folder: Path, cores: set[int] | None = None) -> None:
+        self._state_dir = folder / "var"
+        self._log = folder / "serving.log"
+        with self._log.open("wb") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "serving", "-c", str(folder / "pipeline.toml"), "--supervised"],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=said,
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        if cores is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self.process.pid, cores)
+
+    def __enter__(self) -> "ServingProcess":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def wait(self) -> ServingReport:
+        """Wait until a version is served; raises BrokenRunError when that does not come."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            report = read_report(self._state_dir)
+            if report is not None and report.pid == self.process.pid and report.ready:
+                return report
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise BrokenRunError(f"serving is not ready; it said: {self._log.read_text(errors='replace')[-2000:]}")
+            time.sleep(_LOOK_SECONDS)
+
+    def busy_seconds(self) -> float:
+        """Return the processor's time that it took so far."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+
+def binary_request(rows: int, features: int) -> tuple[bytes, dict[str, str]]:
+    """Return body and headers of a request for so many rows of the feature `x`, as binary data both ways."""
+    numbers = np.random.default_rng(0).random((rows, features), np.float32).tobytes()
+    tensor = {"name": "x", "datatype": "FP32", "shape": [rows, features]}
+    document = {
+        "inputs": [{**tensor, "parameters": {"binary_data_size": len(numbers)}}],
+        "parameters": {"binary_data_output": True},
+    }
+    head = json.dumps(document).encode()
+    headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(head))}
+    return head + numbers, headers

@@ -1,0 +1,47 @@
+"""What serving costs and keeps, over HTTP: one module of the harness for each section.
+
+    python benchmarks/serving.py [--quick] [--json FILE] [--only SECTION ...]
+
+    share    one core for learner and serving: how much later requests are answered while the learner trains, and how
+             much training is kept; `harness/serving_share.py` says how it is measured
+
+Load is open-loop: arrival times are fixed in advance, and a request's time begins at its arrival whether or not it
+could be sent then, so that queueing is not hidden.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: this file would hide the package serving
+
+import argparse
+import os
+from types import ModuleType
+
+from harness import serving_share
+from harness.pipeline import broker
+from harness.table import Table, options
+
+SECTIONS: dict[str, ModuleType] = {"share": serving_share}
+"""Each has `TARGETS`, and `measure(table, quick, bootstrap)`."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options(parser)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION")
+    parser.add_argument(
+        "--bootstrap", metavar="HOST:PORT", help="a broker, where topics are left, instead of an embedded one"
+    )
+    chosen = parser.parse_args()
+    table = Table({key: target for section in SECTIONS.values() for key, target in section.TARGETS.items()})
+    table.fact("quick", chosen.quick)
+    with broker(chosen.bootstrap) as bootstrap:
+        for name in chosen.only or SECTIONS:
+            table.fact(f"load_before_{name}", os.getloadavg()[0])
+            SECTIONS[name].measure(table, chosen.quick, bootstrap)
+    table.write(chosen.json)
+
+
+if __name__ == "__main__":
+    main()
