@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -22,12 +21,11 @@ from serving.choice import Choice
 from serving.errors import ConflictError
 from serving.freshness import Unserved
 from serving.metrics import Metrics
+from serving.notice import Notices
 from serving.orders import Order
 from serving.served import Deployment, ServedVersion, load_version
 
 log = logging.getLogger("anabranch.serving")
-
-POLL_EVERY = timedelta(milliseconds=50)
 
 _REMEMBERED = 20
 _MOST_ROLLED_BACK = 1000
@@ -69,11 +67,12 @@ class Swap:
         self._passed_over: dict[int, object] = {}
         self._lock = threading.Lock()
         self._complaints: dict[str, str] = {}
-        self._look_now = threading.Event()
+        self._notices = Notices(self._versions.path)
         self._stopping = False
         self._thread = threading.Thread(target=self._watch, name="serving-swap", daemon=True)
 
     def __enter__(self) -> Self:
+        self._notices.__enter__()
         self._thread.start()
         return self
 
@@ -81,8 +80,9 @@ class Swap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopping = True
-        self._look_now.set()
+        self._notices.wake()
         self._thread.join()
+        self._notices.__exit__(kind, error, trace)
 
     @property
     def ill(self) -> list[str]:
@@ -181,13 +181,13 @@ class Swap:
         try:
             while not self._stopping:
                 try:
-                    self._look_now.clear()
+                    self._notices.follow()
                     self.look()
                     self._complaints.pop("directory", None)
                 except OSError as exc:
                     self._complain("directory", f"cannot look for versions in {self._versions.path}: {exc}")
                 if not self._stopping:
-                    self._look_now.wait(POLL_EVERY.total_seconds())
+                    self._notices.wait()
         except Exception as exc:
             log.exception("the swap's thread ended")
             self._fail(exc)
