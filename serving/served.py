@@ -3,10 +3,15 @@
 Legend: B rows of a batch. Arrays are numpy on the host; the module lies on the deployment's device.
 """
 
+import copy
+import json
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +28,8 @@ from learner.version import Manifest, Versions
 from serving.tensor import Array, TensorSpec
 
 _LONGEST_SENTENCE = 400
+_MOST_SIZES = 256
+_WARM_UP = timedelta(seconds=1)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Deployment:
     folder: Path
     state_dir: Path
     device: torch.device
+    _patterns: dict[str, "_Pattern"] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def versions(self) -> Versions:
@@ -60,11 +68,34 @@ class Deployment:
         """Build the configured model once; raises ModelError when that fails, before any version exists."""
         assert self._output_shape is not None
 
-    @cached_property
+    def pattern(self, args: Mapping[str, Any]) -> "_Pattern":
+        """Return the model that the factory makes of `args`, built and checked once; used by one thread at a time.
+
+        Raises:
+            ModelError: it cannot be built, fails, or its output does not fit the task.
+        """
+        key = json.dumps(args, sort_keys=True, default=str)
+        if key not in self._patterns:
+            module = build_model(self.model.factory, args, self.folder).to(self.device)
+            shape = check_model(module, self.task, self.schema, self.device)
+            self._patterns.clear()  # one is enough: versions of one pipeline seldom differ in it
+            self._patterns[key] = _Pattern(module.eval().requires_grad_(False), shape)
+        return self._patterns[key]
+
+    @property
     def _output_shape(self) -> tuple[int, ...]:
         """The shape of the configured model's output for one event."""
-        model = build_model(self.model.factory, self.model.args, self.folder).to(self.device)
-        return check_model(model, self.task, self.schema, self.device)
+        return self.pattern(self.model.args).output_shape
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A module whose weights are of no version; versions are copies, since the factory takes longer than all else."""
+
+    module: nn.Module
+    output_shape: tuple[int, ...]
+    warmed: set[int] = field(default_factory=set)
+    """Batches, by rows, that a version has answered: torch keeps what it has planned for their shapes."""
 
 
 class ServedVersion:
@@ -110,7 +141,10 @@ class ServedVersion:
 
 
 def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> ServedVersion:
-    """Load a version, check it, and warm it up on batches of 1 and of `max_batch`.
+    """Load a version, check it, and warm it up on batches of 1 and of `max_batch`, the first on all sizes between too.
+
+    What torch plans for a shape it keeps for the versions to come. A large model's first version does not wait until
+    all sizes are warm: they go on with the next ones.
 
     Raises:
         VersionError: a file lacks its digest, another model than `[model]` names, weights that do not fit, or a module
@@ -124,13 +158,13 @@ def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> 
         )
     weights = deployment.versions.weights(manifest)
     try:
-        module = build_model(reference.factory, reference.args, deployment.folder)
+        pattern = deployment.pattern(reference.args)
+        module = copy.deepcopy(pattern.module)
         module.load_state_dict(weights, strict=True)
-        module = module.to(deployment.device).eval().requires_grad_(False)
-        check_model(module, deployment.task, deployment.schema, deployment.device)
         version = ServedVersion(manifest, module, deployment)
-        for rows in sorted({1, max_batch}):
-            _warm_up(version, rows)
+        _warm_up(version, 1)
+        _warm_up(version, max_batch)
+        _warm_up_sizes(version, max_batch, pattern.warmed)
     except Exception as exc:  # the factory and the module are the user's code, which may raise anything
         raise VersionError(f"version {number}: {_sentence(exc)}") from exc
     return version
@@ -153,6 +187,17 @@ def pick_device(name: str) -> torch.device:
 def is_finite(array: Array) -> bool:
     """Whether no element is NaN or infinite; true of arrays that are not floats."""
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _warm_up_sizes(version: ServedVersion, max_batch: int, warmed: set[int]) -> None:
+    """Warm up on the sizes that no version has been warmed up on, as far as the time for it goes."""
+    end = time.monotonic() + _WARM_UP.total_seconds()
+    for rows in range(2, min(max_batch, _MOST_SIZES)):
+        if rows not in warmed:
+            _warm_up(version, rows)
+            warmed.add(rows)
+            if time.monotonic() > end:
+                return
 
 
 def _warm_up(version: ServedVersion, rows: int) -> None:

@@ -2,12 +2,15 @@
 
 import gc
 import logging
+import queue
 import re
 import shutil
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,11 @@ from prometheus_client import CollectorRegistry
 from learner.files import replace_file
 from learner.trained import Learned
 from learner.version import MANIFEST, VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
+from serving import notice, served
 from serving.errors import ConflictError, UnknownError
 from serving.metrics import Metrics
 from serving.orders import pin, promote, roll_back, unpin
-from serving.served import pick_device
+from serving.served import ServedVersion, pick_device
 from serving.swap import Swap
 
 Publish = Callable[..., Any]
@@ -425,6 +429,75 @@ def test_a_state_file_that_cannot_be_written_is_an_illness_not_the_end(numbers: 
     assert watched.look() == 1
     (ill,) = watched.swap.ill
     assert "state.json" in ill
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")
+def test_a_version_and_a_verdict_are_taken_when_they_appear_not_when_it_is_time_to_look(
+    numbers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("POLL_EVERY", "LOOK_ANYWAY"):
+        monkeypatch.setattr(notice, name, timedelta(hours=1))
+    taken: queue.SimpleQueue[None] = queue.SimpleQueue()
+    numbers.publish(1)
+    swap = Swap(numbers.deployment, 8, Metrics(CollectorRegistry()), lambda: taken.put(None), pytest.fail)
+    with swap:
+        taken.get(timeout=20)
+        numbers.publish(2, verdict="fail")
+        numbers.publish(3)
+        taken.get(timeout=20)
+        assert swap.current is not None
+        assert swap.current.number == 3
+        verdict = numbers.publish(4, verdict="fail") / VERDICT
+        replace_file(verdict, msgspec.json.encode(Verdict("pass")))
+        taken.get(timeout=20)
+        assert swap.current.number == 4
+
+
+def test_the_first_version_is_warmed_up_on_batches_of_all_sizes_and_the_next_on_the_ends(
+    numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    run = ServedVersion.run
+
+    def noting(version: ServedVersion, features: Any) -> Any:
+        rows.append(len(features["x"]))
+        return run(version, features)
+
+    monkeypatch.setattr(ServedVersion, "run", noting)
+    numbers.publish(1)
+    watched.look()
+    assert sorted(rows) == [1, 2, 3, 4, 5, 6, 7, 8]
+    rows.clear()
+    numbers.publish(2)
+    watched.look()
+    assert rows == [1, 8]
+
+
+def test_a_slow_model_is_served_before_all_sizes_are_warm_which_go_on_with_the_next_versions(
+    numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "_WARM_UP", timedelta(0))
+    pattern = numbers.deployment.pattern({})
+    for number in range(1, 8):
+        numbers.publish(number)
+        assert watched.look() == number
+        assert pattern.warmed == set(range(2, min(number + 2, 8)))
+
+
+def test_the_factory_is_called_once_and_versions_share_no_weights(
+    numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[object] = []
+    build = served.build_model
+    monkeypatch.setattr(served, "build_model", lambda *arguments: built.append(arguments) or build(*arguments))
+    numbers.publish(1)
+    watched.look()
+    first = watched.swap.current
+    numbers.publish(2)
+    watched.look()
+    assert len(built) == 1
+    assert first is not None
+    assert first.run({"x": np.zeros((1, 4), np.float32)})["prediction"].tolist() == [1]
 
 
 def test_the_thread_takes_a_version_and_ends_with_its_context(numbers: Any) -> None:
