@@ -2,11 +2,15 @@
 
     python benchmarks/serving.py [--quick] [--json FILE] [--only SECTION ...]
 
+    alone    what a server answers, and how soon, while nothing else goes on
+    swaps    a thousand swaps under load: requests that fail, how much later the others are answered, memory
+    peer     single rows a second over those of LitServe, with the same model and batching
     share    one core for learner and serving: how much later requests are answered while the learner trains, and how
-             much training is kept; `harness/serving_share.py` says how it is measured
+             much training is kept
 
-Load is open-loop: arrival times are fixed in advance, and a request's time begins at its arrival whether or not it
-could be sent then, so that queueing is not hidden.
+How each is measured stands at the head of its module, `harness/serving_<section>.py`. Latency is that of open-loop
+load: arrival times are fixed in advance, and a request's time begins at its arrival whether or not it could be sent
+then, so that queueing is not hidden.
 """
 
 import sys
@@ -18,11 +22,16 @@ import argparse
 import os
 from types import ModuleType
 
-from harness import serving_share
+from harness import serving_alone, serving_peer, serving_share, serving_swaps
 from harness.pipeline import broker
 from harness.table import Table, options
 
-SECTIONS: dict[str, ModuleType] = {"share": serving_share}
+SECTIONS: dict[str, ModuleType] = {
+    "alone": serving_alone,
+    "swaps": serving_swaps,
+    "peer": serving_peer,
+    "share": serving_share,
+}
 """Each has `TARGETS`, and `measure(table, quick, bootstrap)`."""
 
 

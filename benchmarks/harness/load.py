@@ -68,6 +68,11 @@ class Load:
         self._ours.close()
         self._process.join()
 
+    def flood(self, clients: int, seconds: float) -> Answers:
+        """Send for so long from so many connections, each of which sends again when it is answered."""
+        self._ours.send((clients, seconds))
+        return self.end()
+
     def begin(self, rate: float, seconds: float) -> None:
         """Begin to send so many requests a second, at random times that are others in each turn and the same ones in
         each run."""
@@ -94,7 +99,7 @@ def _serve(connection: Connection, address: tuple[str, int], message: bytes, cor
             arrivals = connection.recv()
         except EOFError:
             return
-        connection.send(client.turn(arrivals))
+        connection.send(client.flood(*arrivals) if isinstance(arrivals, tuple) else client.turn(arrivals))
 
 
 class _Client:
@@ -141,6 +146,38 @@ class _Client:
                 else:
                     each.close()
         return np.array(seconds), failed, float(np.percentile(late, 99)) if late else 0.0
+
+    def flood(self, clients: int, seconds: float) -> tuple[NDArray[np.float64], int, float]:
+        while self._free:  # which the server may have given up meanwhile
+            self._free.pop().close()
+        end = time.perf_counter() + seconds
+        busy = {self._send(): (time.perf_counter(), bytearray()) for _ in range(clients)}
+        taken: list[float] = []
+        failed = 0
+        while busy:
+            readable, _, _ = select.select(list(busy), [], [], _PATIENCE_SECONDS)
+            if not readable:
+                failed += len(busy)
+                for each in busy:
+                    each.close()
+                break
+            for each in readable:
+                since, held = busy[each]
+                status = _received(each, held)
+                if status is None:
+                    continue
+                del busy[each]
+                now = time.perf_counter()
+                if status == 200 and now <= end:
+                    taken.append(now - since)
+                failed += status != 200
+                if status:
+                    self._free.append(each)
+                else:
+                    each.close()
+                if now < end:
+                    busy[self._send()] = (now, bytearray())
+        return np.array(taken), failed, 0.0
 
     def _send(self) -> socket.socket:
         connection = self._free.pop() if self._free else socket.create_connection(self._address, _PATIENCE_SECONDS)

@@ -75,3 +75,9 @@ def binary_request(rows: int, features: int) -> tuple[bytes, dict[str, str]]:
     head = json.dumps(document).encode()
     headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(head))}
     return head + numbers, headers
+
+
+def json_request(row: list[float]) -> tuple[bytes, dict[str, str]]:
+    """Return body and headers of a request for one row of the feature `x`, as JSON."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, len(row)], "data": row}
+    return json.dumps({"inputs": [tensor]}).encode(), {"Content-Type": "application/json"}

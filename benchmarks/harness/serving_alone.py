@@ -1,0 +1,48 @@
+"""Alone: what a server answers, and how soon, while nothing else goes on.
+
+Latency is that of single rows at rates that are parts of what the server can answer at most, open-loop. Throughput is
+that of 64 clients, each of which asks again when it is answered. The server is on one core, its clients on the others.
+"""
+
+import tempfile
+from pathlib import Path
+
+from harness.cores import split
+from harness.load import Load
+from harness.published import NAME, Published
+from harness.server import ServingProcess, binary_request
+from harness.table import Table, Target
+from harness.turns import Spread
+
+TARGETS: dict[str, Target] = {}
+MODELS = {
+    "mlp": {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}},
+    "convnet": {"factory": "convnet", "args": {"channels": 16}},
+}
+_CLIENTS = 64
+_PARTS = (0.2, 0.5, 0.8)
+
+
+def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+    """Measure the section."""
+    seconds, rounds = (1.0, 2) if quick else (8.0, 5)
+    core, others = split()
+    for name, model in MODELS.items():
+        table.title(f"alone: {name}, single rows as binary data, max_batch 64, max_delay 1 ms")
+        with tempfile.TemporaryDirectory(dir=".", prefix="alone-") as folder:
+            place = Path(folder).resolve()
+            Published(place, model, 784, {"max_delay": "1ms"}).publish()
+            with ServingProcess(place, core) as server:
+                url = f"{server.wait().address}/v2/models/{NAME}/infer"
+                with Load(url, *binary_request(1, 784), others) as load:
+                    load.flood(_CLIENTS, seconds)
+                    floods = [load.flood(_CLIENTS, seconds) for _ in range(rounds)]
+                    rates = [len(answers.seconds) / seconds for answers in floods]
+                    table.say(f"{name}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
+                    for part in _PARTS:
+                        turns = [load.turn(part * min(rates), seconds) for _ in range(rounds)]
+                        key, note = f"{name}_at_{part * 100:.0f}", f"at {part * min(rates):.0f} requests a second"
+                        for q in (50, 99):
+                            table.say(f"{key}_p{q}_seconds", Spread.of([a.percentile(q) for a in turns]), note)
+                        table.fact(f"{key}_failed", sum(a.failed for a in turns))
+                    table.say(f"{name}_failed", float(sum(a.failed for a in floods)))

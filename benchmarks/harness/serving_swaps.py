@@ -1,0 +1,148 @@
+"""Swaps: what requests notice of a new version, many times a second, and whether the old ones leave anything behind.
+
+Turns without and with swaps alternate. The server, with the thread that loads versions, is on one core; what publishes
+them and what sends requests are on the others.
+
+`swap_added_p99_seconds` is the 99th percentile of a turn with swaps less that of the turn without before it,
+`swap_memory_growth` the server's resident memory at the end over that after the first tenth of the swaps.
+"""
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+
+from harness.cores import split
+from harness.load import Answers, Load
+from harness.published import NAME, Published
+from harness.server import ServingProcess, binary_request
+from harness.table import Table, Target
+from harness.turns import Spread
+
+TARGETS = {
+    "swap_failed": Target(0),
+    "swap_added_p99_seconds": Target(0.005),
+    "swap_memory_growth": Target(1.02),
+}
+MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
+_EVERY = 0.1
+_RATE = 200.0
+_PATIENCE = 30.0
+_LOOK = 0.005
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """What became of some swaps.
+
+    Attributes:
+        late: from the end of each publish to its swap, as `state.json` tells of it, in seconds.
+        resident: the server's memory after each, in bytes.
+    """
+
+    late: list[float]
+    resident: list[int]
+
+
+class Publisher:
+    """Publishes from a process of its own, which gives way to the one that sends requests."""
+
+    def __init__(self, published: Published, server: int, cores: set[int] | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_publish, args=(theirs, published, server, cores), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._ours.recv()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ours.close()
+        self._process.join()
+
+    def begin(self, swaps: int) -> None:
+        """Begin to publish so many versions, each when the last one is served and its time has come."""
+        self._ours.send(swaps)
+
+    def end(self) -> Swaps:
+        """Wait for the last swap; raises EOFError when one does not come."""
+        swaps: Swaps = self._ours.recv()
+        return swaps
+
+
+def _publish(connection: Connection, published: Published, server: int, cores: set[int] | None) -> None:
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    os.nice(19)
+    torch.set_num_threads(1)
+    memory = psutil.Process(server).memory_info
+    connection.send(None)
+    while True:
+        try:
+            swaps = connection.recv()
+        except EOFError:
+            return
+        found = Swaps([], [])
+        due = time.monotonic()
+        for _ in range(swaps):
+            time.sleep(max(0.0, due - time.monotonic()))
+            due = max(due + _EVERY, time.monotonic())
+            number = published.publish()
+            begin = time.monotonic()
+            while published.served() != number:
+                if time.monotonic() > begin + _PATIENCE:
+                    raise TimeoutError(f"version {number} is not served")
+                time.sleep(_LOOK)
+            found.late.append(time.monotonic() - begin)
+            found.resident.append(memory().rss)
+        connection.send(found)
+
+
+def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+    """Measure the section."""
+    swaps, rounds = (20, 3) if quick else (100, 10)
+    core, others = split()
+    table.title(
+        f"swaps: {swaps * rounds} of an MLP of a million parameters, ten a second, {_RATE:.0f} requests a second"
+    )
+    with tempfile.TemporaryDirectory(dir=".", prefix="swaps-") as folder:
+        place = Path(folder).resolve()
+        published = Published(place, MLP, 784, {"max_delay": "1ms"})
+        published.publish()
+        with ServingProcess(place, core) as server:
+            url = f"{server.wait().address}/v2/models/{NAME}/infer"
+            with (
+                Load(url, *binary_request(1, 784), others) as load,
+                Publisher(published, server.process.pid, others) as publisher,
+            ):
+                load.turn(_RATE, 1.0)
+                pairs: list[tuple[Answers, Answers]] = []
+                found = Swaps([], [])
+                for _ in range(rounds):
+                    quiet = load.turn(_RATE, _EVERY * swaps)
+                    publisher.begin(swaps)
+                    pairs.append((quiet, load.turn(_RATE, _EVERY * swaps)))
+                    of_turn = publisher.end()
+                    found.late.extend(of_turn.late)
+                    found.resident.extend(of_turn.resident)
+    tenth = max(5, len(found.resident) // 10)
+    first, last = (statistics.median(part) for part in (found.resident[tenth : 2 * tenth], found.resident[-tenth:]))
+    table.say("swap_failed", float(sum(swapping.failed for _, swapping in pairs)))
+    table.say("swap_added_p99_seconds", Spread.of([s.percentile(99) - q.percentile(99) for q, s in pairs]))
+    table.say("swap_memory_growth", last / first, f"of {first / 1e6:.0f} MB")
+    table.say("swap_p99_seconds", Spread.of([swapping.percentile(99) for _, swapping in pairs]))
+    table.say("swap_quiet_p99_seconds", Spread.of([quiet.percentile(99) for quiet, _ in pairs]))
+    table.say("swap_noticed_seconds", Spread.of(found.late), "from the publish to the swap")
+    table.say("swap_load_late_p99_seconds", max(s.late_p99 for _, s in pairs), "of the generator, part of the above")
