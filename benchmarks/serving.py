@@ -2,11 +2,12 @@
 
     python benchmarks/serving.py [--quick] [--json FILE] [--only SECTION ...]
 
-    alone    what a server answers, and how soon, while nothing else goes on
-    swaps    a thousand swaps under load: requests that fail, how much later the others are answered, memory
-    peer     single rows a second over those of LitServe, with the same model and batching
-    share    one core for learner and serving: how much later requests are answered while the learner trains, and how
-             much training is kept
+    alone      what a server answers, and how soon, while nothing else goes on
+    swaps      a thousand swaps under load: requests that fail, how much later the others are answered, memory
+    peer       single rows a second over those of LitServe, with the same model and batching
+    freshness  from an event's append to a prediction by a version that has learned from it
+    share      one core for learner and serving: how much later requests are answered while the learner trains, and how
+               much training is kept
 
 How each is measured stands at the head of its module, `harness/serving_<section>.py`. Latency is that of open-loop
 load: arrival times are fixed in advance, and a request's time begins at its arrival whether or not it could be sent
@@ -22,7 +23,7 @@ import argparse
 import os
 from types import ModuleType
 
-from harness import serving_alone, serving_peer, serving_share, serving_swaps
+from harness import serving_alone, serving_freshness, serving_peer, serving_share, serving_swaps
 from harness.pipeline import broker
 from harness.table import Table, options
 
@@ -30,6 +31,7 @@ SECTIONS: dict[str, ModuleType] = {
     "alone": serving_alone,
     "swaps": serving_swaps,
     "peer": serving_peer,
+    "freshness": serving_freshness,
     "share": serving_share,
 }
 """Each has `TARGETS`, and `measure(table, quick, bootstrap)`."""
