@@ -30,6 +30,7 @@ from serving.body import Bodies, HangUp, HungUpError
 from serving.config import ServingSettings, TlsSettings, Tokens
 from serving.errors import BadRequestError, EncodedError, LateError, RequestError, TokenError
 from serving.metrics import Metrics
+from serving.openapi import whole
 from serving.overview import Overview
 from serving.page import load_page
 from serving.protocol import HEADER_LENGTH
@@ -50,7 +51,7 @@ def build_app(
     report: Callable[[], ServingReport],
 ) -> ASGIApp:
     """Return the whole application; it belongs to the thread of one event loop."""
-    app = FastAPI(title="Anabranch", version=_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="Anabranch", version=_version(), openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
@@ -61,6 +62,7 @@ def build_app(
     _add_dashboard(app, overview, report)
     _add_orders(app, service, settings.tokens)
     _add_metrics(app, metrics)
+    _add_description(app, service, overview.history.steps, _OPEN if _tokens(settings.tokens) else None)
     return _Door(app, settings.tokens, metrics)
 
 
@@ -112,8 +114,7 @@ class _Door:
     def __init__(self, app: ASGIApp, tokens: Tokens, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        known = [token.get_secret_value().encode() for token in (tokens.read, tokens.admin)]
-        self._tokens = [token for token in known if token] if known[0] else []
+        self._tokens = _tokens(tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._tokens or scope["path"] in _OPEN or self._admits(_header(scope, b"authorization")):
@@ -247,6 +248,20 @@ def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/metrics", response_class=Response)
     async def exposition() -> Response:
         return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_description(app: FastAPI, service: Service, steps: Sequence[int], open_paths: frozenset[str] | None) -> None:
+    @app.get("/openapi.json", response_class=Response, include_in_schema=False)
+    async def description() -> Response:
+        return content
+
+    content = _json(whole(app.openapi(), service.name, service.signature, steps, open_paths))
+
+
+def _tokens(tokens: Tokens) -> list[bytes]:
+    """Return those that open the door; none where no read token is set."""
+    known = [token.get_secret_value().encode() for token in (tokens.read, tokens.admin)]
+    return [token for token in known if token] if known[0] else []
 
 
 def _metadata(service: Service, versions: list[str]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class InputTensor(msgspec.Struct, frozen=True, gc=False):
     shape: list[int]
     datatype: str
     parameters: Parameters | None = None
-    data: msgspec.Raw = msgspec.Raw(b"")
+    data: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
 
 
 class WantedOutput(msgspec.Struct, frozen=True, gc=False):

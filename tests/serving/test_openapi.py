@@ -1,0 +1,83 @@
+"""The interface as it describes itself, and a stock tester of that description against the server."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+TOKENS = {"read": "a-token", "admin": "another"}
+BEARER = {"Authorization": "Bearer a-token"}
+OPEN = {"/", "/v2/health/live", "/v2/health/ready"}
+ZEROS = {"words.weight": (8, 3), "numbers.weight": (3, 2), "numbers.bias": (3,)}
+
+
+@pytest.fixture
+def mixed(deploy: Any) -> Any:
+    """A deployment with a version whose inputs are strings and numbers."""
+    publisher = deploy("mixed")
+    publisher.publish(1, weights={name: torch.zeros(shape) for name, shape in ZEROS.items()})
+    return publisher
+
+
+def test_every_route_is_described_with_its_errors_and_what_it_answers(mixed: Any, served: Any) -> None:
+    with served(mixed, tokens=TOKENS) as server:
+        assert httpx.get(f"{server.url}/openapi.json").status_code == 401
+        document = httpx.get(f"{server.url}/openapi.json", headers=BEARER).json()
+        metadata = httpx.get(f"{server.url}/v2/models/tiny", headers=BEARER).json()
+    assert {
+        "/v2",
+        "/v2/health/live",
+        "/v2/models/{name}/infer",
+        "/v2/models/{name}/versions/{version}/infer",
+        "/metrics",
+        "/api/history",
+    } <= document["paths"].keys()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert operation["responses"].keys() == {"200", "default"}, path
+            assert operation["responses"]["200"]["content"], path
+            assert operation["security"] == (
+                [] if path in {"/", "/v2/health/live", "/v2/health/ready"} else [{"bearer": []}]
+            )
+    tensor = document["components"]["schemas"]["InputTensor"]["properties"]
+    assert tensor["name"]["enum"] == [spec["name"] for spec in metadata["inputs"]] == ["word", "size"]
+    assert tensor["datatype"]["enum"] == ["BYTES", "FP32"]
+
+
+def test_the_example_in_the_description_is_answered(mixed: Any, served: Any) -> None:
+    with served(mixed) as server:
+        document = httpx.get(f"{server.url}/openapi.json").json()
+        example = document["components"]["schemas"]["InferBody"]["example"]
+        response = httpx.post(server.infer, json=example)
+    assert response.status_code == 200, response.text
+    assert "security" not in document["paths"]["/v2"]["get"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_schemathesis_finds_no_violation_and_no_5xx(mixed: Any, served: Any, tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("schemathesis")
+    # That data has as many elements as its shape says cannot be written as a schema: not all that fits is accepted.
+    options = [
+        "--max-examples",
+        "15",
+        "--phases",
+        "examples,coverage,fuzzing",
+        "--exclude-checks",
+        "positive_data_acceptance",
+    ]
+    with served(mixed, tokens=TOKENS) as server:
+        done = subprocess.run(
+            [program, "run", f"{server.url}/openapi.json", "-H", f"Authorization: {BEARER['Authorization']}", *options],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        counted = server.report().requests
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert counted["200"] > 0
+    assert not [code for code in counted if code.startswith("5")]
