@@ -117,7 +117,7 @@ The design fixes the names that users build on. These were added to it:
   `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
   `learner.comm_hook`, `learner.sync_every`, `learner.sharding`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
-  `serving.twin`, `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
+  `serving.twin`, `serving.request_log`, `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
   `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
   `learner.profile.steps`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hmac
 import importlib.metadata
+import logging
 import math
 import socket
 import time
@@ -22,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingest.errors import SettingsError
 from serving.access import check_order
@@ -35,10 +36,14 @@ from serving.overview import Overview
 from serving.page import load_page
 from serving.protocol import HEADER_LENGTH
 from serving.report import ServingReport
+from serving.request_log import HEADER, RequestLog, name_of
 from serving.service import Service
+
+log = logging.getLogger("anabranch.serving")
 
 _OPEN = frozenset({"/", "/v2/health/live", "/v2/health/ready"})
 _NOT_STORED = {"cache-control": "no-store"}
+_NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 _CLIENT_CLOSED_REQUEST = 499
 _HEADER_LENGTH = HEADER_LENGTH.encode()
 
@@ -63,7 +68,7 @@ def build_app(
     _add_orders(app, service, settings.tokens)
     _add_metrics(app, metrics)
     _add_description(app, service, overview.history.steps, _OPEN if _tokens(settings.tokens) else None)
-    return _Door(app, settings.tokens, metrics)
+    return _Named(_Door(app, settings.tokens, metrics), RequestLog(settings.request_log))
 
 
 class HttpServer:
@@ -106,6 +111,32 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Named:
+    """Gives each request a name, which its answer carries and the log tells; all that ends a request ends here."""
+
+    def __init__(self, app: ASGIApp, requests: RequestLog) -> None:
+        self._app = app
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+        name, status = name_of(_header(scope, HEADER)), 500
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (HEADER, name), _NO_SNIFFING]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception:
+            log.exception("request %s failed", name.decode())
+        finally:
+            self._requests.answered(name, scope["method"], scope["path"], status, time.perf_counter() - began)
 
 
 class _Door:

@@ -9,6 +9,7 @@ from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from ingest.config import Section
 from ingest.units import Duration, PositiveDuration
+from serving.request_log import RequestLogLevel
 
 
 def is_loopback(host: str) -> bool:
@@ -68,6 +69,9 @@ class ServingSettings(Section):
     """Device to answer on; `auto` takes CUDA where there is one, else the CPU."""
     twin: str = ""
     """State directory, seen from this file's, of a pipeline whose accuracy the dashboard draws beside this one's."""
+    request_log: RequestLogLevel = "errors"
+    """Of which requests the log tells, one JSON object a line, at most a hundred a second: `none`, `errors` (statuses
+    from 500 on) or `all`."""
     tokens: Tokens = Tokens()
     """Bearer tokens."""
     tls: TlsSettings = TlsSettings()

@@ -43,7 +43,7 @@ def load_page() -> Page:
             "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
             "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
             "referrer-policy": "no-referrer",
-            "x-content-type-options": "nosniff",
+            "x-frame-options": "DENY",  # for browsers that know no frame-ancestors
         },
     )
 
