@@ -40,7 +40,7 @@ class ModelSettings(Section):
     for `regression`, or what a task of your own says, by import string as of the factory."""
     embedding: str = ""
     """Name of the submodule whose output says where an event lies, such as `body.2`, best the last but one: for
-    `replay.sampling` and `replay.admission` that compare events. Empty: none."""
+    `replay.sampling` and `replay.admission` that compare events, and requests with `return_embedding`. Empty: none."""
 
 
 class OptimizerSettings(BaseModel):

@@ -20,6 +20,7 @@ import numpy as np
 
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, BusyError, FailedError, RequestError
+from serving.protocol import EMBEDDING
 from serving.served import ServedVersion, is_finite
 from serving.tensor import Array
 
@@ -37,6 +38,7 @@ class _Waiting:
     rows: int
     since: float
     answer: asyncio.Future[Outputs]
+    embed: bool
     outcome: Outputs | RequestError | None = field(default=None)
 
 
@@ -73,8 +75,10 @@ class Batcher:
         self._batches.put(None)
         self._worker.join()
 
-    async def predict(self, version: ServedVersion, features: Mapping[str, Array], rows: int) -> Outputs:
-        """Answer a request by `version`; cancelling it takes it out of the queue.
+    async def predict(
+        self, version: ServedVersion, features: Mapping[str, Array], rows: int, embed: bool = False
+    ) -> Outputs:
+        """Answer a request by `version`, with the embedding if `embed`; cancelling it takes it out of the queue.
 
         Raises:
             BusyError: the queue has no room for its rows.
@@ -83,7 +87,7 @@ class Batcher:
         """
         if self._rows + rows > self._max_queue:
             raise BusyError(f"{self._rows} rows wait already; this server lets {self._max_queue} wait")
-        waiting = _Waiting(version, features, rows, self._loop.time(), self._loop.create_future())
+        waiting = _Waiting(version, features, rows, self._loop.time(), self._loop.create_future(), embed)
         self._queue.append(waiting)
         self._rows += rows
         self._consider()
@@ -157,8 +161,9 @@ class Batcher:
 def _run(batch: Sequence[_Waiting], max_batch: int) -> None:
     """Set the outcome of each request; one that makes the model fail does not harm the others."""
     version = batch[0].version
+    embed = any(waiting.embed for waiting in batch)
     try:
-        outputs = _run_in_pieces(version, _joined(batch), sum(waiting.rows for waiting in batch), max_batch)
+        outputs = _run_in_pieces(version, _joined(batch), sum(waiting.rows for waiting in batch), max_batch, embed)
     except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
         if len(batch) > 1:
             for waiting in batch:
@@ -169,7 +174,11 @@ def _run(batch: Sequence[_Waiting], max_batch: int) -> None:
     finite = all(is_finite(array) for array in outputs.values())
     start = 0
     for waiting in batch:
-        own = {name: array[start : start + waiting.rows] for name, array in outputs.items()}
+        own = {
+            name: array[start : start + waiting.rows]
+            for name, array in outputs.items()
+            if waiting.embed or not embed or name != EMBEDDING
+        }
         start += waiting.rows
         waiting.outcome = own if finite or all(map(is_finite, own.values())) else _not_finite(version)
 
@@ -179,11 +188,13 @@ def _joined(batch: Sequence[_Waiting]) -> dict[str, Array]:
     return {name: np.concatenate([waiting.features[name] for waiting in batch]) for name in batch[0].features}
 
 
-def _run_in_pieces(version: ServedVersion, features: Mapping[str, Array], rows: int, max_batch: int) -> Outputs:
+def _run_in_pieces(
+    version: ServedVersion, features: Mapping[str, Array], rows: int, max_batch: int, embed: bool
+) -> Outputs:
     if rows <= max_batch:
-        return version.run(features)
+        return version.run(features, embed)
     pieces = [
-        version.run({name: array[start : start + max_batch] for name, array in features.items()})
+        version.run({name: array[start : start + max_batch] for name, array in features.items()}, embed)
         for start in range(0, rows, max_batch)
     ]
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}

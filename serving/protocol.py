@@ -13,10 +13,13 @@ import numpy as np
 from ingest.schema import Feature, Schema
 from learner.trained import parse_trained_through
 from serving.errors import BadRequestError, TooLargeError
-from serving.tensor import Array, TensorSpec, read_binary, read_json, write_binary, write_json
+from serving.tensor import DATATYPES, Array, TensorSpec, read_binary, read_json, write_binary, write_json
 
 HEADER_LENGTH = "inference-header-content-length"
 """The HTTP header that tells how many bytes of a body are JSON; binary tensors follow them."""
+
+EMBEDDING = "embedding"
+"""The output that the request parameter `return_embedding` asks for, FP32 `[-1, D]`."""
 
 _LONGEST_TIMEOUT_MS = 86_400_000
 """`serving.timeout` decides long before; this keeps numbers of any length out of the clock's arithmetic."""
@@ -81,6 +84,7 @@ class Request:
         outputs: the wanted outputs by name, each with whether it goes out as binary data.
         min_trained_through: offsets, by `topic:partition`, that the answering version must have learned.
         timeout_ms: how long to wait for such a version; None for as long as a request may take.
+        embed: whether EMBEDDING is wanted beside what the model predicts.
     """
 
     features: dict[str, Array]
@@ -89,16 +93,19 @@ class Request:
     outputs: dict[str, bool]
     min_trained_through: dict[str, int]
     timeout_ms: float | None
+    embed: bool = False
 
 
 class Signature:
     """The inputs and outputs of the served model, and the codec between them and bytes."""
 
-    def __init__(self, schema: Schema, outputs: Sequence[TensorSpec], max_rows: int) -> None:
+    def __init__(self, schema: Schema, outputs: Sequence[TensorSpec], max_rows: int, embeds: bool = False) -> None:
+        """`embeds` says whether the model has an embedding."""
         self.features = {feature.name: feature for feature in schema.features}
         self.inputs = {feature.name: input_spec(feature) for feature in schema.features}
         self.outputs = {spec.name: spec for spec in outputs}
         self._max_rows = max_rows
+        self._embeds = embeds
         self._decoder = msgspec.json.Decoder(InferBody)
         self._encoder = msgspec.json.Encoder()
 
@@ -191,26 +198,40 @@ class Signature:
             name: _column(feature, arrays[name]) if name in arrays else _default(feature, rows)
             for name, feature in self.features.items()
         }
-        outputs = self._wanted(document.outputs, parameters.get("binary_data_output") is True)
+        embed = self._embed(parameters)
+        outputs = self._wanted(document.outputs, parameters.get("binary_data_output") is True, embed)
         through, timeout_ms = _freshness(parameters) if parameters else ({}, None)
-        return Request(features, rows, document.id, outputs, through, timeout_ms)
+        embed = embed and EMBEDDING not in self.outputs  # else the model predicts it anyway
+        return Request(features, rows, document.id, outputs, through, timeout_ms, embed)
 
-    def _wanted(self, wanted: list[WantedOutput] | None, binary: bool) -> dict[str, bool]:
+    def _embed(self, parameters: Parameters) -> bool:
+        embed = parameters.get("return_embedding", False)
+        if not isinstance(embed, bool):
+            raise BadRequestError(f"return_embedding is {embed!r}; write true or false")
+        if embed and not self._embeds and EMBEDDING not in self.outputs:
+            raise BadRequestError(
+                "return_embedding: this model has no embedding; name one of its modules in model.embedding, "
+                "or give its task a method embed"
+            )
+        return embed
+
+    def _wanted(self, wanted: list[WantedOutput] | None, binary: bool, embed: bool) -> dict[str, bool]:
+        outputs = {EMBEDDING: binary} if embed else {}
         if not wanted:
-            return dict.fromkeys(self.outputs, binary)
-        outputs: dict[str, bool] = {}
+            return dict.fromkeys(self.outputs, binary) | outputs
         for output in wanted:
-            if output.name not in self.outputs:
+            if output.name not in self.outputs and output.name not in outputs:
                 raise BadRequestError(f"there is no output {output.name!r}; outputs are {', '.join(self.outputs)}")
             outputs[output.name] = bool((output.parameters or {}).get("binary_data", binary))
         return outputs
 
     def _output(self, array: Array, name: str, binary: bool, blobs: list[bytes]) -> OutputTensor:
         shape = list(array.shape)
+        datatype = self.outputs[name].datatype if name in self.outputs else DATATYPES[array.dtype.name]
         if not binary:
-            return OutputTensor(name, self.outputs[name].datatype, shape, data=write_json(array))
+            return OutputTensor(name, datatype, shape, data=write_json(array))
         blobs.append(write_binary(array))
-        return OutputTensor(name, self.outputs[name].datatype, shape, {"binary_data_size": len(blobs[-1])})
+        return OutputTensor(name, datatype, shape, {"binary_data_size": len(blobs[-1])})
 
 
 def input_spec(feature: Feature) -> TensorSpec:

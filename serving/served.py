@@ -20,11 +20,13 @@ from torch import nn
 from ingest.errors import SettingsError
 from ingest.schema import Schema
 from learner.config import ModelSettings
+from learner.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.errors import ModelError, VersionError
 from learner.model import build_model, check_model, forward, make_task
-from learner.task import Task
+from learner.task import Embeds, Task
 from learner.trained import format_trained_through
 from learner.version import Manifest, Versions
+from serving.protocol import EMBEDDING
 from serving.tensor import Array, TensorSpec
 
 _LONGEST_SENTENCE = 400
@@ -47,7 +49,7 @@ class Deployment:
     folder: Path
     state_dir: Path
     device: torch.device
-    _patterns: dict[str, "_Pattern"] = field(default_factory=dict, compare=False, repr=False)
+    _patterns: dict[str, "_Pattern"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def versions(self) -> Versions:
@@ -58,6 +60,19 @@ class Deployment:
     def task(self) -> Task:
         """The meaning of the model's output."""
         return make_task(self.model.task, self.folder)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the model has an embedding: a module of that name, or a task that knows it."""
+        return bool(self.model.embedding) or isinstance(self.task, Embeds)
+
+    def embedding_of(self, module: nn.Module) -> Embeddings | None:
+        """Listen to a module's embedding; raises ModelError when it has no module of the name in `model.embedding`."""
+        if self.model.embedding:
+            return Embedding(module, self.model.embedding)
+        if isinstance(self.task, Embeds):
+            return TaskEmbedding(module, self.task, [feature.name for feature in self.schema.features])
+        return None
 
     def outputs(self) -> list[TensorSpec]:
         """Describe what the task predicts, by trying it on an output of one row."""
@@ -78,6 +93,7 @@ class Deployment:
         if key not in self._patterns:
             module = build_model(self.model.factory, args, self.folder).to(self.device)
             shape = check_model(module, self.task, self.schema, self.device)
+            self.embedding_of(copy.deepcopy(module))
             self._patterns.clear()  # one is enough: versions of one pipeline seldom differ in it
             self._patterns[key] = _Pattern(module.eval().requires_grad_(False), shape)
         return self._patterns[key]
@@ -107,6 +123,7 @@ class ServedVersion:
         self.name = str(manifest.number)
         self.trained_through = format_trained_through(manifest.trained_through)
         self._module = module
+        self._embedding = deployment.embedding_of(module)
         self._deployment = deployment
 
     def has_learned(self, offsets: Mapping[str, int]) -> bool:
@@ -114,15 +131,20 @@ class ServedVersion:
         trained = self.manifest.trained_through
         return all(name in trained and trained[name].offset >= offset for name, offset in offsets.items())
 
-    def run(self, features: Mapping[str, Array]) -> dict[str, Array]:
-        """Answer a batch: features `[B, *shape]` in, the task's outputs `[B, ...]` out.
+    def run(self, features: Mapping[str, Array], embed: bool = False) -> dict[str, Array]:
+        """Answer a batch: features `[B, *shape]` in, the task's outputs `[B, ...]` out, with the embedding if `embed`.
 
-        Called by one thread at a time, and by the swap's before anyone else has the version.
+        Called by one thread at a time, and by the swap's before anyone else has the version. The embedding is float32
+        `[B, D]`; the deployment says whether there is one.
         """
         device = self._deployment.device
         with torch.inference_mode():
             tensors = {name: torch.from_numpy(array).to(device) for name, array in features.items()}
+            if embed and self._embedding is not None:
+                self._embedding.listen()
             predictions = self._deployment.task.predict(forward(self._module, tensors))
+            if embed and self._embedding is not None:
+                predictions = {**predictions, EMBEDDING: self._embedding.heard()}
             return {name: value.cpu().numpy() for name, value in predictions.items()}
 
     def zeros(self, rows: int) -> dict[str, Array]:

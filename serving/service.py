@@ -21,7 +21,7 @@ class Service:
 
     def __init__(self, deployment: Deployment, settings: ServingSettings, swap: Swap, batcher: Batcher) -> None:
         self.name = deployment.name
-        self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue)
+        self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue, deployment.embeds)
         self._swap = swap
         self._batcher = batcher
         self._most_waiting_rows = settings.max_queue
@@ -88,7 +88,7 @@ class Service:
         self.check_name(name)
         request = self.signature.decode(body, header_length)
         chosen = await self._choose(request, version)
-        answers = await self._batcher.predict(chosen, request.features, request.rows)
+        answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed)
         return self.signature.encode(request, answers, self.name, chosen.name, chosen.trained_through)
 
     async def _choose(self, request: Request, version: str | None) -> ServedVersion:

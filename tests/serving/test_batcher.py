@@ -28,7 +28,7 @@ class FakeVersion:
         self.go_on.set()
         self.broken = False
 
-    def run(self, features: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
         x = features["x"]
         self.running.set()
         assert self.go_on.wait(30)

@@ -1,6 +1,7 @@
 """The server over loopback: the protocol's routes, swaps under load, freshness, tokens, and every bound."""
 
 import asyncio
+import gc
 import json
 import ssl
 import subprocess
@@ -23,6 +24,7 @@ from learner.errors import ModelError
 from learner.report import LearnerReport
 from learner.report import write_report as write_learner_report
 from serving.config import ServingSettings
+from serving.served import ServedVersion
 from serving.server import listen, serve
 
 Served = Callable[..., Any]
@@ -165,6 +167,43 @@ def test_a_swap_under_load_fails_no_request_and_each_reply_is_by_one_version(
     for version, data, trained_through in seen:
         assert set(data) == {float(version)}
         assert trained_through == f"events:0={10 * int(version)}"
+
+
+@pytest.mark.slow
+def test_a_hundred_swaps_under_load_fail_nothing_and_leave_nothing_behind(
+    numbers: Any, served: Served, body_of: Body, eventually: Callable[..., Any]
+) -> None:
+    def alive() -> int:
+        gc.collect()
+        return sum(type(each) is ServedVersion for each in gc.get_objects())
+
+    before = alive()
+    done = threading.Event()
+    numbers.publish(1)
+
+    def ask(address: str) -> int:
+        answered = 0
+        with httpx.Client() as client:
+            while not done.is_set():
+                response = client.post(address, json=body_of(3))
+                assert response.status_code == 200, response.text
+                answered += 1
+        return answered
+
+    with served(numbers, max_batch=4) as server, ThreadPoolExecutor(2) as pool, httpx.Client() as client:
+        asking = [pool.submit(ask, server.infer) for _ in range(2)]
+        try:
+            for number in range(2, 102):
+                numbers.publish(number)
+                numbers.versions.delete(number - 5)
+                body = body_of(1, parameters={"min_trained_through": f"events:0={10 * number}"})
+                assert client.post(server.infer, json=body).json()["model_version"] == str(number)
+        finally:
+            done.set()
+        assert all(future.result(30) for future in asking)
+        swaps = client.get(server.url + "/api/status").json()["serving"]["swaps"]
+        assert swaps == {"swapped": 101}
+        eventually(lambda: alive() - before == 1)
 
 
 def test_min_trained_through_waits_for_a_version_that_has_learned_so_far(

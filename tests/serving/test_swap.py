@@ -459,9 +459,9 @@ def test_the_first_version_is_warmed_up_on_batches_of_all_sizes_and_the_next_on_
     rows: list[int] = []
     run = ServedVersion.run
 
-    def noting(version: ServedVersion, features: Any) -> Any:
+    def noting(version: ServedVersion, features: Any, *more: Any) -> Any:
         rows.append(len(features["x"]))
-        return run(version, features)
+        return run(version, features, *more)
 
     monkeypatch.setattr(ServedVersion, "run", noting)
     numbers.publish(1)
