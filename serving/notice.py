@@ -19,8 +19,8 @@ from typing import Self
 POLL_EVERY = timedelta(milliseconds=50)
 """How often to look where nothing tells of changes."""
 
-LOOK_ANYWAY = timedelta(seconds=5)
-"""How often to look where the kernel tells of them."""
+LOOK_ANYWAY = timedelta(seconds=1)
+"""How often to look where the kernel tells of them: a sandbox may have a kernel of its own."""
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _OF_ONE_HOST = frozenset(["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"])

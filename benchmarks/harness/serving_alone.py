@@ -25,7 +25,7 @@ _PARTS = (0.2, 0.5, 0.8)
 
 def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    seconds, rounds = (1.0, 2) if quick else (8.0, 5)
+    seconds, rounds = (0.5, 2) if quick else (8.0, 5)
     core, others = split()
     for name, model in MODELS.items():
         table.title(f"alone: {name}, single rows as binary data, max_batch 64, max_delay 1 ms")

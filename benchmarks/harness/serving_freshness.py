@@ -99,7 +99,7 @@ class _Stream:
 
 def measure(table: Table, quick: bool, bootstrap: str) -> None:
     """Measure the section."""
-    seconds = 8.0 if quick else 120.0
+    seconds = 4.0 if quick else 120.0
     table.title(f"freshness: {_RATE} events a second, a version every 250 ms, an MLP of a million parameters")
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL, 784), np.float32)}

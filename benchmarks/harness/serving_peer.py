@@ -38,7 +38,7 @@ _PATIENCE = 60.0
 
 def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    seconds, rounds = (1.5, 3) if quick else (8.0, 5)
+    seconds, rounds = (0.7, 2) if quick else (8.0, 5)
     core, others = split()
     table.title(f"peer: an MLP of a million parameters, single rows as JSON, {_CLIENTS} clients")
     if importlib.util.find_spec("litserve") is None:

@@ -112,7 +112,7 @@ def _publish(connection: Connection, published: Published, server: int, cores: s
 
 def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    swaps, rounds = (20, 3) if quick else (100, 10)
+    swaps, rounds = (20, 2) if quick else (100, 10)
     core, others = split()
     table.title(
         f"swaps: {swaps * rounds} of an MLP of a million parameters, ten a second, {_RATE:.0f} requests a second"
