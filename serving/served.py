@@ -95,7 +95,7 @@ class Deployment:
             shape = check_model(module, self.task, self.schema, self.device)
             self.embedding_of(copy.deepcopy(module))
             self._patterns.clear()  # one is enough: versions of one pipeline seldom differ in it
-            self._patterns[key] = _Pattern(module.eval().requires_grad_(False), shape)
+            self._patterns[key] = _Pattern(module.cpu().eval().requires_grad_(False), shape)
         return self._patterns[key]
 
     @property
@@ -106,7 +106,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A module whose weights are of no version; versions are copies, since the factory takes longer than all else."""
+    """A module on the CPU whose weights are of no version; versions are copies, since factories take long."""
 
     module: nn.Module
     output_shape: tuple[int, ...]
@@ -183,7 +183,7 @@ def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> 
         pattern = deployment.pattern(reference.args)
         module = copy.deepcopy(pattern.module)
         module.load_state_dict(weights, strict=True)
-        version = ServedVersion(manifest, module, deployment)
+        version = ServedVersion(manifest, module.to(deployment.device), deployment)
         _warm_up(version, 1)
         _warm_up(version, max_batch)
         _warm_up_sizes(version, max_batch, pattern.warmed)
