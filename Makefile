@@ -1,6 +1,6 @@
-# make demo | test | check | bench | fmt: each makes .venv first, when it is missing or stale.
+# make demo | test | check | bench | faults | fmt: each makes .venv first, when it is missing or stale.
 #
-#   ARGS='...'          goes to the demo, to pytest or to the benchmarks
+#   ARGS='...'          goes to the demo, to pytest, to the benchmarks or to the faults
 #   PYTHON=python3.12   the Python to take, instead of the first one that fits
 #   TORCH_INDEX=URL     where torch comes from, instead of the choice below
 #
@@ -19,13 +19,14 @@ HERE = $(shell .venv/bin/python -c "" 2>/dev/null && cat .venv/.place 2>/dev/nul
 AGAIN = $(if $(filter-out x$(CURDIR),x$(HERE)),again)
 
 .NOTPARALLEL:
-.PHONY: help demo test check bench fmt screenshot clean again
+.PHONY: help demo test check bench faults fmt screenshot clean again
 
 help:
 	@echo "make demo    the whole pipeline on this machine, with embedded parts and real data"
 	@echo "make test    every test"
 	@echo "make check   lint, format, types and import layers"
 	@echo "make bench   every benchmark, in its quick form"
+	@echo "make faults  what kills, malformed messages and overload cost, in its long form"
 	@echo "make fmt     format the code"
 	@echo "make screenshot   the README's pictures of the dashboard, from a demo of two minutes; needs Chromium"
 	@echo "make clean   remove .venv and what the tools leave behind"
@@ -49,6 +50,9 @@ bench: .venv/.dev
 	  found=yes; echo "== $$file"; .venv/bin/python "$$file" --quick $(ARGS); \
 	done; \
 	[ -n "$$found" ] || echo "there are no benchmarks yet"
+
+faults: .venv/.dev
+	@.venv/bin/python -m tests.faults $(ARGS)
 
 fmt: .venv/.dev
 	.venv/bin/ruff check --fix

@@ -1,0 +1,42 @@
+"""`python -m tests.faults [--quick] [--minutes M] [--json FILE] [--only PART ...]`: what faults cost, in figures.
+
+It takes the broker that ANABRANCH_TEST_KAFKA_START starts, else the embedded one. The exit code is 1 when a target is
+missed.
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.faults import kills
+from tests.faults.figures import Figures
+from tests.faults.pipeline import broker
+
+PARTS: dict[str, Callable[..., None]] = {"kills": kills.run}
+
+
+def main() -> int:
+    """Run the parts that were asked for, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer kills and shorter streams, within five minutes")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long a stream is that has no other length")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, one flat object")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    chosen = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    figures = Figures(quick=chosen.quick)
+    for name in chosen.only or PARTS:
+        with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+            with broker(Path(folder) / "kafka") as bootstrap:
+                PARTS[name](Path(folder) / name, bootstrap, figures, quick=chosen.quick, minutes=chosen.minutes)
+    figures.write(chosen.json)
+    if figures.missed:
+        print(f"missed: {', '.join(figures.missed)}")
+    return 1 if figures.missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Random SIGKILLs of the learner during one stream, counted by the weights themselves.
+
+The accounting model is one weight an event, its loss minus that weight, its optimizer SGD with rate 1; nothing is
+replayed or held out. A step divides by how many events it has, which the model undoes: so that each event that is
+learned from adds exactly 1 to its own weight, and at the end each weight has to be 1. A lost event has left a 0, one
+that was learned twice a 2.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from learner.cut import RANK, Cuts
+from learner.report import LearnerReport
+from tests.faults.figures import Figures
+from tests.faults.pipeline import Pipeline, Supervised, adds_up, make_topic, send, total
+
+CODE = """
+import torch
+from torch import nn
+from learner.task import Regression
+
+class Accounts(nn.Module):
+    def __init__(self, events):
+        super().__init__()
+        self.learned = nn.Parameter(torch.zeros(events))
+
+    def forward(self, id):
+        output = self.learned[id]
+        if output.requires_grad:
+            output.register_hook(torch.sign)  # a mean over the step's events becomes a sum
+        return output
+
+class MinusTheWeight(Regression):
+    def loss(self, output_B, label_B):
+        return -output_B
+
+def build(events):
+    return Accounts(events)
+"""
+TEXT = """
+{{stream}}
+format = "rows"
+[schema.features.id]
+dtype = "int64"
+[schema.label]
+name = "y"
+dtype = "float32"
+[model]
+factory = "faulty_model:build"
+args = {{events = {events}}}
+task = "faulty_model:MinusTheWeight"
+{{learner}}
+batch_size = {batch}
+strategy = "none"
+optimizer = {{name = "sgd", lr = 1.0}}
+max_grad_norm = inf
+precision = "fp32"
+device = "cpu"
+[versions]
+publish_every = "500ms"
+keep = 2
+keep_hourly = 0
+[cuts]
+every = "{cut_every}"
+[gate]
+guard_fraction = 0.0
+"""
+PARTITIONS = 4
+ROW = np.dtype([("id", "<i8"), ("y", "<f4")])
+_BAD, _MOST_ROWS = 0.05, 30
+_STEP_SECONDS, _LIFE_SECONDS = 0.0008, 0.8
+"""About what a step takes, and for how long a learner gets on between two kills."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """What has become of a stream.
+
+    Attributes:
+        kills: how often the learner was killed.
+        early: kills of these before a first step of that life.
+        again: steps that were done and had to be done again.
+        lost: events without a trace in the weights.
+        twice: events that were learned from more than once.
+        other: weights that are neither 0, 1 nor a whole number.
+        exact: whether the ledger agrees: each outcome counted exactly, offsets that add up.
+    """
+
+    kills: int
+    early: int
+    again: int
+    lost: int
+    twice: int
+    other: int
+    exact: bool
+    seconds: float
+
+
+def killed_again_and_again(folder: Path, bootstrap: str, events: int, kills: int, cut_every: str, seed: int) -> Account:
+    """Learn a stream of so many events while the learner is killed, and return how it ends.
+
+    Steps are so small that there is something to learn from till after the last kill. Two kills of three come at a
+    random moment in the first seconds after the first step of a life, the others at any moment of the start.
+    """
+    dice = random.Random(seed)
+    batch = max(2, round(events * _STEP_SECONDS / (kills * _LIFE_SECONDS)))
+    topic = make_topic(bootstrap, "accounts", PARTITIONS)
+    text = TEXT.format(events=events, batch=batch, cut_every=cut_every)
+    pipeline = Pipeline(folder, bootstrap, topic, CODE, text)
+    messages = list(_messages(events, dice))
+    bad = sum(1 for message in messages if len(message) % ROW.itemsize)
+    early, again, begin = 0, 0, time.monotonic()
+    with Supervised(pipeline) as learner:
+        send(bootstrap, topic, messages)
+        for _ in range(kills):
+            pid, at_start = learner.pid(), dice.random() < 1 / 3
+            if not at_start:
+                learner.wait_for(lambda report: report.steps_since_start > 0, "first step")
+            time.sleep(dice.uniform(0.0, 3.0 if at_start else 2.0))
+            report = pipeline.report()
+            stepped = report is not None and report.pid == pid and report.steps_since_start > 0
+            early += not stepped
+            before = report.steps if report is not None else 0
+            learner.kill()
+            again += max(0, before - _cut_step(pipeline)) if stepped else 0
+            learner.until(lambda pid=pid: learner.supervisor.pids().get("learner", pid) != pid, "another learner")
+        last = learner.wait_for(lambda report: total(report) >= events + bad, "an outcome for every event")
+    weights = accounts(pipeline)
+    finished = pipeline.report()
+    return Account(
+        kills=kills,
+        early=early,
+        again=again,
+        lost=int((weights == 0).sum()),
+        twice=int((weights > 1).sum()),
+        other=int((weights != weights.round()).sum() + (weights < 0).sum()),
+        exact=_exact(last, events, bad) and finished is not None and _exact(finished, events, bad),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def accounts(pipeline: Pipeline) -> NDArray[np.float32]:
+    """Return the weight of each event in the newest cut, float32 `[events]`."""
+    cuts = Cuts(pipeline.state_dir / "cuts", "", 0)
+    tensors = load_file(cuts.path / str(cuts.numbers()[-1]) / RANK / "model.safetensors")
+    weights: NDArray[np.float32] = tensors["learned"].numpy()
+    return weights
+
+
+def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
+    """Say what became of 200,000 events; fewer kills in the quick form."""
+    kills = 8 if quick else 100
+    figures.title("kills", f"{kills} SIGKILLs of the learner in a stream of 200,000 events, a cut every second")
+    found = killed_again_and_again(folder, bootstrap, 200_000, kills, "1s", seed=int(time.time()))
+    figures.say("kills", found.kills, f"{found.early} of them before a first step; {found.seconds:.0f} s")
+    figures.say("lost", found.lost)
+    figures.say("twice", found.twice)
+    figures.say("ledger_exact", found.exact and found.other == 0)
+    figures.say("steps_done_again", found.again, "steps that were in no cut when a kill came")
+
+
+def _exact(report: LearnerReport, events: int, bad: int) -> bool:
+    wanted = {"trained": events, "dead_lettered": bad}
+    counted = {name: count for name, count in report.outcomes.items() if count}
+    parts = report.partitions.values()
+    through = all(part.pending == 0 and part.finished == part.end - part.start for part in parts)
+    return counted == wanted and adds_up(report) and through
+
+
+def _messages(events: int, dice: random.Random) -> Iterator[bytes]:
+    """Yield messages of one row or many, and now and then one of which a byte is missing."""
+    rows = np.zeros(events, ROW)
+    rows["id"] = np.arange(events)
+    begin = 0
+    while begin < events:
+        end = min(events, begin + dice.randint(1, _MOST_ROWS))
+        message = rows[begin:end].tobytes()
+        yield message
+        if dice.random() < _BAD:
+            yield message[:-1]
+        begin = end
+
+
+def _cut_step(pipeline: Pipeline) -> int:
+    cuts = Cuts(pipeline.state_dir / "cuts", "", 0)
+    numbers = cuts.numbers()
+    return cuts.manifest(numbers[-1]).step if numbers else 0

@@ -1,0 +1,210 @@
+"""A pipeline to be hurt: its files, its stream, and its parts under the supervisor of `anabranch up`."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import threading
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from anabranch.broker import EmbeddedBroker, free_port
+from anabranch.config import load_config
+from anabranch.supervisor import Supervisor, pipeline_parts
+from ingest.config import StreamSettings
+from ingest.producer import EventProducer, create_topics
+from learner.report import LearnerReport, read_report
+from tests.conftest import START, MortalBroker
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.02
+PATIENCE_SECONDS = 300.0
+
+
+class StuckError(Exception):
+    """What was waited for did not come; the end of what the parts said is told."""
+
+
+@contextlib.contextmanager
+def broker(folder: Path) -> Iterator[str]:
+    """The address of a broker of the harness's own: the one that START starts, else the embedded one."""
+    if not os.environ.get(START):
+        with EmbeddedBroker() as embedded:
+            yield embedded.bootstrap
+        return
+    folder.mkdir(parents=True)
+    started = MortalBroker(folder)
+    started.start()
+    try:
+        yield started.bootstrap
+    finally:
+        started.kill()
+
+
+def make_topic(bootstrap: str, name: str, partitions: int = 1) -> str:
+    """Make a topic that no other has, and that of its dead letters, and return its name."""
+    topic = f"{name}-{uuid.uuid4().hex[:8]}"
+    settings = StreamSettings(bootstrap_servers=bootstrap, topics=(topic,))
+    create_topics(settings, {topic: partitions, f"{topic}.dead": 1})
+    return topic
+
+
+@contextlib.contextmanager
+def producer(bootstrap: str, topic: str) -> Iterator[EventProducer]:
+    """A producer into a topic."""
+    sender = EventProducer(StreamSettings(bootstrap_servers=bootstrap, topics=(topic,)), topic)
+    sender.open()
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+def send(bootstrap: str, topic: str, messages: Iterable[bytes]) -> None:
+    """Write messages, and return once they are acknowledged."""
+    with producer(bootstrap, topic) as sender:
+        for message in messages:
+            sender.send(message)
+        sender.flush()
+
+
+class Pipeline:
+    """A folder with `pipeline.toml` and the code of a model, and what its learner says of itself."""
+
+    def __init__(self, folder: Path, bootstrap: str, topic: str, code: str, text: str) -> None:
+        """Write them; `text` is the config without name, stream's address and status address.
+
+        `{stream}` and `{learner}` in it become the first lines of these sections.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.bootstrap, self.topic = folder, bootstrap, topic
+        self.path = folder / "pipeline.toml"
+        self.state_dir = folder / "var"
+        self.status = f"127.0.0.1:{free_port()}"
+        text = text.replace("{stream}", f'[stream]\nbootstrap_servers = "{bootstrap}"\ntopics = ["{topic}"]')
+        text = text.replace("{learner}", f'[learner]\nstatus = "{self.status}"')
+        self.path.write_text(f'name = "faults"\n{text}')
+        (folder / "faulty_model.py").write_text(code)
+
+    def report(self) -> LearnerReport | None:
+        """Return the newest report of a learner."""
+        return read_report(self.state_dir)
+
+    def steps(self) -> int | None:
+        """Return the steps of the learner's process by its own metrics; None while it does not answer."""
+        try:
+            with urllib.request.urlopen(f"http://{self.status}/metrics", timeout=1) as reply:
+                found = re.search(rb"^anabranch_learner_steps_total (\S+)$", reply.read(), re.MULTILINE)
+        except OSError:
+            return None
+        return int(float(found[1])) if found else None
+
+
+class Supervised:
+    """The learner of a pipeline (or `parts` of it), kept alive as `anabranch up` does; gone when the context ends."""
+
+    def __init__(self, pipeline: Pipeline, parts: tuple[str, ...] = ("learner",), **environment: str) -> None:
+        self.pipeline = pipeline
+        self.log = pipeline.folder / "parts.log"
+        self._stop = threading.Event()
+        config = load_config(pipeline.path, environment)
+        variables = {"OMP_NUM_THREADS": "1", **environment}
+        chosen = [
+            replace(part, environment=variables, output=self.log)
+            for part in pipeline_parts(config)
+            if part.name in parts
+        ]
+        self.supervisor = Supervisor(chosen)
+        self._thread = threading.Thread(target=self._run)
+        self.exit: object = None
+        """What the supervisor ended with."""
+
+    def _run(self) -> None:
+        self.exit = self.supervisor.run(self._stop)
+
+    def __enter__(self) -> "Supervised":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Have the parts stop, as after SIGTERM."""
+        self._stop.set()
+        self._thread.join()
+
+    def pid(self, part: str = "learner") -> int:
+        """Return the pid of a part, as soon as it runs."""
+        return self.until(lambda: self.supervisor.pids().get(part), f"a {part} that runs")
+
+    def kill(self, part: str = "learner") -> int:
+        """SIGKILL a part, and return its pid."""
+        pid = self.pid(part)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def wait_for(self, condition: Callable[[LearnerReport], bool], what: str, no_more: int = 0) -> LearnerReport:
+        """Wait until the report of a learner that runs, not of pid `no_more`, says so."""
+
+        def look() -> LearnerReport | None:
+            report = self.pipeline.report()
+            mine = report is not None and report.pid != no_more and report.pid in self.supervisor.pids().values()
+            return report if report is not None and mine and condition(report) else None
+
+        return self.until(look, what)
+
+    def until(self, look: Callable[[], T | None], what: str, patience: float = PATIENCE_SECONDS) -> T:
+        """Return the first true value of `look`."""
+        deadline = time.monotonic() + patience
+        while not (found := look()):
+            if self._thread.ident is not None and not self._thread.is_alive():
+                raise StuckError(f"the supervisor ended with {self.exit} before {what}; the parts said: {self.said()}")
+            if time.monotonic() > deadline:
+                raise StuckError(f"no {what} after {patience:.0f} s: {self.pipeline.report()}; {self.said()}")
+            time.sleep(LOOK_SECONDS)
+        return found
+
+    def said(self, most: int = 3000) -> str:
+        """Return the end of what the parts said."""
+        return self.log.read_text(errors="replace")[-most:] if self.log.exists() else ""
+
+    def family(self) -> list[psutil.Process]:
+        """Return the processes of all parts and their children."""
+        found = []
+        for pid in self.supervisor.pids().values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                found += [process, *process.children(recursive=True)]
+        return found
+
+
+def adds_up(report: LearnerReport) -> bool:
+    """Whether the offsets of every partition add up, and each event that is finished has one outcome."""
+    offsets = all(
+        part.end - part.start == part.finished + part.passed + part.gaps + part.removed + part.pending
+        for part in report.partitions.values()
+    )
+    return offsets and sum(report.skipped.values()) == report.outcomes.get("skipped", 0)
+
+
+def total(report: LearnerReport) -> int:
+    """Return how many events have an outcome."""
+    return sum(report.outcomes.values())
+
+
+def moments(seed: int, most: float) -> Iterator[float]:
+    """Yield random waits, in seconds."""
+    dice = random.Random(seed)
+    while True:
+        yield dice.uniform(0.0, most)
