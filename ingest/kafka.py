@@ -115,7 +115,7 @@ class KafkaPythonClient:
         removed: dict[Any, int] = {}
         try:
             with _translated("cannot read the topics"):
-                batches = self._consumer.poll(int(timeout.total_seconds() * 1000), max_records=limit)
+                batches = self._polled(int(timeout.total_seconds() * 1000), limit)
         except kafka_errors.OffsetOutOfRangeError as exc:
             removed = self._pass_gap(exc.args[0])
             batches = {tp: [] for tp in removed}
@@ -126,6 +126,15 @@ class KafkaPythonClient:
             batches = {tp: [] for tp in self._behind if self._position(tp) != self._positions[tp]}
             self._behind = []
         return [self._messages(tp, records, removed.get(tp, 0)) for tp, records in batches.items()]
+
+    def _polled(self, timeout_ms: int, limit: int) -> dict[Any, list[Any]]:
+        try:
+            polled: dict[Any, list[Any]] = self._consumer.poll(timeout_ms, max_records=limit)
+        except kafka_errors.CorruptRecordError:
+            # The client keeps what it has fetched, and would look for a good record in it for ever.
+            self._consumer._fetcher.close()
+            raise
+        return polled
 
     def lag(self) -> Lag:
         """Ask for the end offsets, within two seconds."""

@@ -115,7 +115,13 @@ class EventProducer:
     def close(self) -> None:
         """Disconnect; events that are still on their way may be lost, which `flush` before it prevents."""
         if self._client is not None:
-            self._client.close(timeout=1)
+            try:
+                self._client.close(timeout=1)
+            except kafka_errors.KafkaError:
+                # It is still there, and waits for what is on its way: that is given up first.
+                self._client._sender.force_close()
+                with contextlib.suppress(kafka_errors.KafkaError):
+                    self._client.close(timeout=1)
 
     def _has_room(self) -> bool:
         return self._waiting_bytes < _WAITING_BYTES or self._error is not None

@@ -73,6 +73,8 @@ PROPERTIES: Mapping[str, Property] = {
 }
 
 DEFAULTS: Mapping[str, str] = {
+    # librdkafka's own default hands out what was damaged on the way as if it were good.
+    "check.crcs": "true",
     "client.id": "anabranch",
     "fetch.max.bytes": "16000000",
     "reconnect.backoff.max.ms": "5000",

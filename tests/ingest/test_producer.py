@@ -1,12 +1,14 @@
 """Events into a topic: acknowledged, in turn over its partitions, bounded, and with errors that say what to do."""
 
 import threading
+from datetime import timedelta
 
 import pytest
 
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, SettingsError
 from ingest.producer import EventProducer, create_topics, delete_topics, partition_counts
+from tests.faults.proxy import Fault, Proxy
 
 
 @pytest.fixture
@@ -83,3 +85,15 @@ def test_a_broker_that_is_away_is_one_sentence(free_port):
     settings = StreamSettings(bootstrap_servers=f"127.0.0.1:{free_port()}", topics=("events",))
     with pytest.raises(BrokerError, match="no Kafka broker can be reached"):
         partition_counts(settings, ["events"])
+
+
+def test_it_is_closed_also_when_the_broker_hangs(kafka, make_topic):
+    topic = make_topic()
+    with Proxy(kafka.bootstrap) as proxy:
+        settings = StreamSettings(bootstrap_servers=proxy.address, topics=(topic,))
+        producer = EventProducer(settings, topic, patience=timedelta(seconds=2))
+        producer.open()
+        proxy.suffer(Fault(stalled=True))
+        producer.send(b"x")
+        producer.close()
+        assert producer.acknowledged == 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
@@ -22,6 +23,7 @@ from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, GapError, RecreatedError, SettingsError
 from ingest.messages import Mark, Position
 from ingest.source import Source
+from tests.faults.proxy import Fault, Proxy
 
 GOOD = {"x": [1, 2, 3], "y": 1}
 SCHEMA = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
@@ -312,6 +314,32 @@ def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
         seen += read(source, 6000 - len(seen))
         assert source.ill is None
     assert Counter((p, o) for p, o, *_ in seen) == Counter((p, o) for p in range(2) for o in range(3000))
+
+
+def test_what_is_damaged_on_the_way_is_fetched_again(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    """In messages that are large beside what Kafka says of them, which nothing protects."""
+    topic, messages, each = make_topic(), 10, 50
+    schema = {"features": {"x": {"dtype": "int32", "shape": [1000]}}, "label": {"name": "y", "classes": 3}}
+    rows = np.zeros(messages * each, [("x", "<i4", (1000,)), ("y", "<i8")])
+    rows["x"] = np.arange(len(rows))[:, None]
+    with Proxy(kafka.bootstrap) as proxy, opened(proxy.address, topic, schema, format="rows") as source:
+        proxy.suffer(Fault(corrupted=1.0))
+        produce(kafka.bootstrap, topic, [part.tobytes() for part in np.split(rows, messages)])
+        found: list[tuple[int, int]] = []
+        deadline = time.monotonic() + 60
+        while len(found) < len(rows):
+            assert time.monotonic() < deadline, f"{len(found)} events after 60 s; ill: {source.ill}"
+            block = source.poll(timedelta(milliseconds=100))
+            if block is not None:
+                x = block.columns["feature.x"]
+                found += zip(x.min(axis=1).tolist(), x.max(axis=1).tolist(), strict=True)
+                source.release(block)
+            if proxy.corruptions:
+                proxy.heal()
+        assert proxy.corruptions
+    assert found == [(place, place) for place in range(len(rows))]
 
 
 def test_positions_are_committed_for_lag_tools(

@@ -1,0 +1,137 @@
+"""A TCP proxy that cuts, stalls, delays, throttles and corrupts, as told at any moment.
+
+A Kafka broker says in its metadata where it is to be reached, so that clients would go round the proxy: what it says
+is replaced on the way. Both addresses have the same length in Kafka's protocol, where a port is an int32.
+"""
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+_CHUNK = 16_384
+_LOOK_SECONDS = 0.02
+_LARGE = 1_000
+"""Chunks of so many bytes and more are corrupted: in them it is contents that are hit, not the length of a reply."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to the bytes of every connection.
+
+    Attributes:
+        cut: connections are closed, and new ones refused.
+        stalled: nothing goes on, and connections stay open.
+        delay_seconds: that each chunk is late.
+        bytes_per_second: of each connection and direction.
+        corrupted: chance of a large chunk that one of its bits is flipped on the way to the client.
+    """
+
+    cut: bool = False
+    stalled: bool = False
+    delay_seconds: float = 0.0
+    bytes_per_second: float = float("inf")
+    corrupted: float = 0.0
+
+
+class Proxy:
+    """Stands before a server from `start` till its context ends; `address` is what clients are to be given."""
+
+    def __init__(self, target: str, seed: int = 0) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._port = self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self._port}"
+        self._advertised = host.encode() + struct.pack(">i", int(port))
+        self._replaced = host.encode() + struct.pack(">i", self._port)
+        self._dice = random.Random(seed)
+        self._fault = Fault()
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._closed = threading.Event()
+        self.corruptions = 0
+        """Bits that were flipped."""
+        self.connections = 0
+        """Connections that were made so far."""
+
+    def __enter__(self) -> "Proxy":
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._listener.close()
+        self._hang_up()
+
+    def suffer(self, fault: Fault) -> None:
+        """Do this to all bytes from now on, instead of what was done before."""
+        self._fault = fault
+        if fault.cut:
+            self._hang_up()
+
+    def heal(self) -> None:
+        """Let everything through again."""
+        self._fault = Fault()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if self._fault.cut:
+                client.close()
+                continue
+            try:
+                server = socket.create_connection(self._target, timeout=5)
+            except OSError:
+                client.close()
+                continue
+            server.settimeout(None)
+            self.connections += 1
+            with self._lock:
+                self._open |= {client, server}
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._pump, args=(source, sink, source is server), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, to_client: bool) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(_CHUNK):
+                self._wait(len(chunk))
+                if to_client:
+                    chunk = self._spoiled(chunk.replace(self._advertised, self._replaced))
+                sink.sendall(chunk)
+        for each in (source, sink):
+            with self._lock:
+                self._open.discard(each)
+            _close(each)
+
+    def _wait(self, size: int) -> None:
+        while self._fault.stalled and not self._closed.wait(_LOOK_SECONDS):
+            pass
+        wait = self._fault.delay_seconds + size / self._fault.bytes_per_second
+        if wait:
+            time.sleep(wait)
+
+    def _spoiled(self, chunk: bytes) -> bytes:
+        if len(chunk) < _LARGE or self._dice.random() >= self._fault.corrupted:
+            return chunk
+        self.corruptions += 1
+        place = self._dice.randrange(len(chunk) // 2, len(chunk))
+        return chunk[:place] + bytes([chunk[place] ^ 1 << self._dice.randrange(8)]) + chunk[place + 1 :]
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            hung, self._open = self._open, set()
+        for each in hung:
+            _close(each)
+
+
+def _close(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
