@@ -11,11 +11,18 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import kills
+from tests.faults import fuzz, kills, overload, recovery, serving_kills, twins
 from tests.faults.figures import Figures
 from tests.faults.pipeline import broker
 
-PARTS: dict[str, Callable[..., None]] = {"kills": kills.run}
+PARTS: dict[str, Callable[..., None]] = {
+    "kills": kills.run,
+    "recovery": recovery.run,
+    "twins": twins.run,
+    "serving": serving_kills.run,
+    "fuzz": fuzz.run,
+    "overload": overload.run,
+}
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from tests.conftest import START, MortalBroker
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.02
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 120.0
 
 
 class StuckError(Exception):

@@ -1,0 +1,329 @@
+"""Malformed messages: none ends anything, and each is dead-lettered.
+
+A case is a message that cannot be used as it is, by construction: what was done to a good one is known to spoil it.
+"""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ingest.arrow_pack import pack_batch
+from ingest.config import SchemaSettings
+from ingest.format import FORMATS
+from ingest.rows import pack_rows, row_dtype
+from ingest.schema import Schema
+from tests.conftest import _consume_all
+from tests.faults.figures import Figures
+from tests.faults.pipeline import Pipeline, Supervised, adds_up, make_topic, send
+
+FEATURES = {"x": {"dtype": "float32", "shape": [3]}, "n": {"dtype": "int8"}, "d": {"dtype": "float64", "shape": [2, 2]}}
+SETTINGS: dict[str, Any] = {
+    "features": FEATURES,
+    "label": {"name": "y", "classes": 3},
+    "weight": {"name": "w"},
+    "time": {"name": "t"},
+}
+SCHEMA = Schema(SchemaSettings.model_validate(SETTINGS))
+CODE = """
+from torch import nn
+class Small(nn.Linear):
+    def forward(self, x, n, d):
+        return super().forward(x)
+def build():
+    return Small(3, 3)
+"""
+TEXT = """
+{{stream}}
+format = "{form}"
+max_message_bytes = "64kB"
+[schema.features]
+x = {{dtype = "float32", shape = [3]}}
+n = {{dtype = "int8"}}
+d = {{dtype = "float64", shape = [2, 2]}}
+[schema]
+label = {{name = "y", classes = 3}}
+weight = {{name = "w"}}
+time = {{name = "t"}}
+[model]
+factory = "faulty_model:build"
+{{learner}}
+device = "cpu"
+[gate]
+guard_fraction = 0.0
+"""
+_BATCH = 64
+_GOOD_EVERY = 8
+_DEEP = 100_000
+Spoil = Callable[[random.Random], bytes]
+
+
+@dataclass
+class Fuzzed:
+    """What has become of malformed messages.
+
+    Attributes:
+        cases: how many there were.
+        crashes: what was raised, or how a process ended.
+        passed: malformed messages that were not rejected, or of which other events were left than the good ones.
+    """
+
+    cases: int = 0
+    crashes: list[str] = field(default_factory=list)
+    passed: list[bytes] = field(default_factory=list)
+
+    def add(self, other: "Fuzzed") -> None:
+        """Take in what another has found."""
+        self.cases += other.cases
+        self.crashes += other.crashes
+        self.passed += other.passed
+
+
+def event(dice: random.Random) -> dict[str, Any]:
+    """Return a good event."""
+    return {
+        "x": [dice.uniform(-9, 9) for _ in range(3)],
+        "n": dice.randint(-128, 127),
+        "d": [[dice.uniform(-9, 9) for _ in range(2)] for _ in range(2)],
+        "y": dice.randrange(3),
+        "w": dice.uniform(0, 2),
+        "t": 1.7e9 + dice.random(),
+    }
+
+
+def packed(form: str, some: dict[str, Any]) -> bytes:
+    """Return a good event as a message."""
+    if form == "json":
+        return json.dumps(some).encode()
+    return pack_rows(SCHEMA, [some]) if form == "rows" else pack_batch(SCHEMA, [some])
+
+
+def case(form: str, dice: random.Random) -> bytes:
+    """Return a message without any event that could be used."""
+    return dice.choice(_SPOILS[form])(dice)
+
+
+def _unfit(dice: random.Random) -> dict[str, Any]:
+    """Return an event of which one field does not fit, in a way that JSON can say."""
+    some = event(dice)
+    name = dice.choice([name for name in some if name != "y"])
+    how = dice.randrange(4)
+    if how == 0:
+        del some[name]
+    elif how == 1:
+        some[name] = dice.choice([None, "1", {}, {"a": 1}, [], [[[]]], True, [None], "\ud800", ["x"] * 3])
+    elif how == 2:
+        some["y"] = dice.choice([3, -1, 1.5, "1", [], {}, True, 10**30, -(10**400)])
+    else:
+        name, value = dice.choice(
+            [
+                ("x", [1.0, 2.0]),
+                ("x", [1.0] * 4),
+                ("x", [1.0, 1e39, 0.0]),
+                ("x", [1, "2", 3]),
+                ("n", 128),
+                ("n", -129),
+                ("n", 0.5),
+                ("d", [[1.0, 2.0]]),
+                ("d", [[1.0], [2.0]]),
+                ("d", [1.0, 2.0, 3.0, 4.0]),
+                ("w", -0.5),
+                ("w", 1e300),
+                ("t", "yesterday"),
+            ]
+        )
+        some[name] = value
+    return some
+
+
+def _torn_json(dice: random.Random) -> bytes:
+    content = packed("json", event(dice))
+    return content[: dice.randrange(len(content))]
+
+
+def _written_wrongly(dice: random.Random) -> bytes:
+    """Return JSON that is none: words that it has not, something after its end, or bytes that are no text."""
+    content = packed("json", event(dice))
+    place = dice.randrange(1, len(content))
+    return dice.choice(
+        [
+            content.replace(b'"x": [', b'"x": [NaN, ', 1),
+            content.replace(b'"w": ', b'"w": -Infinity, "ww": ', 1),
+            content + content,
+            content + dice.choice([b"}", b"]", b"\x00", b",", b"x"]),
+            content[:1] + b'"\xff\xfe": 1, ' + content[1:],
+            content[:1] + b'"bell": "\x07", ' + content[1:],
+            content[:place] + b"\x00" + content[place:],
+            b"\xef\xbb\xbf" + content,
+            content.decode().encode("utf-16"),
+            content.replace(b'"', b"'"),
+            b"[" + content + b"]",
+            b"[" * dice.randrange(1, _DEEP),
+            b'{"x":' * dice.randrange(1, _DEEP // 10),
+            json.dumps(content.decode()).encode(),
+        ]
+    )
+
+
+def _bytes(dice: random.Random) -> bytes:
+    return dice.randbytes(dice.randrange(200))
+
+
+def _odd_rows(dice: random.Random) -> bytes:
+    """Return bytes that are not whole rows."""
+    size = row_dtype(SCHEMA).itemsize
+    content = b"".join(packed("rows", event(dice)) for _ in range(dice.randrange(1, 4)))
+    return dice.choice([content[: -dice.randrange(1, size)], content + dice.randbytes(dice.randrange(1, size)), b""])
+
+
+def _bad_rows(dice: random.Random) -> bytes:
+    """Return whole rows of which each has a number that cannot be used."""
+    rows = np.frombuffer(
+        b"".join(packed("rows", event(dice)) for _ in range(dice.randrange(1, 4))), row_dtype(SCHEMA)
+    ).copy()
+    unusable = [math.nan, math.inf, -math.inf]
+    for row in rows:
+        name = dice.choice(["x", "d", "w", "t", "y"])
+        if name == "y":
+            row["y"] = dice.choice([3, -2, 2**62, -(2**63)])
+        elif name in ("x", "d"):
+            row[name][dice.randrange(2)] = dice.choice(unusable)
+        else:
+            row[name] = dice.choice([*unusable, *([-0.5] if name == "w" else [])])
+    return rows.tobytes()
+
+
+def _arrow(columns: dict[str, Any]) -> bytes:
+    batch = pa.RecordBatch.from_pydict(columns)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def _torn_arrow(dice: random.Random) -> bytes:
+    content = packed("arrow", event(dice))
+    end = len(content) - 8  # without the mark of its end a stream is whole as well
+    return dice.choice([content[: dice.randrange(end)], content + content, content + b"\x00" * 3, content[8:]])
+
+
+def _unfit_arrow(dice: random.Random) -> bytes:
+    """Return columns of other types, or values that are missing or out of range."""
+    some = event(dice)
+    columns = {
+        "x": pa.array([some["x"]], pa.list_(pa.float32(), 3)),
+        "n": pa.array([some["n"]], pa.int8()),
+        "d": pa.array([some["d"]], pa.list_(pa.list_(pa.float64(), 2), 2)),
+        "y": pa.array([some["y"]], pa.int64()),
+        "w": pa.array([some["w"]], pa.float64()),
+        "t": pa.array([some["t"]], pa.float64()),
+    }
+    name, spoiled = dice.choice(
+        [
+            ("x", pa.array([some["x"][:2]])),
+            ("x", pa.array([None], pa.list_(pa.float32(), 3))),
+            ("x", pa.array([[1.0, None, 2.0]])),
+            ("x", pa.array([[1.0, math.nan, 2.0]])),
+            ("x", pa.array(["1,2,3"])),
+            ("n", pa.array([1000], pa.int64())),
+            ("n", pa.array([None], pa.int8())),
+            ("n", pa.array([{"a": 1}])),
+            ("d", pa.array([[[1.0, 2.0]]])),
+            ("y", pa.array([3])),
+            ("y", pa.array([-7])),
+            ("w", pa.array([-1.0])),
+            ("w", pa.array([math.inf])),
+            ("t", pa.array([math.nan])),
+        ]
+    )
+    columns[name] = spoiled
+    if dice.random() < 0.2:
+        del columns[dice.choice(["x", "n", "d", "w", "t"])]
+    return _arrow(columns)
+
+
+_SPOILS: dict[str, list[Spoil]] = {
+    "json": [lambda dice: json.dumps(_unfit(dice)).encode(), _torn_json, _written_wrongly, _bytes],
+    "rows": [_odd_rows, _bad_rows],
+    "arrow": [_torn_arrow, _unfit_arrow, _bytes],
+}
+
+
+def decoded(form: str, cases: int, seed: int) -> Fuzzed:
+    """Have the decoder of a format decode so many malformed messages among good ones, many at once."""
+    dice, decoder, found = random.Random(seed), FORMATS[form](SCHEMA), Fuzzed()
+    while found.cases < cases:
+        values, bad = _mixed(form, dice)
+        found.cases += len(bad)
+        try:
+            events = decoder.decode(values)
+        except Exception as exc:  # noqa: BLE001 whatever it is, it would end the stream
+            found.crashes.append(f"{form}: {type(exc).__name__}: {exc}")
+            continue
+        rejected = {reject.message for reject in events.rejects}
+        used = set(events.message.tolist())
+        found.passed += [values[place] for place in bad if place not in rejected or place in used]
+        found.passed += [value for place, value in enumerate(values) if place not in bad and place not in used]
+    return found
+
+
+def dead_lettered(folder: Path, bootstrap: str, form: str, cases: int, seed: int) -> Fuzzed:
+    """Send malformed messages among good ones to a learner, and compare what it dead-letters with what was sent."""
+    dice, found, values, bad = random.Random(seed), Fuzzed(), [], set()
+    while len(bad) < cases:
+        some, places = _mixed(form, dice)
+        bad |= {len(values) + place for place in places}
+        values += some
+    topic = make_topic(bootstrap, f"fuzz-{form}")
+    pipeline = Pipeline(folder / form, bootstrap, topic, CODE, TEXT.format(form=form))
+    send(bootstrap, topic, values)
+    with Supervised(pipeline) as learner:
+        report = learner.wait_for(
+            lambda report: sum(part.finished for part in report.partitions.values()) >= len(values), "every outcome"
+        )
+        restarts = learner.supervisor.restarts["learner"]
+        if restarts:
+            found.crashes.append(f"{form}: the learner was started again {restarts} times: {learner.said()}")
+    letters = _consume_all(bootstrap, f"{topic}.dead", len(bad))
+    sources = [dict(letter.headers)["anabranch-source"].decode() for letter in letters]
+    wanted = {f"{topic}[0]@{place}" for place in bad}
+    found.cases = len(bad)
+    found.passed = [source.encode() for source in wanted.symmetric_difference(sources)]
+    good = len(values) - len(bad)
+    if report.outcomes.get("trained") != good or len(sources) != len(bad) or not adds_up(report):
+        found.crashes.append(f"{form}: {report.outcomes} of {good} good events, {len(sources)} dead letters")
+    return found
+
+
+def _mixed(form: str, dice: random.Random) -> tuple[list[bytes], set[int]]:
+    """Return messages as one fetch may bring them, and which of them are malformed."""
+    values, bad = [], set()
+    for place in range(_BATCH):
+        if dice.randrange(_GOOD_EVERY) == 0:
+            values.append(packed(form, event(dice)))
+        else:
+            values.append(case(form, dice))
+            bad.add(place)
+    return values, bad
+
+
+def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
+    """Say how many ended something, and how many were taken for good."""
+    alone, through = (3_000, 700) if quick else (30_000, 4_000)
+    title = f"{alone} malformed messages for the decoder of each format, {through} more through Kafka"
+    figures.title("fuzz", title)
+    found, seed = Fuzzed(), int(time.time())
+    for form in FORMATS:
+        found.add(decoded(form, alone, seed))
+        found.add(dead_lettered(folder, bootstrap, form, through, seed + 1))
+    figures.say("fuzzed", found.cases, f"seed {seed}")
+    figures.say("crashes", len(found.crashes), " ".join(found.crashes[:2]))
+    figures.say("not_dead_lettered", len(found.passed), " ".join(map(repr, found.passed[:2]))[:300])

@@ -1,0 +1,141 @@
+"""A stream ten times faster than training: the memory of the learner and of all its children stays as it is."""
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from tests.faults.figures import Figures
+from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, adds_up, make_topic, producer, total
+
+CODE = """
+import time
+from torch import nn
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        if self.training:
+            time.sleep({pause})
+        return super().forward(x)
+
+def build():
+    return Slow(64, 10)
+"""
+TEXT = """
+{stream}
+buffer_bytes = "8MB"
+[schema.features.x]
+dtype = "float32"
+shape = [64]
+[schema.label]
+name = "y"
+classes = 10
+[model]
+factory = "faulty_model:build"
+{learner}
+batch_size = 64
+device = "cpu"
+[replay]
+capacity = 1000
+device_bytes = "1MB"
+[versions]
+publish_every = "1s"
+keep = 2
+keep_hourly = 0
+[cuts]
+every = "5s"
+[gate]
+guard_rows = 100
+"""
+TOO_FAST = 10
+_AHEAD = 5_000
+"""Events that are sent before anything is known of how fast training is."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What overload has cost.
+
+    Attributes:
+        growth: memory at the end over that after the first tenth.
+        bytes: of all processes at the end.
+        sent: events on the stream at the end.
+        learned: those with an outcome.
+        exact: whether what is counted adds up.
+    """
+
+    growth: float
+    bytes: int
+    sent: int
+    learned: int
+    exact: bool
+
+
+class Flood(threading.Thread):
+    """Sends ten events for each that has an outcome, for as long as it is let."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+        self.done = threading.Event()
+        self.sent = 0
+
+    def run(self) -> None:
+        """Send until it is done."""
+        generator = np.random.default_rng(0)
+        x = generator.random((500, 64)).round(4).tolist()
+        messages = [json.dumps({"x": each, "y": place % 10}).encode() for place, each in enumerate(x)]
+        with producer(self._pipeline.bootstrap, self._pipeline.topic) as sender:
+            while not self.done.wait(LOOK_SECONDS):
+                report = self._pipeline.report()
+                wanted = max(_AHEAD, TOO_FAST * total(report) if report is not None else 0)
+                while self.sent < wanted and not self.done.is_set():
+                    sender.send(messages[self.sent % len(messages)])
+                    self.sent += 1
+
+
+def flooded(folder: Path, bootstrap: str, seconds: float, pause: float) -> Memory:
+    """Flood a learner, whose steps take `pause` seconds at least, for so long, and measure its memory."""
+    pipeline = Pipeline(folder, bootstrap, make_topic(bootstrap, "flood"), CODE.format(pause=pause), TEXT)
+    flood = Flood(pipeline)
+    with Supervised(pipeline) as learner:
+        flood.start()
+        try:
+            learner.wait_for(lambda report: report.steps_since_start > 0, "a step")
+            pid, begin, samples = learner.pid(), time.monotonic(), []
+            while (now := time.monotonic() - begin) < seconds:
+                samples.append((now / seconds, sum(map(_bytes, learner.family()))))
+                time.sleep(max(0.1, seconds / 500))
+            report = learner.wait_for(lambda _: True, "a report")
+            if learner.pid() != pid:
+                raise AssertionError(f"the learner was started again: {learner.said()}")
+        finally:
+            flood.done.set()
+            flood.join()
+    early = [each for share, each in samples if 0.1 <= share < 0.2]
+    late = [each for share, each in samples if share >= 0.9]
+    sent, learned = flood.sent, total(report)
+    return Memory(float(np.mean(late) / np.mean(early)), late[-1], sent, learned, adds_up(report))
+
+
+def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
+    """Say how much more memory there is in the end."""
+    seconds = 40.0 if quick else minutes * 60
+    figures.title("overload", f"ten events are sent for each that is learned, for {seconds:.0f} s")
+    found = flooded(folder, bootstrap, seconds, pause=0.1)
+    figures.say("memory_growth", found.growth, f"to {found.bytes / 1e6:.0f} MB of learner and ingest")
+    figures.say("sent_over_learned", found.sent / max(1, found.learned), f"{found.sent} events sent")
+    figures.say("overload_adds_up", found.exact)
+
+
+def _bytes(process: psutil.Process) -> int:
+    """Return the memory of a process; what it shares with others counts in part, where the system tells."""
+    try:
+        memory = process.memory_full_info()
+    except psutil.NoSuchProcess:
+        return 0
+    return int(getattr(memory, "pss", memory.rss))

@@ -1,0 +1,177 @@
+"""Real HTTP clients ask for predictions, all the time, while parts of the pipeline are killed again and again."""
+
+import http.client
+import json
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from anabranch.broker import free_port
+from tests.faults.figures import Figures
+from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
+
+CODE = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
+TEXT = """
+{{stream}}
+[schema.features.x]
+dtype = "float32"
+shape = [3]
+[schema.label]
+name = "y"
+classes = 3
+[model]
+factory = "faulty_model:build"
+{{learner}}
+batch_size = 16
+device = "cpu"
+[versions]
+publish_every = "200ms"
+[cuts]
+every = "1s"
+[serving]
+port = {port}
+"""
+BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1.0, 0.0, 0.0]}]})
+_CLIENTS = 3
+_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass
+class Asked:
+    """What the clients saw.
+
+    Attributes:
+        requests: all of them.
+        failures: those that were not answered with a prediction, with what went wrong.
+        versions: which have answered.
+        longest: the slowest reply, in seconds.
+        kills: of the learner.
+    """
+
+    requests: int = 0
+    failures: list[str] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
+    longest: float = 0.0
+    kills: int = 0
+
+
+class Clients:
+    """Threads that ask without a pause, half of them over a connection that is kept alive."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self.asked = Asked()
+        self._threads = [threading.Thread(target=self._run, args=(place % 2 == 0,)) for place in range(_CLIENTS)]
+
+    def __enter__(self) -> "Clients":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, kept_alive: bool) -> None:
+        connection = self._connect()
+        while not self._done.wait(LOOK_SECONDS):
+            begin = time.monotonic()
+            failure = version = None
+            try:
+                version = predict(connection)
+            except (OSError, http.client.HTTPException, ValueError, KeyError) as exc:
+                failure = f"{type(exc).__name__}: {exc}"
+            with self._lock:
+                self.asked.requests += 1
+                self.asked.longest = max(self.asked.longest, time.monotonic() - begin)
+                if failure is not None:
+                    self.asked.failures.append(failure)
+                elif version is not None:
+                    self.asked.versions.add(version)
+            if failure is not None or not kept_alive:
+                connection.close()
+                connection = self._connect()
+        connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self._port, timeout=_TIMEOUT_SECONDS)
+
+
+def predict(connection: http.client.HTTPConnection) -> int:
+    """Ask for one prediction, and return the version that answered; raises ValueError for any other reply."""
+    connection.request("POST", "/v2/models/faults/infer", BODY, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    content = response.read()
+    if response.status != 200:
+        raise ValueError(f"{response.status} {content[:200]!r}")
+    return int(json.loads(content)["model_version"])
+
+
+def ready(port: int) -> bool:
+    """Whether serving answers with a prediction."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_SECONDS)
+    try:
+        predict(connection)
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    finally:
+        connection.close()
+    return True
+
+
+def asked_while_the_learner_is_killed(folder: Path, bootstrap: str, kills: int, seed: int) -> Asked:
+    """Kill the learner so many times, each a random while after its first step, and return what clients saw."""
+    port = free_port()
+    topic = make_topic(bootstrap, "asked")
+    pipeline = Pipeline(folder, bootstrap, topic, CODE, TEXT.format(port=port))
+    dice = random.Random(seed)
+    with Supervised(pipeline, ("learner", "serving")) as parts, Trickle(bootstrap, topic):
+        parts.until(lambda: ready(port), "a prediction")
+        with Clients(port) as clients:
+            for _ in range(kills):
+                time.sleep(dice.uniform(0.0, 1.5))
+                gone = parts.kill()
+                parts.wait_for(lambda report: report.steps_since_start > 0, "a step after the kill", no_more=gone)
+                clients.asked.kills += 1
+        return clients.asked
+
+
+class Trickle:
+    """Goes on with the stream, some hundred events a second, until the context ends."""
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
+        self._address = bootstrap, topic
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with producer(*self._address) as sender:
+            place = 0
+            while not self._done.wait(LOOK_SECONDS):
+                for _ in range(8):
+                    x = [float(place % 3 == each) for each in range(3)]
+                    sender.send(json.dumps({"x": x, "y": place % 3}).encode())
+                    place += 1
+
+
+def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
+    """Say how many requests failed."""
+    kills = 4 if quick else 40
+    figures.title("serving", f"{_CLIENTS} HTTP clients while the learner is killed {kills} times")
+    found = asked_while_the_learner_is_killed(folder, bootstrap, kills, seed=int(time.time()))
+    note = f"of {found.requests}, by {len(found.versions)} versions"
+    figures.say("failed_requests", len(found.failures), " ".join([note, *found.failures[:1]]))
+    figures.say("requests", found.requests)
+    figures.say("slowest_request_seconds", found.longest)

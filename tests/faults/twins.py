@@ -1,0 +1,125 @@
+"""The same stream with and without kills leads to the same weights, bit for bit, with replay from a file on disk."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from learner.cut import RANK, Cuts
+from tests.faults.figures import Figures
+from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
+
+CODE = """
+from torch import nn
+def build():
+    return nn.Sequential(
+        nn.Linear(32, 600), nn.ReLU(), nn.Dropout(0.2), nn.Linear(600, 600), nn.BatchNorm1d(600), nn.ReLU(),
+        nn.Linear(600, 10)
+    )
+"""
+TEXT = """
+{{stream}}
+format = "rows"
+[schema.features.x]
+dtype = "float32"
+shape = [32]
+[schema.label]
+name = "y"
+classes = 10
+[model]
+factory = "faulty_model:build"
+{{learner}}
+batch_size = {batch}
+deterministic = true
+device = "cpu"
+[replay]
+capacity = {capacity}
+device_bytes = {memory_bytes}
+disk = {{bytes = {disk_bytes}}}
+[versions]
+publish_every = "500ms"
+keep = 2
+keep_hourly = 0
+[cuts]
+every = "500ms"
+[gate]
+guard_fraction = 0.0
+"""
+BATCH, MEMORY_BYTES = 16, 20_000
+_ROWS_A_MESSAGE = 6, 3, 1
+"""Of each partition."""
+
+
+@dataclass(frozen=True)
+class Twins:
+    """How two runs over one stream compare.
+
+    Attributes:
+        equal: whether weights and optimizer of both are the same, bit for bit.
+        tensors: how many tensors were compared.
+        kills: of the second run.
+        stored_bytes: what is stored, of which MEMORY_BYTES may lie in memory.
+    """
+
+    equal: bool
+    tensors: int
+    kills: int
+    stored_bytes: int
+
+
+def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int, seed: int) -> Twins:
+    """Learn one stream twice, the second time while the learner is killed at random moments between its cuts."""
+    topic = make_topic(bootstrap, "twins", len(_ROWS_A_MESSAGE))
+    send(bootstrap, topic, _messages(events, seed))
+    text = TEXT.format(batch=BATCH, capacity=events // 2, memory_bytes=MEMORY_BYTES, disk_bytes=events * 150)
+    dice, ends, stored = random.Random(seed), [], 0
+    for name, interrupted in (("whole", False), ("killed", True)):
+        pipeline = Pipeline(folder / name, bootstrap, topic, CODE, text)
+        with Supervised(pipeline) as learner:
+            for _ in range(kills if interrupted else 0):
+                learner.wait_for(lambda report: report.steps_since_start > 5 and report.cut is not None, "some steps")
+                time.sleep(dice.uniform(0.0, 1.0))
+                gone = learner.kill()
+                learner.until(lambda gone=gone: learner.supervisor.pids().get("learner", gone) != gone, "another one")
+            last = learner.wait_for(lambda report: report.steps == events // BATCH, "the last whole batch")
+            stored = last.replay_bytes["disk"]
+        ends.append(_last_cut(pipeline))
+    whole, killed = ends
+    same = whole.keys() == killed.keys() and all(torch.equal(whole[name], killed[name]) for name in whole)
+    return Twins(same, len(whole), kills, stored)
+
+
+def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
+    """Say whether they are the same."""
+    events, kills = (8_000, 4) if quick else (160_000, 20)
+    figures.title("twins", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
+    found = with_and_without_kills(folder, bootstrap, events, kills, seed=int(time.time()))
+    figures.say("weights_equal", found.equal, f"{found.tensors} tensors of weights and optimizer")
+    figures.say("stored_over_memory", found.stored_bytes / MEMORY_BYTES, "bytes stored on disk over those in memory")
+
+
+def _last_cut(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    cuts = Cuts(pipeline.state_dir / "cuts", "", 0)
+    folder = cuts.path / str(cuts.numbers()[-1]) / RANK
+    parts = {part: load_file(folder / f"{part}.safetensors") for part in ("model", "optimizer")}
+    return {f"{part}.{name}": value for part, tensors in parts.items() for name, value in tensors.items()}
+
+
+def _messages(events: int, seed: int) -> Iterator[bytes]:
+    """Yield events for each partition in turn: with more of them in a message, so that some partitions end early."""
+    generator = np.random.default_rng(seed)
+    rows = np.zeros(events, [("x", "<f4", (32,)), ("y", "<i8")])
+    rows["x"] = generator.standard_normal((events, 32), np.float32)
+    rows["y"] = generator.integers(0, 10, events)
+    begin = 0
+    for count in itertools.cycle(_ROWS_A_MESSAGE):
+        if begin >= events:
+            return
+        yield rows[begin : begin + count].tobytes()
+        begin += count
