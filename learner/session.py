@@ -149,7 +149,7 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         bench = prepare(deployment, channel.device if channel is not None else choose_device(deployment.learner.device))
         schema, model, task, strategy = bench.schema, bench.model, bench.task, bench.strategy
         device, embedding = bench.device, bench.embedding
-        epoch = stack.enter_context(hold_state_directory(deployment.state_dir))
+        epoch = stack.enter_context(hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout))
         trainer = _trainer(bench, channel)
         versions = Versions(deployment.state_dir / "versions")
         versions.clean()

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import fuzz, kills, overload, recovery, serving_kills, twins
+from tests.faults import cost, fuzz, kills, overload, recovery, serving_kills, twins
 from tests.faults.figures import Figures
 from tests.faults.pipeline import broker
 
@@ -19,6 +19,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "kills": kills.run,
     "recovery": recovery.run,
     "twins": twins.run,
+    "cost": cost.run,
     "serving": serving_kills.run,
     "fuzz": fuzz.run,
     "overload": overload.run,
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     chosen = parser.parse_args()
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)
     figures = Figures(quick=chosen.quick)
     for name in chosen.only or PARTS:
         with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:

@@ -11,6 +11,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,7 +62,8 @@ def make_topic(bootstrap: str, name: str, partitions: int = 1) -> str:
 @contextlib.contextmanager
 def producer(bootstrap: str, topic: str) -> Iterator[EventProducer]:
     """A producer into a topic."""
-    sender = EventProducer(StreamSettings(bootstrap_servers=bootstrap, topics=(topic,)), topic)
+    settings = StreamSettings(bootstrap_servers=bootstrap, topics=(topic,))
+    sender = EventProducer(settings, topic, patience=timedelta(minutes=3))
     sender.open()
     try:
         yield sender

@@ -4,13 +4,13 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from ingest.producer import EventProducer
 from tests.faults.figures import Figures
-from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
+from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer, total
 
 CODE = "from torch import nn\ndef build():\n    return nn.Linear(784, 10)\n"
 TEXT = """
@@ -38,6 +38,7 @@ keep_hourly = 0
 """
 ROW_BYTES = 784 * 4 + 8
 _ROWS_A_MESSAGE = 50
+_AHEAD = 10_000
 _ROOM = 1.3
 """Bytes of the file for each of what is stored: places that were left wait for cuts before they are written again."""
 
@@ -50,14 +51,12 @@ def seconds_to_next_step(folder: Path, bootstrap: str, stored_bytes: int, kills:
     pipeline = Pipeline(folder, bootstrap, topic, CODE, text)
     dice, done = random.Random(seed), threading.Event()
     with Supervised(pipeline) as learner, producer(bootstrap, topic) as sender:
-        for message in _messages(rows * 11 // 10, seed):
-            sender.send(message)
-        sender.flush()
+        _fill(pipeline, sender, rows * 11 // 10, seed)
         trickle = threading.Thread(target=_trickle, args=(sender, done))
         trickle.start()
         try:
             learner.wait_for(lambda report: report.replay_rows.get("disk", 0) >= rows * 0.98, "a store that is full")
-            learner.wait_for(lambda report: report.cut is not None, "a first cut", no_more=0)
+            learner.wait_for(lambda report: report.cut is not None, "a first cut")
             found = []
             for _ in range(kills):
                 learner.wait_for(lambda report: report.steps_since_start > 0, "a step")
@@ -82,10 +81,14 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     figures.say("recovery_seconds_median", statistics.median(found))
 
 
-def _messages(rows: int, seed: int) -> Iterator[bytes]:
+def _fill(pipeline: Pipeline, sender: EventProducer, rows: int, seed: int) -> None:
+    """Send so many events, not far ahead of the learner: the broker shares the disk with it."""
     generator = np.random.default_rng(seed)
-    for _ in range(-(-rows // _ROWS_A_MESSAGE)):
-        yield _message(generator)
+    for sent in range(0, rows, _ROWS_A_MESSAGE):
+        while sent > _AHEAD + (total(report) if (report := pipeline.report()) is not None else 0):
+            time.sleep(LOOK_SECONDS)
+        sender.send(_message(generator))
+    sender.flush()
 
 
 def _message(generator: np.random.Generator) -> bytes:
@@ -95,8 +98,8 @@ def _message(generator: np.random.Generator) -> bytes:
     return rows.tobytes()
 
 
-def _trickle(sender: object, done: threading.Event) -> None:
-    """Go on with the stream: there is always something to learn from."""
+def _trickle(sender: EventProducer, done: threading.Event) -> None:
+    """Go on with the stream, a hundred events a second: there is always something to learn from."""
     generator = np.random.default_rng(0)
-    while not done.wait(LOOK_SECONDS):
+    while not done.wait(0.5):
         sender.send(_message(generator))

@@ -1,13 +1,20 @@
 """One learner a state directory."""
 
+import contextlib
+import errno
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from ingest.errors import SecondLearnerError, SettingsError
-from learner.lock import hold_state_directory
+from ingest.errors import DependencyError, SecondLearnerError, SettingsError
+from learner.lock import LOCK, hold_state_directory
 
 
 def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path: Path) -> None:
@@ -45,3 +52,50 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match="state_dir"), hold_state_directory(tmp_path / "file" / "var"):
         pass
+
+
+def test_one_that_is_stopping_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "learner.lock")
+
+    def hold() -> int:
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(seconds=60)) as epoch:
+            return epoch
+
+    stop = threading.Event()
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as first:
+        first.enter_context(hold_state_directory(tmp_path, stop))
+        with pytest.raises(SecondLearnerError):
+            hold()
+        stop.set()
+        _until(lambda: (tmp_path / LOCK).read_bytes() == b"stopping")
+        second = pool.submit(hold)
+        _until(lambda: "its end is waited for" in caplog.text)
+        assert not second.done()
+        first.close()
+        assert second.result(30) == 2
+
+
+def test_one_that_was_stopping_says_nothing_of_the_next(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with hold_state_directory(tmp_path, stop):
+        _until(lambda: (tmp_path / LOCK).read_bytes() == b"stopping")
+    with hold_state_directory(tmp_path), pytest.raises(SecondLearnerError):
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)):
+            pass
+
+
+def test_a_full_disk_is_no_fault_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("learner.files.os.fsync", full)
+    with pytest.raises(DependencyError, match="No space left"), hold_state_directory(tmp_path):
+        pass
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)

@@ -1,0 +1,128 @@
+"""`anabranch up` when its parts and it itself are killed: all comes back by itself, and nothing is left running."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from anabranch.broker import free_port
+from learner.version import Versions
+from tests.faults.pipeline import LOOK_SECONDS, Pipeline, adds_up, make_topic, send, total
+from tests.faults.serving_kills import CODE, TEXT, Clients, ready
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+class Started:
+    """A command of a pipeline that runs in a session of its own."""
+
+    def __init__(self, pipeline: Pipeline, *command: str) -> None:
+        self._log = pipeline.folder / "commands.log"
+        with self._log.open("ab") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "anabranch", *command, "-c", str(pipeline.path)],
+                stdout=said,
+                stderr=said,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def family(self) -> list[psutil.Process]:
+        """Return it and all that it has started, directly or not."""
+        this = psutil.Process(self.process.pid)
+        return [this, *this.children(recursive=True)]
+
+    def until(self, look: Callable[[], Any], what: str, patience: float = 100.0) -> Any:
+        """Return the first true value of `look`; fail when the command ends before."""
+        deadline = time.monotonic() + patience
+        while not (found := look()):
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.said()}"
+            assert time.monotonic() < deadline, f"no {what}: {self.said()}"
+            time.sleep(LOOK_SECONDS)
+        return found
+
+    def said(self) -> str:
+        """Return the end of what commands of the pipeline said."""
+        return self._log.read_text()[-4000:]
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Started]]:
+    """Starts a command of a pipeline: `start(pipeline, "up")`; nothing of it is left at the end."""
+    started: list[Started] = []
+
+    def begin(pipeline: Pipeline, *command: str) -> Started:
+        started.append(Started(pipeline, *command))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in each.family():
+                process.kill()
+        each.process.wait()
+
+
+def events(count: int) -> list[bytes]:
+    return [json.dumps({"x": [float(i % 3 == k) for k in range(3)], "y": i % 3}).encode() for i in range(count)]
+
+
+def pid_of(pipeline: Pipeline, part: str) -> int | None:
+    try:
+        return int(json.loads((pipeline.state_dir / f"{part}.json").read_text())["pid"])
+    except FileNotFoundError:
+        return None
+
+
+def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(
+    kafka: Any, tmp_path: Path, start: Callable[..., Started]
+) -> None:
+    port, topic = free_port(), make_topic(kafka.bootstrap, "parts")
+    pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, CODE, TEXT.format(port=port))
+    first = start(pipeline, "up")
+    send(kafka.bootstrap, topic, events(300))
+    first.until(lambda: ready(port) and total(pipeline.report()) == 300, "an outcome for each event")
+    family = first.family()
+    assert len(family) >= 4, "it is not all parts that are looked at"
+
+    first.process.kill()
+    second = start(pipeline, "up")
+    assert psutil.wait_procs(family, 40)[1] == []
+    send(kafka.bootstrap, topic, events(300))
+
+    def learned() -> bool:
+        report = pipeline.report()
+        return report.pid in {each.pid for each in second.family()} and total(report) == 600
+
+    second.until(learned, "an outcome for each event once more")
+    assert adds_up(pipeline.report())
+    second.until(lambda: ready(port), "a prediction")
+
+    learner, serving = pid_of(pipeline, "learner"), pid_of(pipeline, "serving")
+    os.kill(serving, signal.SIGKILL)
+    second.until(lambda: pid_of(pipeline, "serving") not in (serving, None) and ready(port), "a prediction again")
+    assert pid_of(pipeline, "learner") == learner
+    family = second.family()
+    assert second.stop() == 0, second.said()
+    assert psutil.wait_procs(family, 10)[1] == []
+
+    alone = start(pipeline, "serve")
+    alone.until(lambda: ready(port), "a prediction without a learner")
+    with Clients(port) as clients:
+        alone.until(lambda: clients.asked.requests > 20, "some replies")
+    assert clients.asked.failures == []
+    assert clients.asked.versions == {Versions(pipeline.state_dir / "versions").numbers()[-1]}
