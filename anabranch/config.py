@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from ingest.config import SchemaSettings, Section, StreamSettings
 from ingest.errors import SettingsError
-from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, ShareSettings, VersionsSettings
 from learner.support import point, refused
 from replay.config import ReplaySettings
 from serving.config import ServingSettings, is_loopback
@@ -52,6 +52,8 @@ class Pipeline(Section):
     """The held-out events."""
     serving: ServingSettings = ServingSettings()
     """Predictions over HTTP."""
+    share: ShareSettings = ShareSettings()
+    """How serving borrows the device from the learner."""
 
 
 class Config:

@@ -93,6 +93,7 @@ _TAIL = """\
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
 | `epoch` | how many learners have held the lock |
+| `share/server-<n>`, `share/learner-<n>` | by which a server says that it needs the device, a rank that it gives way |
 
 ## Variables of the environment
 
@@ -111,15 +112,15 @@ _TAIL = """\
 
 The design fixes the names that users build on. These were added to it:
 
-- keys `stream.max_message_bytes`, `stream.buffer_bytes`, `stream.lag_policy.fraction`, `schema.label.multi`, `learner.max_delay`,
-  `learner.max_grad_norm`,
+- keys `stream.max_message_bytes`, `stream.buffer_bytes`, `stream.lag_policy.fraction`, `schema.label.multi`,
+  `learner.max_delay`, `learner.max_grad_norm`,
   `learner.micro_batch_size`, `learner.old_weight`, `learner.drift.actions`, `learner.drift.delta`,
   `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
   `learner.comm_hook`, `learner.sync_every`, `learner.sharding`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
   `serving.twin`, `serving.request_log`, `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
   `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
-  `learner.profile.steps`
+  `learner.profile.steps`, `share.fraction`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
   `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
@@ -141,7 +142,7 @@ The design fixes the names that users build on. These were added to it:
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - the command `versions unpin` and the order `unpin`; `promoted` in `versions/state.json`
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
-- files `learner.json`, `serving.json`, `learner.lock`, `epoch`
+- files `learner.json`, `serving.json`, `learner.lock`, `epoch`, `share/server-<n>`, `share/learner-<n>`
 """
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from anabranch.config import Config
 from anabranch.daemon import stop_on_signals
-from learner.report import LearnerReport
+from learner.report import LearnerReport, ShareReport
 from learner.report import read_report as read_learner
 from serving.health import SILENT
 from serving.report import ServingReport
@@ -123,6 +123,8 @@ def _learner(report: LearnerReport) -> RenderableType:
     if report.replay_lost:
         table.add_row("", Text(f"{report.replay_lost:,} events were lost by a tier", style="yellow"))
     table.add_row("held out", f"{report.guard_rows:,}")
+    if report.share is not None:
+        table.add_row("share", _share(report.share))
     made = "" if report.cut_time is None else f", made {_age(time.time() - report.cut_time)} ago"
     table.add_row("cut", "none yet" if report.cut is None else f"{report.cut}{made}")
     newest = "none yet" if report.version is None else str(report.version)
@@ -137,6 +139,16 @@ def _gate(report: LearnerReport) -> Text:
         return Text(report.verdict or "nothing judged yet")
     age, why = _age(report.time - report.held_since), "; ".join(report.held_reasons)
     return Text(f"versions are held back, for {age}: {why}", style="yellow")
+
+
+def _share(share: ShareReport) -> str:
+    wait = "" if share.wait_p99_seconds is None else f", p99 {share.wait_p99_seconds * 1000:.1f} ms to give way"
+    size = "" if share.micro_batch_size is None else f", micro-batches of {share.micro_batch_size:,}"
+    return f"{share.policy}: {share.training:.0%} training, {_count(share.servers, 'server')}{wait}{size}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _serving(report: ServingReport) -> RenderableType:

@@ -84,6 +84,7 @@ def _rank(group: Path, arguments: list[str]) -> int:
 
 def _deployment(config: "Config") -> "Deployment":
     from learner.session import Deployment
+    from learner.sharing import Terms
 
     pipeline = config.pipeline
     return Deployment(
@@ -100,6 +101,9 @@ def _deployment(config: "Config") -> "Deployment":
         folder=config.folder,
         state_dir=config.state_dir,
         read_token=pipeline.serving.tokens.read.get_secret_value(),
+        share=Terms(
+            *(pipeline.share, pipeline.serving.slo, pipeline.serving.timeout), fixed=pipeline.learner.deterministic
+        ),
     )
 
 

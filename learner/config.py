@@ -221,3 +221,18 @@ class GateSettings(Section):
     on_hold: Literal["alert", "serve"] = "alert"
     """What is done then: `alert` goes on and is ill; `serve` serves the next one all the same, and it is from then on
     what others are compared with."""
+
+
+class ShareSettings(Section):
+    """How serving borrows the device from the learner."""
+
+    policy: Literal["inference-first", "fraction", "exclusive"] = "inference-first"
+    """Who waits: with `inference-first` training, for as long as requests need the device; with `fraction` too, but it
+    gets at least `fraction` of the time; with `exclusive` nobody, since each has a device or cores of its own."""
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """What training gets at least with `policy = "fraction"`, of the time in which it has something to do."""
+
+    @property
+    def least(self) -> float:
+        """What training gets at least, as a fraction of the time."""
+        return self.fraction if self.policy == "fraction" else 0.0

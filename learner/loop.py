@@ -283,6 +283,11 @@ class Loop:
         return self._parts.trainer.micro_batch_size
 
     @property
+    def rows_of_step(self) -> int:
+        """New and old events of a full step, of one rank."""
+        return int(self._settings.batch_size * (1 + self.replay_ratio))
+
+    @property
     def note(self) -> str | None:
         """One sentence on what the learner did to go on, though it is not ill."""
         return self._parts.trainer.note

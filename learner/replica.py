@@ -4,6 +4,7 @@ import threading
 
 from learner.replicas import Place, Replicas, join_group
 from learner.session import Deployment, bounded, prepare
+from learner.sharing import share
 from learner.team import Channel, follow
 from learner.trainer import Trainer
 
@@ -14,12 +15,18 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
     Raises:
         RankLostError: the leader is gone.
     """
-    with bounded(stop, deployment.learner.stop_timeout), join_group(place, deployment.learner) as device:
+    with (
+        bounded(stop, deployment.learner.stop_timeout),
+        join_group(place, deployment.learner) as device,
+        share(deployment.share, deployment.state_dir, device, stop) as sharing,
+    ):
         channel = Channel(device)
 
         def make() -> tuple[Trainer, Replicas]:
             bench = prepare(deployment, device, place.rank)
             replicas = Replicas(deployment.learner, search=bench.leaves_some_out)
-            return Trainer(**bench.arguments, ranks=replicas), replicas
+            trainer = Trainer(**bench.arguments, ranks=replicas)
+            trainer.give_way = sharing.give_way if sharing is not None else None
+            return trainer, replicas
 
         follow(channel, make)

@@ -31,6 +31,26 @@ class PartitionReport(msgspec.Struct, frozen=True):
     """Skipped events by reason."""
 
 
+class ShareReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How the learner shares its device with serving."""
+
+    policy: str
+    servers: int
+    """Serving processes that live."""
+    training: float
+    """Of the time of the last steps, the part that was not given to requests: 0 to 1."""
+    times: int
+    """How often it gave way since the start of the process."""
+    yielded_seconds: float
+    """How long altogether."""
+    wait_p99_seconds: float | None = None
+    """How long it took at the 99th percentile to give way to a request; None if there was none."""
+    micro_batch_size: int | None = None
+    """Events of a micro-batch now; None: all of a step."""
+    scheduling: str = "normal"
+    """How the kernel sees its threads: `normal`, or what makes them wait for those of serving."""
+
+
 class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """One moment of a learner."""
 
@@ -99,6 +119,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     replay_lost: int = 0
     """Events of the store whose payload a tier could not keep or give back, since the start of the process."""
     guard_rows: int = 0
+    share: ShareReport | None = None
+    """None where the device is not shared."""
     forgotten: int = 0
     """Records of what is forgotten; none of it is trained on or stored from then on."""
     forgotten_through: int = 0

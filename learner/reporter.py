@@ -18,6 +18,7 @@ from learner.lag import LagPolicy
 from learner.loop import Loop, Metrics
 from learner.publisher import Publisher
 from learner.report import LearnerReport, write_report
+from learner.sharing import Sharing
 from replay.store import Store
 
 _EVERY_SECONDS = 0.5
@@ -45,6 +46,7 @@ class Reporter:
         strategy: str,
         classification: bool,
         launched: bool = False,
+        sharing: Sharing | None = None,
     ) -> None:
         self._state_dir = state_dir
         self._epoch = epoch
@@ -60,6 +62,7 @@ class Reporter:
         self._metrics = metrics
         self._strategy = strategy
         self._classification = classification
+        self._sharing = sharing
         self._launcher = os.getppid() if launched else None
         self._cut: tuple[int, float | None] = (0, None)
         self._started = time.time()
@@ -142,6 +145,7 @@ class Reporter:
             replay_bounds=store.bounds if store is not None else {},
             replay_lost=store.lost if store is not None else 0,
             guard_rows=len(self._guard),
+            share=self._sharing.report if self._sharing is not None else None,
             forgotten=self._forgetting.records,
             forgotten_through=self._forgetting.through,
             version=publisher.number,
@@ -224,6 +228,8 @@ class Reporter:
         for window, value in report.loss.items():
             metrics.loss.labels(window).set(value)
         metrics.window.set(report.window_rows)
+        if report.share is not None:
+            metrics.share_training.set(report.share.training)
         metrics.replay_ratio.set(report.replay_ratio)
         if report.forgetting is not None:
             metrics.forgetting.set(report.forgetting)

@@ -41,6 +41,7 @@ from learner.replay_cut import unpack
 from learner.replicas import Place, Replicas, leaves_some_out
 from learner.reporter import Reporter
 from learner.scorer import Scorer
+from learner.sharing import Terms, share
 from learner.status import serve_status
 from learner.strategies.build import build_strategy
 from learner.strategy import OUTPUT, Strategy, kept
@@ -88,6 +89,7 @@ class Deployment:
     state_dir: Path
     read_token: str
     """Wanted by `/metrics`, unless it is empty."""
+    share: Terms
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,10 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         device, embedding = bench.device, bench.embedding
         epoch = stack.enter_context(hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout))
         trainer = _trainer(bench, channel)
+        sharing = stack.enter_context(
+            share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
+        )
+        trainer.give_way = sharing.give_way if sharing is not None else None
         versions = Versions(deployment.state_dir / "versions")
         versions.clean()
         reference, scorer = reference_to(deployment.model), Scorer(model, task, schema, device)
@@ -190,6 +196,7 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
             strategy=deployment.learner.strategy.name,
             classification=schema.label.classes is not None,
             launched=place is not None,
+            sharing=sharing,
         )
         port = stack.enter_context(
             serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
@@ -205,9 +212,14 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         tracing = Tracing(deployment.learner.profile, deployment.state_dir)
         stack.callback(tracing.close)
 
+        if sharing is not None:
+            sharing.while_waiting = reporter.report_if_due
+
         def at_boundary() -> None:
             reporter.report_if_due()
             tracing.look(loop.steps)
+            if sharing is not None:
+                sharing.steer(trainer, loop.rows_of_step)
             if isinstance(trainer, Leader):
                 trainer.beat()
 

@@ -6,7 +6,7 @@ Legend: B new events, R replayed ones.
 import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -92,6 +92,8 @@ class Trainer:
         self.strategy = strategy
         self.micro_batch_size = settings.micro_batch_size
         """Events of a micro-batch; None: all of a step at once. May change between steps."""
+        self.give_way: Callable[[], None] | None = None
+        """Called before each micro-batch; may take its time."""
         self.note: str | None = None
         """One sentence when micro-batches were made smaller for want of memory."""
         self._transfer = Transfer(device)
@@ -268,6 +270,8 @@ class Trainer:
         heard = Heard()
         parts = micro_batches(new, old, self.micro_batch_size)
         for place, (some_new, some_old) in enumerate(parts):
+            if self.give_way is not None:
+                self.give_way()
             with self._ranks.apart() if place < len(parts) - 1 else contextlib.nullcontext():
                 self._learn(some_new, some_old, whole, heard)
         if self.strategy.learns_gradient:

@@ -18,6 +18,7 @@ from typing import Self
 
 import numpy as np
 
+from learner.lease import ServerMark
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, BusyError, FailedError, RequestError
 from serving.protocol import EMBEDDING
@@ -49,12 +50,13 @@ class Batcher:
     with more than `max_batch` rows is a batch by itself, run in pieces.
     """
 
-    def __init__(self, settings: ServingSettings, fail: Callable[[BaseException], None]) -> None:
-        """`fail` is called, in the worker's thread, with a bug that ended the worker."""
+    def __init__(self, settings: ServingSettings, fail: Callable[[BaseException], None], mark: ServerMark) -> None:
+        """`fail` is called, in the worker's thread, with a bug that ended the worker; `mark` tells the learner."""
         self._max_batch = settings.max_batch
         self._max_queue = settings.max_queue
         self._max_delay = settings.max_delay.total_seconds()
         self._fail = fail
+        self._mark = mark
         self._queue: deque[_Waiting] = deque()
         self._rows = 0
         self._busy = False
@@ -90,9 +92,10 @@ class Batcher:
         waiting = _Waiting(version, features, rows, self._loop.time(), self._loop.create_future(), embed)
         self._queue.append(waiting)
         self._rows += rows
-        self._consider()
         try:
-            return await waiting.answer
+            with self._mark.waiting():
+                self._consider()
+                return await waiting.answer
         except asyncio.CancelledError:
             self._leave(waiting)
             raise
@@ -125,6 +128,7 @@ class Batcher:
             rows += batch[-1].rows
         self._rows -= rows
         self._busy = True
+        self._mark.run()
         self._batches.put(batch)
 
     def _leave(self, waiting: _Waiting) -> None:
@@ -136,6 +140,7 @@ class Batcher:
 
     def _answer(self, batch: Sequence[_Waiting]) -> None:
         self._busy = False
+        self._mark.rest()
         for waiting in batch:
             if waiting.answer.done():
                 continue  # cancelled meanwhile

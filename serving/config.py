@@ -57,6 +57,8 @@ class ServingSettings(Section):
     """Rows that one run of the model may take together."""
     max_delay: Duration = timedelta(milliseconds=2)
     """How long a request may wait for others to share its batch."""
+    slo: PositiveDuration = timedelta(milliseconds=20)
+    """What 99 of 100 answers are to take at most: the learner's micro-batches become smaller where it keeps them."""
     max_queue: Annotated[int, Field(ge=1)] = 4096
     """Rows that may wait; requests beyond them are answered 503 with Retry-After."""
     max_body_bytes: Annotated[ByteSize, Field(ge=1024)] = ByteSize(16_000_000)

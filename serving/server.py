@@ -16,6 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from ingest.errors import SettingsError
+from learner.lease import hold_server
 from serving.app import HttpServer, build_app
 from serving.batcher import Batcher
 from serving.config import ServingSettings
@@ -99,7 +100,8 @@ class _Process:
         """
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
-            batcher = stack.enter_context(Batcher(self._settings, self._bugs.append))
+            mark = stack.enter_context(hold_server(self._deployment.state_dir, self._settings.slo))
+            batcher = stack.enter_context(Batcher(self._settings, self._bugs.append, mark))
             self._swap = Swap(
                 self._deployment,
                 self._settings.max_batch,

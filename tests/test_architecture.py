@@ -55,6 +55,7 @@ KEYS_OF_THE_DESIGN = words("""
     cuts.every cuts.keep gate.guard_fraction gate.guard_rows
     gate.max_drop_new gate.max_drop_old gate.min_rows gate.max_hold gate.on_hold
     serving.host serving.port serving.max_batch serving.max_delay
+    serving.slo share.policy
     serving.tokens.read serving.tokens.admin serving.tls.cert serving.tls.key
 """)
 KEYS_ADDED = words("""
@@ -66,6 +67,7 @@ KEYS_ADDED = words("""
     learner.comm_hook learner.sync_every learner.sharding
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.twin serving.request_log
+    share.fraction
     replay.half_life replay.device_memory
 """)
 
@@ -78,6 +80,7 @@ METRICS_OF_THE_DESIGN = words("""
     anabranch_serving_requests_total anabranch_serving_request_duration_seconds anabranch_serving_version
     anabranch_serving_freshness_duration_seconds anabranch_serving_swaps_total
     anabranch_cut_duration_seconds anabranch_cut_stall_seconds_total
+    anabranch_share_wait_duration_seconds anabranch_share_training_ratio
 """)
 METRICS_ADDED = words("""
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total

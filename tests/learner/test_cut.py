@@ -27,7 +27,14 @@ from ingest.fake import fake_columns
 from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
 from ingest.source import Partition, Source
-from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.config import (
+    CutsSettings,
+    GateSettings,
+    LearnerSettings,
+    ModelSettings,
+    ShareSettings,
+    VersionsSettings,
+)
 from learner.cut import MANIFEST, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
@@ -44,6 +51,7 @@ from learner.publisher import Publisher, reference_to
 from learner.replay_cut import unpack
 from learner.scorer import Scorer
 from learner.session import Deployment, learn
+from learner.sharing import Terms
 from learner.strategies import STRATEGIES
 from learner.strategies.der import DarkReplayPlus
 from learner.strategy import Examples, Strategy, kept
@@ -486,6 +494,7 @@ def test_a_cut_of_a_strategy_with_other_columns_is_refused_before_the_first_step
         folder=tmp_path,
         state_dir=tmp_path,
         read_token="",
+        share=Terms(ShareSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)),
     )
     sentence = (
         r'"der" wants an output of shape \[3\] kept with each stored event, and cut 1 has no output of the model; put'

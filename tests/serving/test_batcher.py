@@ -2,15 +2,18 @@
 
 import asyncio
 import gc
+import tempfile
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from learner.lease import ServerMark, hold_server
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, BusyError, FailedError
@@ -46,11 +49,13 @@ class FakeVersion:
 def batching(test: Callable[[Batcher], Awaitable[None]], **settings: Any) -> None:
     bugs: list[BaseException] = []
 
-    async def main() -> None:
-        with Batcher(ServingSettings(**{"max_delay": timedelta(milliseconds=20), **settings}), bugs.append) as batcher:
+    async def main(mark: ServerMark) -> None:
+        chosen = ServingSettings(**{"max_delay": timedelta(milliseconds=20), **settings})
+        with Batcher(chosen, bugs.append, mark) as batcher:
             await asyncio.wait_for(test(batcher), 30)
 
-    asyncio.run(main())
+    with tempfile.TemporaryDirectory() as folder, hold_server(Path(folder), timedelta(milliseconds=20)) as mark:
+        asyncio.run(main(mark))
     assert not bugs
 
 

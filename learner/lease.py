@@ -1,0 +1,235 @@
+"""The share's contract: a mapped file for each server and each rank of the learner, in `var/share/`. Imports no torch.
+
+A server marks in its file that requests wait; the learner looks at the marks of all servers between micro-batches. Each
+file has one writer, who holds a lock on it for as long as it lives: the kernel lets go of the lock however the process
+ends, and pids say nothing between containers that share a volume. A mark whose file is not locked is a dead one's.
+
+Every field is a word of 64 bits that means something by itself and is written at once, so that no reader sees half of a
+mark. Moments are nanoseconds of the monotonic clock, which all processes of one machine share.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
+
+from ingest.errors import SettingsError
+
+FOLDER = "share"
+_SERVER, _LEARNER = "server", "learner"
+_FORM = 0x1_6573_6165_6C
+"""The first word of a file that is one of these: "lease" and the number of the form."""
+_BYTES = 64
+_MOST_HOLDERS = 256
+
+
+class Field(IntEnum):
+    """The words of a file."""
+
+    FORM = 0
+    WAITING = 1
+    """Of a server: since when the oldest request waits for its answer; 0: none does."""
+    RUNNING = 2
+    """Of a server: since when the model is at work on a batch; 0: it is not."""
+    ANSWERED = 3
+    """Of a server: requests answered so far."""
+    LATE = 4
+    """Of a server: those of them that took longer than `serving.slo`."""
+    YIELDING = 5
+    """Of a rank: since when it gives way; 0: it does not."""
+    ROWS = 6
+    """Of a rank: events of a micro-batch at most; 0: all of a step."""
+
+
+class Slot:
+    """One holder's file, mapped."""
+
+    def __init__(self, descriptor: int, mapped: mmap.mmap) -> None:
+        self._descriptor = descriptor
+        self._mapped = mapped
+        self._words = memoryview(mapped).cast("Q")
+
+    def __getitem__(self, field: Field) -> int:
+        return self._words[field]
+
+    def __setitem__(self, field: Field, value: int) -> None:
+        self._words[field] = value
+
+    @property
+    def alive(self) -> bool:
+        """Whether another process holds it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
+
+    def close(self) -> None:
+        """Unmap it, and let go of the lock."""
+        self._words.release()
+        self._mapped.close()
+        os.close(self._descriptor)
+
+
+class ServerMark:
+    """What one server tells the learner. Used by one thread."""
+
+    def __init__(self, slot: Slot, slo: timedelta) -> None:
+        self._slot = slot
+        self._slo = slo.total_seconds() * 1e9
+        self._begins: dict[int, int] = {}
+        self._requests = 0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A request waits for as long as the block runs, and is answered unless that raises."""
+        begin, self._requests = time.monotonic_ns(), self._requests + 1
+        number = self._requests
+        self._begins[number] = begin
+        self._mark()
+        try:
+            yield
+            if time.monotonic_ns() - begin > self._slo:
+                self._slot[Field.LATE] += 1
+            self._slot[Field.ANSWERED] += 1
+        finally:
+            del self._begins[number]
+            self._mark()
+
+    def run(self) -> None:
+        """Mark that the model begins with a batch."""
+        self._slot[Field.RUNNING] = time.monotonic_ns()
+
+    def rest(self) -> None:
+        """Mark that the model has nothing to do."""
+        self._slot[Field.RUNNING] = 0
+
+    def _mark(self) -> None:
+        self._slot[Field.WAITING] = next(iter(self._begins.values()), 0)
+
+
+class Servers:
+    """The marks of all servers of a state directory, as the learner sees them. Used by one thread."""
+
+    def __init__(self, state_dir: Path, patience: timedelta) -> None:
+        """A mark that is older than `patience` is of a server that hangs, and is not waited for."""
+        self._folder = state_dir / FOLDER
+        self._patience = int(patience.total_seconds() * 1e9)
+        self._slots: dict[str, Slot] = {}
+
+    def refresh(self) -> None:
+        """Take note of servers that have come; a slot that was once seen is kept, since another may take it over."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._folder.iterdir():
+                if path.name not in self._slots and path.name.startswith(_SERVER):
+                    slot = _seen(path)
+                    if slot is not None:
+                        self._slots[path.name] = slot
+
+    def since(self, field: Field) -> int:
+        """Return the earliest moment that stands in a field of a living server, 0 when there is none.
+
+        Takes a microsecond where nobody waits, since only a server that has a mark is asked whether it lives.
+        """
+        earliest = 0
+        for slot in self._slots.values():
+            moment = slot[field]
+            if moment and time.monotonic_ns() - moment < self._patience and slot.alive:
+                earliest = min(earliest or moment, moment)
+        return earliest
+
+    def total(self, field: Field) -> int:
+        """Add up a count of all servers; the count of one that is started again begins anew."""
+        return sum(slot[field] for slot in self._slots.values())
+
+    @property
+    def alive(self) -> int:
+        """How many servers there are."""
+        return sum(slot.alive for slot in self._slots.values())
+
+    def close(self) -> None:
+        """Unmap all."""
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+
+
+@contextlib.contextmanager
+def hold_server(state_dir: Path, slo: timedelta) -> Iterator[ServerMark]:
+    """Hold a server's slot. Raises SettingsError when the state directory cannot be written."""
+    with _hold(state_dir, _SERVER) as slot:
+        yield ServerMark(slot, slo)
+
+
+@contextlib.contextmanager
+def hold_learner(state_dir: Path) -> Iterator[Slot]:
+    """Hold a rank's slot. Raises SettingsError when the state directory cannot be written."""
+    with _hold(state_dir, _LEARNER) as slot:
+        yield slot
+
+
+def learners(state_dir: Path) -> list[dict[Field, int]]:
+    """Return what the fields of each living rank say."""
+    found = []
+    for path in sorted((state_dir / FOLDER).glob(f"{_LEARNER}-*")):
+        slot = _seen(path)
+        if slot is not None:
+            if slot.alive:
+                found.append({field: slot[field] for field in Field})
+            slot.close()
+    return found
+
+
+@contextlib.contextmanager
+def _hold(state_dir: Path, kind: str) -> Iterator[Slot]:
+    folder = state_dir / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        slot = next(filter(None, (_taken(folder / f"{kind}-{n}") for n in range(_MOST_HOLDERS))), None)
+    except OSError as exc:
+        raise SettingsError(f"state_dir: cannot write to {folder}: {exc.strerror}") from exc
+    if slot is None:
+        raise SettingsError(f"state_dir: {_MOST_HOLDERS} processes hold a slot in {folder} already")
+    try:
+        yield slot
+    finally:
+        slot.close()
+
+
+def _taken(path: Path) -> Slot | None:
+    """Take a slot unless another has it, all words but the first 0; written out, so that a full disk is met here."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(descriptor, bytes(_BYTES), 0)
+        slot = Slot(descriptor, mmap.mmap(descriptor, _BYTES))
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    slot[Field.FORM] = _FORM
+    return slot
+
+
+def _seen(path: Path) -> Slot | None:
+    """Map another's slot to read it; None when it is not whole yet, or is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if os.fstat(descriptor).st_size < _BYTES:
+        os.close(descriptor)
+        return None
+    slot = Slot(descriptor, mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ))
+    if slot[Field.FORM] not in (0, _FORM):
+        slot.close()
+        return None
+    return slot

@@ -1,0 +1,179 @@
+"""The learner's side of the share: it gives way to requests between micro-batches, and counts what that costs."""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+from prometheus_client import Histogram
+
+from learner.ahead import Ahead
+from learner.config import ShareSettings
+from learner.lease import Field, Servers, Slot, hold_learner
+from learner.pace import Allowance, Pace
+from learner.report import ShareReport
+from learner.trainer import Trainer
+
+_LOOK_SECONDS = 1e-4
+_LONGEST_SECONDS = 30.0
+"""Training gives way for so long at a stretch: a micro-batch now and then tells other ranks that this one is alive."""
+_INTERVAL_SECONDS = 0.5
+_INTERVALS = 10
+_MOST_WAITS = 4096
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which a learner shares its device with serving."""
+
+    settings: ShareSettings
+    slo: timedelta
+    """The 99th percentile of the time that an answer may take."""
+    patience: timedelta
+    """A request that waits for longer is of a server that hangs."""
+    fixed: bool = False
+    """Whether the size of micro-batches is not to be changed."""
+
+
+class Sharing:
+    """One rank's. Used by the thread that trains; on a CPU the kernel preempts besides."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        servers: Servers,
+        slot: Slot,
+        device: torch.device,
+        stop: threading.Event,
+        waits: Histogram | None = None,
+    ) -> None:
+        self.while_waiting: Callable[[], None] | None = None
+        """Called again and again while training gives way: others want to hear that it has not ended."""
+        self._stop = stop
+        self._terms = terms
+        self._servers = servers
+        self._slot = slot
+        self._observed = waits
+        self._ahead = Ahead(device)
+        # A request whose batch is not full yet keeps no CPU busy, but a device has to be empty when the batch comes.
+        self._field = Field.RUNNING if device.type == "cpu" else Field.WAITING
+        self._allowance = Allowance(terms.settings.least)
+        self._pace = Pace(terms.slo.total_seconds())
+        self._limit: int | None = None
+        self._began: float | None = None
+        self._trained = self._yielded = 0.0
+        self._marks = deque([(0.0, 0.0)], maxlen=_INTERVALS)
+        self._times, self._longest, self._since = 0, 0.0, 0
+        self._waits: deque[float] = deque(maxlen=_MOST_WAITS)
+        self._counts = (0, 0)
+        self._due = 0.0
+
+    def give_way(self) -> None:
+        """Return when no request needs the device, or it is training's turn; called before each micro-batch."""
+        self._ahead.wait()
+        self._count()
+        if self._allowance.left > 0 and not self._stop.is_set() and (since := self._servers.since(self._field)):
+            self._wait(since)
+        self._began = time.monotonic()
+
+    def pause(self) -> None:
+        """Note that no step is on; called at step boundaries."""
+        self._count()
+        self._began = None
+
+    def steer(self, trainer: Trainer, rows: int) -> None:
+        """Look for servers and set the size of micro-batches, twice a second; called at step boundaries.
+
+        Args:
+            trainer: whose size is set, unless the terms say that it is fixed.
+            rows: events of a step on this rank.
+        """
+        self.pause()
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _INTERVAL_SECONDS
+        self._servers.refresh()
+        counts = self._servers.total(Field.ANSWERED), self._servers.total(Field.LATE)
+        answered, late = (max(0, now - before) for now, before in zip(counts, self._counts, strict=True))
+        if not self._terms.fixed:
+            if trainer.micro_batch_size != self._pace.rows:
+                self._limit = trainer.micro_batch_size  # by the config, or for want of memory
+            paced = self._pace.interval(min(rows, self._limit or rows), answered, late, self._longest)
+            trainer.micro_batch_size = paced or self._limit
+        self._counts, self._longest = counts, 0.0
+        self._slot[Field.ROWS] = trainer.micro_batch_size or 0
+        self._marks.append((self._trained, self._yielded))
+
+    @property
+    def report(self) -> ShareReport:
+        """What is to be told of it."""
+        trained, yielded = (
+            now - then for now, then in zip((self._trained, self._yielded), self._marks[0], strict=True)
+        )
+        return ShareReport(
+            policy=self._terms.settings.policy,
+            servers=self._servers.alive,
+            training=trained / (trained + yielded) if trained + yielded else 1.0,
+            times=self._times,
+            yielded_seconds=self._yielded,
+            wait_p99_seconds=float(np.percentile(self._waits, 99)) if self._waits else None,
+            micro_batch_size=self._slot[Field.ROWS] or None,
+        )
+
+    def _count(self) -> None:
+        if self._began is not None:
+            seconds = time.monotonic() - self._began
+            self._trained += seconds
+            self._allowance.trained(seconds)
+
+    def _wait(self, since: int) -> None:
+        self._ahead.drain()
+        begin = time.monotonic()
+        self._slot[Field.YIELDING] = time.monotonic_ns()
+        self._times += 1
+        if since != self._since:
+            self._note(max(0.0, (self._slot[Field.YIELDING] - since) / 1e9))
+        self._since = since
+        longest = min(_LONGEST_SECONDS, self._allowance.left)
+        while self._servers.since(self._field) and time.monotonic() - begin < longest:
+            if self._stop.wait(_LOOK_SECONDS):
+                break
+            if self.while_waiting is not None:
+                self.while_waiting()
+        self._slot[Field.YIELDING] = 0
+        seconds = time.monotonic() - begin
+        self._yielded += seconds
+        self._allowance.gave_way(seconds)
+
+    def _note(self, wait: float) -> None:
+        """Take note of how long it took to give way to a request, once for each."""
+        self._longest = max(self._longest, wait)
+        self._waits.append(wait)
+        if self._observed is not None:
+            self._observed.observe(wait)
+
+
+@contextlib.contextmanager
+def share(
+    terms: Terms, state_dir: Path, device: torch.device, stop: threading.Event, waits: Histogram | None = None
+) -> Iterator[Sharing | None]:
+    """Share the device with the servers of a state directory; None: it is not shared.
+
+    Once `stop` is set training gives way no more, so that it comes to its end.
+    """
+    if terms.settings.policy == "exclusive":
+        yield None
+        return
+    servers = Servers(state_dir, terms.patience)
+    servers.refresh()
+    try:
+        with hold_learner(state_dir) as slot:
+            yield Sharing(terms, servers, slot, device, stop, waits)
+    finally:
+        servers.close()
