@@ -47,8 +47,8 @@ class ShareReport(msgspec.Struct, frozen=True, kw_only=True):
     """How long it took at the 99th percentile to give way to a request; None if there was none."""
     micro_batch_size: int | None = None
     """Events of a micro-batch now; None: all of a step."""
-    scheduling: str = "normal"
-    """How the kernel sees its threads: `normal`, or what makes them wait for those of serving."""
+    scheduling: str | None = None
+    """By which the kernel lets its threads wait for those of serving, such as `nice 19`; None: by nothing."""
 
 
 class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """The learner's side of the share: it gives way to requests between micro-batches, and counts what that costs."""
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from learner.config import ShareSettings
 from learner.lease import Field, Servers, Slot, hold_learner
 from learner.pace import Allowance, Pace
 from learner.report import ShareReport
+from learner.scheduling import nice_level, step_back
 from learner.trainer import Trainer
 
 _LOOK_SECONDS = 1e-4
@@ -26,6 +28,8 @@ _LONGEST_SECONDS = 30.0
 _INTERVAL_SECONDS = 0.5
 _INTERVALS = 10
 _MOST_WAITS = 4096
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,10 @@ class Terms:
 
 
 class Sharing:
-    """One rank's. Used by the thread that trains; on a CPU the kernel preempts besides."""
+    """One rank's. Used by the thread that trains.
+
+    On a CPU the kernel takes cores away from training besides, once there has been a server: at `step_back`.
+    """
 
     def __init__(
         self,
@@ -62,7 +69,9 @@ class Sharing:
         self._observed = waits
         self._ahead = Ahead(device)
         # A request whose batch is not full yet keeps no CPU busy, but a device has to be empty when the batch comes.
-        self._field = Field.RUNNING if device.type == "cpu" else Field.WAITING
+        self._cpu = device.type == "cpu"
+        self._field = Field.RUNNING if self._cpu else Field.WAITING
+        self._scheduling: str | None = None
         self._allowance = Allowance(terms.settings.least)
         self._pace = Pace(terms.slo.total_seconds())
         self._limit: int | None = None
@@ -72,12 +81,14 @@ class Sharing:
         self._times, self._longest, self._since = 0, 0.0, 0
         self._waits: deque[float] = deque(maxlen=_MOST_WAITS)
         self._counts = (0, 0)
-        self._due = 0.0
+        self._due = self._look_due = 0.0
 
     def give_way(self) -> None:
         """Return when no request needs the device, or it is training's turn; called before each micro-batch."""
         self._ahead.wait()
         self._count()
+        if time.monotonic() >= self._look_due:
+            self._look()
         if self._allowance.left > 0 and not self._stop.is_set() and (since := self._servers.since(self._field)):
             self._wait(since)
         self._began = time.monotonic()
@@ -88,7 +99,7 @@ class Sharing:
         self._began = None
 
     def steer(self, trainer: Trainer, rows: int) -> None:
-        """Look for servers and set the size of micro-batches, twice a second; called at step boundaries.
+        """Set the size of micro-batches, twice a second; called at step boundaries.
 
         Args:
             trainer: whose size is set, unless the terms say that it is fixed.
@@ -98,7 +109,6 @@ class Sharing:
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _INTERVAL_SECONDS
-        self._servers.refresh()
         counts = self._servers.total(Field.ANSWERED), self._servers.total(Field.LATE)
         answered, late = (max(0, now - before) for now, before in zip(counts, self._counts, strict=True))
         if not self._terms.fixed:
@@ -124,6 +134,7 @@ class Sharing:
             yielded_seconds=self._yielded,
             wait_p99_seconds=float(np.percentile(self._waits, 99)) if self._waits else None,
             micro_batch_size=self._slot[Field.ROWS] or None,
+            scheduling=self._scheduling,
         )
 
     def _count(self) -> None:
@@ -131,6 +142,14 @@ class Sharing:
             seconds = time.monotonic() - self._began
             self._trained += seconds
             self._allowance.trained(seconds)
+
+    def _look(self) -> None:
+        """Look for servers that have come, and on a CPU step back for the first one."""
+        self._look_due = time.monotonic() + _INTERVAL_SECONDS
+        self._servers.refresh()
+        if self._cpu and self._scheduling is None and self._servers.alive:
+            self._scheduling = step_back(nice_level(self._terms.settings.least))
+            log.info("training waits for serving: %s", self._scheduling)
 
     def _wait(self, since: int) -> None:
         self._ahead.drain()
@@ -171,7 +190,6 @@ def share(
         yield None
         return
     servers = Servers(state_dir, terms.patience)
-    servers.refresh()
     try:
         with hold_learner(state_dir) as slot:
             yield Sharing(terms, servers, slot, device, stop, waits)
