@@ -120,7 +120,8 @@ The design fixes the names that users build on. These were added to it:
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
   `serving.twin`, `serving.request_log`, `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
   `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
-  `learner.profile.steps`, `share.fraction`
+  `learner.profile.steps`, `share.fraction`, `share.stream_priority`,
+  `share.mps_percentage`, `share.sms`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
   `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,

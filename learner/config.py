@@ -231,6 +231,12 @@ class ShareSettings(Section):
     gets at least `fraction` of the time; with `exclusive` nobody, since each has a device or cores of its own."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """What training gets at least with `policy = "fraction"`, of the time in which it has something to do."""
+    stream_priority: bool = True
+    """On a CUDA device: whether serving's stream has the highest priority; between processes it counts under MPS."""
+    mps_percentage: Annotated[int, Field(ge=1, le=100)] | None = None
+    """On a CUDA device under MPS: the part of its threads that training may take at most; absent: all."""
+    sms: Annotated[int, Field(ge=1)] | None = None
+    """On a CUDA device: the multiprocessors that training is kept to, by a green context; absent: all."""
 
     @property
     def least(self) -> float:

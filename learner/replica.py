@@ -2,6 +2,7 @@
 
 import threading
 
+from learner.confinement import confined, limit_threads
 from learner.replicas import Place, Replicas, join_group
 from learner.session import Deployment, bounded, prepare
 from learner.sharing import share
@@ -15,9 +16,11 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
     Raises:
         RankLostError: the leader is gone.
     """
+    limit_threads(deployment.share.settings)
     with (
         bounded(stop, deployment.learner.stop_timeout),
         join_group(place, deployment.learner) as device,
+        confined(deployment.share.settings, device),
         share(deployment.share, deployment.state_dir, device, stop) as sharing,
     ):
         channel = Channel(device)

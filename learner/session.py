@@ -21,6 +21,7 @@ from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
 from ingest.source import Source
 from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.confinement import confined, limit_threads
 from learner.cut import RANK, Cut, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
@@ -147,12 +148,14 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
     hold_out = HoldOut(fraction=deployment.gate.guard_fraction, seed=deployment.seed ^ _GUARD_SALT)
     with contextlib.ExitStack() as stack:
         stack.enter_context(bounded(stop, deployment.learner.stop_timeout))
+        limit_threads(deployment.share.settings)
         channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
         bench = prepare(deployment, channel.device if channel is not None else choose_device(deployment.learner.device))
         schema, model, task, strategy = bench.schema, bench.model, bench.task, bench.strategy
         device, embedding = bench.device, bench.embedding
         epoch = stack.enter_context(hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout))
         trainer = _trainer(bench, channel)
+        stack.enter_context(confined(deployment.share.settings, device))
         sharing = stack.enter_context(
             share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
         )

@@ -29,6 +29,7 @@ def serve_config(config: "Config", stop: threading.Event) -> None:
         folder=config.folder,
         state_dir=config.state_dir,
         device=pick_device(pipeline.serving.device),
+        stream_priority=pipeline.share.stream_priority,
     )
     serve(deployment, pipeline.serving, stop)
 

@@ -3,6 +3,7 @@
 Legend: B rows of a batch. Arrays are numpy on the host; the module lies on the deployment's device.
 """
 
+import contextlib
 import copy
 import json
 import time
@@ -32,6 +33,8 @@ from serving.tensor import Array, TensorSpec
 _LONGEST_SENTENCE = 400
 _MOST_SIZES = 256
 _WARM_UP = timedelta(seconds=1)
+_HIGHEST = -1
+"""Of the priorities of CUDA streams that torch knows."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Deployment:
     folder: Path
     state_dir: Path
     device: torch.device
+    stream_priority: bool = True
+    """Whether a CUDA device is to take serving's work first."""
     _patterns: dict[str, "_Pattern"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -73,6 +78,18 @@ class Deployment:
         if isinstance(self.task, Embeds):
             return TaskEmbedding(module, self.task, [feature.name for feature in self.schema.features])
         return None
+
+    def stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the device is given work."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._stream)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream | None:
+        if self.device.type != "cuda" or not self.stream_priority:
+            return None
+        return torch.cuda.Stream(self.device, priority=_HIGHEST)  # type: ignore[no-untyped-call]
 
     def outputs(self) -> list[TensorSpec]:
         """Describe what the task predicts, by trying it on an output of one row."""
@@ -138,7 +155,7 @@ class ServedVersion:
         `[B, D]`; the deployment says whether there is one.
         """
         device = self._deployment.device
-        with torch.inference_mode():
+        with torch.inference_mode(), self._deployment.stream():
             tensors = {name: torch.from_numpy(array).to(device) for name, array in features.items()}
             if embed and self._embedding is not None:
                 self._embedding.listen()

@@ -68,6 +68,7 @@ KEYS_ADDED = words("""
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.twin serving.request_log
     share.fraction
+    share.stream_priority share.mps_percentage share.sms
     replay.half_life replay.device_memory
 """)
 

@@ -43,6 +43,8 @@ FINDINGS: dict[str, Kind] = {
     "limit.files": Kind("warning", 'Raise it before the start: "ulimit -n {wanted}", or LimitNOFILE in a unit file.'),
     "device.missing": Kind("problem", 'Set {key} = "auto", or install a torch that has the device.'),
     "device.precision": Kind("problem", 'Set learner.precision = "auto".'),
+    "share.refinement": Kind("problem", "Take the key out, or give the learner a device that can do it."),
+    "share.mps": Kind("warning", "Start the daemon: nvidia-cuda-mps-control -d. Or take the key out."),
     "device.memory": Kind("problem", "Lower replay.device_bytes or replay.capacity."),
     "model.factory": Kind("problem", "Mend the function that model.factory names, or model.args."),
     "model.output": Kind("problem", "Mend the model's forward, model.task or [schema]."),

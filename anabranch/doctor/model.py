@@ -43,6 +43,7 @@ class Asked(msgspec.Struct):
     learner: str
     replay: str
     serving_device: str
+    share: str
     folder: str
 
 
@@ -63,6 +64,7 @@ def check_model(patient: Patient) -> Iterator[Finding]:
         pipeline.learner.model_dump_json(),
         _without_secret(pipeline.replay),
         pipeline.serving.device,
+        pipeline.share.model_dump_json(),
         str(patient.config.folder),
     )
     doing, code, words = "starting Python", None, b""

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ from anabranch.doctor.model import Asked, Said, Size, Step
 from ingest.config import SchemaSettings
 from ingest.errors import SettingsError
 from ingest.schema import Schema
-from learner.config import LearnerSettings, ModelSettings
+from learner.config import LearnerSettings, ModelSettings, ShareSettings
 from replay.config import ReplaySettings
 
 if TYPE_CHECKING:
+    import torch
+
     from replay.rows import Fields
 
 _LONGEST_MATTER = 2_000
@@ -65,6 +68,8 @@ def main() -> int:
         pick_device(asked.serving_device)
     except SettingsError as exc:
         say(Said("device.missing", f"{exc}.", "serving.device"))
+    for said in _share(ShareSettings.model_validate_json(asked.share), device):
+        say(said)
     columns = schema.payload()
     say(Step(f"building {settings.factory}"))
     kind = "model.factory"
@@ -93,6 +98,23 @@ def main() -> int:
         matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
         say(Said("device.memory", matter))
     return 0
+
+
+def _share(share: ShareSettings, device: "torch.device") -> Iterator[Said]:
+    """Say how the device is shared, and which refinements it lacks."""
+    from learner.confinement import lacks_green_contexts, lacks_mps
+
+    if share.sms is not None and (fault := lacks_green_contexts(device)):
+        yield Said("share.refinement", f"share.sms = {share.sms} {fault}.")
+    if share.mps_percentage is not None and (fault := lacks_mps(device)):
+        yield Said("share.mps", f"share.mps_percentage = {share.mps_percentage} {fault}.")
+    how = {
+        "inference-first": f"Training gives way to requests on {device}",
+        "fraction": f"Training gives way to requests on {device}, and gets at least {share.fraction:.0%} of it",
+        "exclusive": "Training and serving do not share a device",
+    }[share.policy]
+    also = "" if device.type != "cpu" or share.policy == "exclusive" else "; its threads run at a lower priority"
+    yield Said("", f"{how}{also}.")
 
 
 def _wanted(replay: ReplaySettings, columns: "Fields") -> int:

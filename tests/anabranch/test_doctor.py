@@ -238,6 +238,21 @@ class TestModel:
         setting("learner.strategy.gamma", "0.9")
         assert "has no 'gamma'" in only(diagnose("model"), "model.strategy").matter
 
+    @pytest.mark.finds("share.refinement", "share.mps")
+    def test_refinements_of_the_share_that_the_device_lacks(self, diagnose, setting):
+        setting("learner.device", "cpu")
+        setting("share.sms", 16)
+        setting("share.mps_percentage", 50)
+        told = {finding.kind: finding.matter for finding in diagnose("model")}
+        assert told["share.refinement"] == "share.sms = 16 needs a CUDA device, but the device is cpu."
+        assert told["share.mps"] == "share.mps_percentage = 50 needs a CUDA device, but the device is cpu."
+
+    def test_it_says_how_the_device_is_shared(self, diagnose, setting):
+        setting("learner.device", "cpu")
+        setting("share.policy", "fraction")
+        sentence = "Training gives way to requests on cpu, and gets at least 50% of it; its threads run at a lower"
+        assert any(finding.matter.startswith(sentence) for finding in diagnose("model"))
+
     @pytest.mark.finds("device.memory")
     def test_more_replay_than_there_is_memory(self, diagnose, setting):
         setting("learner.device", "cpu")
