@@ -170,3 +170,43 @@ def test_a_model_predicts_with_the_average_of_its_weights(load: Load) -> None:
     model.train()(x)
     torch.testing.assert_close(model.average[1][0].weight, before + 2 * 0.9)
     assert not [each for each in model.average.parameters() if each.requires_grad]
+
+
+STALLING = """
+import socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+begin, connections = None, []
+listener.setblocking(False)
+while True:
+    try:
+        connections.append(listener.accept()[0])
+        connections[-1].setblocking(False)
+        begin = begin or time.monotonic()
+    except BlockingIOError:
+        pass
+    for each in connections:
+        try:
+            data = each.recv(65536)
+        except BlockingIOError:
+            continue
+        if data:
+            time.sleep(max(0.0, begin + 0.5 - time.monotonic()))
+            each.sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\n\\r\\nok")
+"""
+
+
+def test_requests_arrive_when_they_are_to_whatever_the_server_does(load: Load) -> None:
+    """A server that stands still for half a second: each request that comes meanwhile has waited for the rest of it."""
+    server = subprocess.Popen([sys.executable, "-c", STALLING], stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}/v2"
+        with load("load").Load(url, b"{}", {}) as requests:
+            first, second = requests.turn(100, 1.0), requests.turn(100, 0.2)
+    finally:
+        server.kill()
+        server.communicate()
+    assert (len(first.seconds), first.failed, len(second.seconds)) == (100, 0, 20)
+    assert (first.seconds > 0.1).sum() > 20
+    assert (second.seconds < 0.1).sum() > 15

@@ -11,8 +11,8 @@ learner's steps a second in `shared` over 0.8 times those of `free`. Another lea
 `share.policy = "exclusive"`, show what comes without the share; their figures end in `_off`.
 
 What feeds the learner has a lower priority than the generator, which would else wait for it and count that as the
-server's. `yield_p99_seconds` is the learner's own figure: from a server's mark to the learner's giving way, of all
-marks that it has met; on one core it meets few, since the kernel has taken the core away before.
+server's. `yield_p99_seconds` is how late a process of serving's priority gets the core when it wakes, while the learner
+trains; `yield_p99_alone_seconds` the same while it is stopped.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ from harness.pipeline import LearnerProcess, Stream, make_topic, messages, packe
 from harness.server import ServingProcess, binary_request
 from harness.table import Table, Target
 from harness.turns import Spread, ratio
+from harness.wakeups import Wakeups
 
 TARGETS = {
     "p99_training_over_alone": Target(1.10),
@@ -62,11 +63,31 @@ class Sizes:
 QUICK, FULL = Sizes(1.5, 0.5, 3, 1), Sizes(10.0, 1.0, 10, 4)
 
 
+def _cores() -> tuple[set[int] | None, set[int] | None]:
+    """Return the core for both, and the others; None where cores cannot be chosen."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None, None
+    first, *others = sorted(os.sched_getaffinity(0))
+    return {first}, set(others) or {first}
+
+
+CORE, OTHERS = _cores()
+
+
 class Core:
     """A learner and a server on one core, and the requests to it."""
 
-    def __init__(self, learner: LearnerProcess, server: ServingProcess, load: Load, feed: Feed, sizes: Sizes) -> None:
+    def __init__(
+        self,
+        learner: LearnerProcess,
+        server: ServingProcess,
+        load: Load,
+        feed: Feed,
+        wakeups: Wakeups,
+        sizes: Sizes,
+    ) -> None:
         self._learner, self._server, self._load, self._feed, self._sizes = learner, server, load, feed, sizes
+        self._wakeups = wakeups
         self.rate = 50.0
         self.used: list[float] = []
         """The part of the core that serving took in each turn alone."""
@@ -100,11 +121,10 @@ class Core:
             steps = self._steps("shared", self._sizes.turn - self._sizes.warm_up)
             return self._load.end(), steps
 
-    @property
-    def yield_p99(self) -> float | None:
-        """How long the learner took to give way to a request; None when it met none."""
-        report = self._learner.report()
-        return report.share.wait_p99_seconds if report is not None and report.share is not None else None
+    def late(self, *, alone: bool) -> float:
+        """Return how late a process gets the core when it wakes, at the 99th percentile, in seconds."""
+        with contextlib.nullcontext() if alone else self._learning():
+            return float(np.percentile(self._wakeups.turn(self._sizes.turn), 99))
 
     @contextlib.contextmanager
     def _learning(self) -> Iterator[None]:
@@ -143,7 +163,6 @@ def document(stream: Stream, model: dict[str, Any], policy: str) -> dict[str, An
 @contextlib.contextmanager
 def on_one_core(bootstrap: str, sizes: Sizes, policy: str) -> Iterator[Core]:
     """A learner that has filled its store, stopped, and a server that is ready, on one core."""
-    core, others = _cores()
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
     described = schema_of(columns, 10)
@@ -152,39 +171,52 @@ def on_one_core(bootstrap: str, sizes: Sizes, policy: str) -> Iterator[Core]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="share-"))).resolve()
         stream = Stream(bootstrap, folder.name, described, 0)
         make_topic(stream)
-        feed = stack.enter_context(Feed(stream, payload, _POOL_ROWS / len(payload), others))
-        learner = stack.enter_context(LearnerProcess(folder, document(stream, MLP, policy), core))
+        feed = stack.enter_context(Feed(stream, payload, _POOL_ROWS / len(payload), OTHERS))
+        learner = stack.enter_context(LearnerProcess(folder, document(stream, MLP, policy), CORE))
         feed.watch(learner.state_dir)
         learner.wait_for(lambda report: sum(report.outcomes.values()) > _STORED and report.version is not None)
-        learner.spare(others)
+        learner.spare(OTHERS)
         feed.pause()
         learner.pause()
-        _lower({learner.process.pid})
-        server = stack.enter_context(ServingProcess(folder, core))
+        _step_aside({learner.process.pid})
+        server = stack.enter_context(ServingProcess(folder, CORE))
         url = f"{server.wait().address}/v2/models/{stream.topic}/infer"
-        load = stack.enter_context(Load(url, *binary_request(1, 784), others))
-        yield Core(learner, server, load, feed, sizes)
+        load = stack.enter_context(Load(url, *binary_request(1, 784), OTHERS))
+        wakeups = stack.enter_context(Wakeups(CORE))
+        yield Core(learner, server, load, feed, wakeups, sizes)
 
 
-def _lower(but: set[int]) -> None:
-    """Lower the priority of all processes that this one has started, directly or not, but some."""
+def _step_aside(but: set[int]) -> None:
+    """Move all processes that this one has started, directly or not, but some, to the other cores and a lower priority.
+
+    That of their sessions too, where the kernel groups by those.
+    """
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             if child.pid not in but:
+                _pin(child.pid, OTHERS)
                 child.nice(max(_LOWER, child.nice()))
+                if os.getsid(child.pid) == child.pid:
+                    Path(f"/proc/{child.pid}/autogroup").write_text(str(_LOWER))
 
 
-def _cores() -> tuple[set[int] | None, set[int] | None]:
-    """Return the core for both, and the others; None where cores cannot be chosen."""
-    if not hasattr(os, "sched_setaffinity"):
-        return None, None
-    first, *others = sorted(os.sched_getaffinity(0))
-    return {first}, set(others) or {first}
+def _pin(process: int, cores: set[int] | None) -> None:
+    """Move all threads of a process."""
+    for thread in psutil.Process(process).threads() if cores is not None else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread.id, cores)
 
 
 def measure(table: Table, quick: bool, bootstrap: str) -> None:
     """Measure the section."""
-    sizes = QUICK if quick else FULL
+    _pin(os.getpid(), OTHERS)
+    try:
+        _measure(table, QUICK if quick else FULL, bootstrap)
+    finally:
+        _pin(os.getpid(), (CORE or set()) | (OTHERS or set()) or None)
+
+
+def _measure(table: Table, sizes: Sizes, bootstrap: str) -> None:
     table.title("share: learner and serving on one core, an MLP of a million parameters, single rows")
     alone, free, shared = [], [], []
     with on_one_core(bootstrap, sizes, "inference-first") as core:
@@ -193,17 +225,16 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:
             alone.append(core.alone())
             free.append(core.free())
             shared.append(core.shared())
-        yield_p99 = core.yield_p99
+        late, late_alone = core.late(alone=False), core.late(alone=True)
     with on_one_core(bootstrap, sizes, "exclusive") as other:
         other.rate = core.rate
         off = [other.shared() for _ in range(sizes.rounds_off)]
     p99_alone = [answers.percentile(99) for answers in alone]
     table.say("p99_training_over_alone", ratio([answers.percentile(99) for answers, _ in shared], p99_alone))
     table.say("training_kept_over_free", ratio([steps for _, steps in shared], [(1 - USED) * steps for steps in free]))
-    if yield_p99 is None:
-        table.word("yield_p99_seconds: the learner was never at work while a request was answered")
-    else:
-        table.say("yield_p99_seconds", yield_p99)
+    micro_batch = 1000 / statistics.median(free)
+    table.say("yield_p99_seconds", late, f"a micro-batch takes {micro_batch:.0f} ms")
+    table.say("yield_p99_alone_seconds", late_alone)
     table.say("p99_training_over_alone_off", _over([a.percentile(99) for a, _ in off], p99_alone), "without the share")
     table.say("training_kept_over_free_off", _over([s for _, s in off], [(1 - USED) * steps for steps in free]))
     arms = {"alone": alone, "training": [a for a, _ in shared], "training_off": [a for a, _ in off]}
@@ -217,8 +248,8 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:
     for arm, parts in core.trained.items():
         table.say(f"core_used_by_training_{arm}", Spread.of(parts))
     table.say("requests_failed", float(sum(answers.failed for turns in arms.values() for answers in turns)))
-    late = max(answers.late_p99 for turns in arms.values() for answers in turns)
-    table.say("load_late_p99_seconds", late, "how late the generator itself was at worst, counted above")
+    behind = max(answers.late_p99 for turns in arms.values() for answers in turns)
+    table.say("load_late_p99_seconds", behind, "how late the generator itself was at worst, counted above")
 
 
 def _over(above: list[float], below: list[float]) -> float:
