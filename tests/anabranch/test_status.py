@@ -15,7 +15,7 @@ import learner.report
 import serving.report
 from anabranch.config import load_config
 from anabranch.status import read_status, render
-from learner.report import LearnerReport, PartitionReport
+from learner.report import LearnerReport, PartitionReport, ShareReport
 from serving.report import ServingReport
 
 PARTITION = PartitionReport(
@@ -89,6 +89,20 @@ def screen(config):
     console = Console(width=120, file=io.StringIO())
     console.print(render(read_status(config)))
     return " ".join(console.file.getvalue().split())
+
+
+def test_the_share_is_on_the_screen(config):
+    share = ShareReport(
+        policy="fraction",
+        servers=1,
+        training=0.75,
+        times=9,
+        yielded_seconds=1.5,
+        wait_p99_seconds=0.0034,
+        micro_batch_size=32,
+    )
+    learner.report.write_report(config.state_dir, learner_report(share=share))
+    assert "share fraction: 75% training, 1 server, p99 3.4 ms to give way, micro-batches of 32" in screen(config)
 
 
 def test_nothing_that_runs_is_said_so(config):
