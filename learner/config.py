@@ -160,8 +160,9 @@ class LearnerSettings(Section):
     of them."""
     sync_every: Annotated[int, Field(ge=1)] = 1
     """Steps after which replicas average their weights, learning apart in between; 1: they average each gradient."""
-    sharding: Literal["none", "zero1"] = "none"
-    """What replicas split among them: `zero1` the optimizer's state, which each rank then keeps a part of."""
+    sharding: Literal["none", "zero1", "fsdp"] = "none"
+    """What replicas split among them: `zero1` the optimizer's state, which each rank then keeps a part of; `fsdp` the
+    weights and gradients too."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
     drift: DriftSettings = DriftSettings()

@@ -5,8 +5,11 @@ Legend: B new events, R of a draw.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from learner.strategy import Examples
+import torch
+
+from learner.strategy import Examples, twice
 
 Part = tuple[Examples, list[Examples]]
 """Some of the new events, and some of those of each draw."""
@@ -29,6 +32,16 @@ def micro_batches(new: Examples, old: Sequence[Examples], most: int | None) -> l
     return [
         (_part(new, place, parts), [_part(each, place, parts) for each in old if len(each)]) for place in range(parts)
     ]
+
+
+def idle(new: Examples, old: Sequence[Examples]) -> Part:
+    """Return events of no weight, two of each kind, to run a model with that other ranks need this one for."""
+    first, *others = [each[:2] if len(each) > 1 else twice(each) for each in (new, *old) if len(each)]
+    return _weightless(first), [_weightless(each) for each in others]
+
+
+def _weightless(examples: Examples) -> Examples:
+    return replace(examples, weight_B=torch.zeros_like(examples.weight_B))
 
 
 def _part(examples: Examples, place: int, parts: int) -> Examples:

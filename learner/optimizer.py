@@ -46,13 +46,20 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
 
 
 def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors, copied on their device, each as `<index of the parameter>.<name>`."""
+    """Return the optimizer's tensors, each as `<index of the parameter>.<name>`; its steps change them."""
     return {
-        f"{index}.{name}": value.detach().clone()
+        f"{index}.{name}": value
         for index, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
         if isinstance(value, Tensor)
     }
+
+
+def whose(optimizer: torch.optim.Optimizer, tensors: Iterable[str]) -> dict[str, Tensor]:
+    """Return the parameter that each of the names which `moments` gives is of, as far as there is one."""
+    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    places = {name: int(name.partition(".")[0]) for name in tensors}
+    return {name: weights[place] for name, place in places.items() if place < len(weights)}
 
 
 def numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

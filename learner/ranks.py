@@ -7,12 +7,16 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from learner.weights import Weights, WholeWeights
+
 
 class Ranks(Protocol):
     """How the gradients of N ranks become one. All ranks call everything alike, in the same order."""
 
     size: int
     """N."""
+    weights: Weights
+    """Where the weights lie."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to run in training: the backward pass through it averages gradients over the ranks."""
@@ -43,6 +47,9 @@ class Alone:
     """One rank, which has nobody to wait for."""
 
     size = 1
+
+    def __init__(self) -> None:
+        self.weights: Weights = WholeWeights()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module itself."""

@@ -20,6 +20,7 @@ from ingest.errors import SettingsError
 from learner.config import LearnerSettings
 from learner.model import forward
 from learner.precision import choose_device
+from learner.weights import Weights, WholeWeights
 
 SILENCE = timedelta(minutes=10)
 """After so long without a word the others give up: many times what the leader ever takes between two headers."""
@@ -83,6 +84,12 @@ class Replicas:
         self._trained: DistributedDataParallel | None = None
         self._steps_apart = 0
         self._sharding = settings.sharding
+        self.weights: Weights = WholeWeights()
+        if self._sharding == "fsdp":
+            # Takes seconds to import, which only those pay who ask for it.
+            from learner.sharded import ShardedWeights
+
+            self.weights = ShardedWeights()
         self._consolidate: Callable[[], None] | None = None
         self._powersgd: Any = None
 
@@ -92,8 +99,10 @@ class Replicas:
         return self._steps_apart > 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Give all ranks the weights of rank 0, and return the module to run in training."""
+        """Give all ranks the weights of rank 0, if they are whole, and return the module to run in training."""
         self._model = model
+        if self.weights.sharded:
+            return model
         if self._sync_every > 1:
             for value in model.state_dict().values():
                 dist.broadcast(value, 0)
@@ -151,9 +160,9 @@ class Replicas:
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer of the same kind that has the state of a part of the weights, or the given."""
-        if self._sharding == "none":
+        if self._sharding != "zero1":
             return optimizer
-        # Takes a second to import, which only those pay who ask for it.
+        # Likewise.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         kind = type(optimizer)

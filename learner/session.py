@@ -154,17 +154,18 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         schema, model, task, strategy = bench.schema, bench.model, bench.task, bench.strategy
         device, embedding = bench.device, bench.embedding
         epoch = stack.enter_context(hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout))
+        versions = Versions(deployment.state_dir / "versions")
+        versions.clean()
+        reference, scorer = reference_to(deployment.model), Scorer(model, task, schema, device)
+        jury = Jury(versions, deployment.gate, scorer, reference)
+        publisher = Publisher(*(versions, deployment.versions, reference, schema, scorer, jury, epoch, metrics.learner))
+        # After the scorer has copied the model, which cannot be done once ranks have parts of it.
         trainer = _trainer(bench, channel)
         stack.enter_context(confined(deployment.share.settings, device))
         sharing = stack.enter_context(
             share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
         )
         trainer.give_way = sharing.give_way if sharing is not None else None
-        versions = Versions(deployment.state_dir / "versions")
-        versions.clean()
-        reference, scorer = reference_to(deployment.model), Scorer(model, task, schema, device)
-        jury = Jury(versions, deployment.gate, scorer, reference)
-        publisher = Publisher(*(versions, deployment.versions, reference, schema, scorer, jury, epoch, metrics.learner))
         source = Source(deployment.stream, deployment.events, hold_out)
         guard = GuardSet(schema, deployment.gate.guard_rows)
         cuts = Cuts(deployment.state_dir / "cuts", schema.digest, epoch)
@@ -253,6 +254,10 @@ def _trainer(bench: Workbench, channel: Channel | None) -> Trainer:
     """Make the trainer, of all ranks when there are more."""
     if channel is None:
         return Trainer(**bench.arguments)
+    if bench.precision.scaled and bench.settings.sharding == "fsdp":
+        raise SettingsError(
+            'learner.precision = "auto" is fp16 here, which does not go with learner.sharding = "fsdp"; write "fp32"'
+        )
     return Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
 
 

@@ -44,6 +44,22 @@ def _given(value: Any) -> bool:
     return bool(value != "none")
 
 
+def _fsdp(value: Any) -> bool:
+    return bool(value == "fsdp")
+
+
+def _needs_whole(value: Any) -> bool:
+    return value not in {"none", "er", "er-ace", "der", "der++"}
+
+
+def _is_auto(value: Any) -> bool:
+    return bool(value == "auto")
+
+
+def _is_adafactor(value: Any) -> bool:
+    return bool(value == "adafactor")
+
+
 def _fp16(value: Any) -> bool:
     return bool(value == "fp16")
 
@@ -74,6 +90,13 @@ _NO_GRADIENTS = "replicas that average weights now and then exchange no gradient
 _BY_CLOCK = "whether the learner is behind is told by a clock"
 _NO_STORE = "that strategy has no store"
 _NO_SCALE = "the scale of losses is agreed on where gradients are"
+_PARTS = "it works on whole weights or gradients, of which each replica has a part"
+_APART_PARTS = "the compiler does not follow modules that are brought together from their parts"
+_OWN_EXCHANGE = "modules in parts exchange gradients in a way of their own"
+_ONE_SCALE = "replicas with parts of the gradients would scale losses differently"
+_ALL_RUN = "all replicas have to run a model in parts, and only the first tries it on old events"
+_HALF_RUN = "a model in parts runs as a whole only"
+_SHAPES = "it keeps averages over rows and columns, which lie in parts of a weight"
 
 RULES = (
     Rule("learner.compile", _on, "learner.activation_checkpointing", _on, _ANEW, "set one of them to false"),
@@ -85,6 +108,14 @@ RULES = (
     Rule("learner.compile", _on, "learner.deterministic", _on, _COMPILED, "set it to false"),
     Rule("learner.comm_hook", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
     Rule("learner.sharding", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
+    Rule("learner.strategy", _needs_whole, "learner.sharding", _fsdp, _PARTS, 'take "er"'),
+    Rule("learner.optimizer", _is_adafactor, "learner.sharding", _fsdp, _SHAPES, 'take "adamw"'),
+    Rule("learner.compile", _on, "learner.sharding", _fsdp, _APART_PARTS, "set it to false"),
+    Rule("learner.comm_hook", _given, "learner.sharding", _fsdp, _OWN_EXCHANGE, 'write "none"'),
+    Rule("learner.precision", _fp16, "learner.sharding", _fsdp, _ONE_SCALE, 'write "bf16" or "fp32"'),
+    Rule("learner.replay_ratio", _is_auto, "learner.sharding", _fsdp, _ALL_RUN, "write a number"),
+    Rule("replay.sampling", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "uniform"'),
+    Rule("replay.admission", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "reservoir"'),
     Rule("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
     Rule("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
     Rule("stream.lag_policy.action", _thins, "learner.deterministic", _on, _BY_CLOCK, 'write "train-all"'),
@@ -94,7 +125,8 @@ RULES = (
 
 def point(learner: LearnerSettings, replay: ReplaySettings, stream: StreamSettings | None = None) -> Point:
     """Return what the rules look at."""
-    sections = {"learner": {**learner.model_dump(), "strategy": learner.strategy.name}, "replay": replay.model_dump()}
+    named = {"strategy": learner.strategy.name, "optimizer": learner.optimizer.name}
+    sections = {"learner": learner.model_dump() | named, "replay": replay.model_dump()}
     found = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     return found if stream is None else {**found, "stream.lag_policy.action": stream.lag_policy.action}
 

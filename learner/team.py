@@ -52,6 +52,8 @@ class Action(IntEnum):
     RESTORE = 5
     GATHER = 6
     DRIFT = 7
+    SNAPSHOT = 8
+    MOMENTS = 9
 
 
 class Channel:
@@ -189,9 +191,17 @@ class Leader(Trainer):
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the weights and buffers as they are now, averaged over the ranks where those have stepped apart."""
+        if self._replicas.weights.sharded:
+            self._channel.tell_all(Action.SNAPSHOT)
         if self._replicas.apart_now:
             self._gather()
         return super().snapshot()
+
+    def moments(self) -> dict[str, Tensor]:
+        """Copy the optimizer's tensors, of all ranks."""
+        if self._replicas.weights.sharded:
+            self._channel.tell_all(Action.MOMENTS)
+        return super().moments()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and the optimizer's tensors of all ranks, copied on the device, for a cut."""
@@ -272,6 +282,10 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, Replicas]]) -> No
             replicas.gather()
         elif action is Action.DRIFT:
             trainer.drifted()
+        elif action is Action.SNAPSHOT:
+            trainer.snapshot()
+        elif action is Action.MOMENTS:
+            trainer.moments()
 
 
 def _step(

@@ -25,9 +25,9 @@ from learner.errors import CutError
 from learner.gradients import Gradients
 from learner.heard import Heard, cat, dealt
 from learner.memory import Dice, note, out_of_memory, release, smaller
-from learner.micro import micro_batches
+from learner.micro import idle, micro_batches
 from learner.model import forward, tensor_dtype
-from learner.optimizer import build_optimizer, load_optimizer, moments, numbers
+from learner.optimizer import build_optimizer, load_optimizer, moments, numbers, whose
 from learner.precision import Precision
 from learner.ranks import Alone, Ranks
 from learner.schedule import Schedule
@@ -105,8 +105,11 @@ class Trainer:
         self._classes = schema.label.one_of
         self._precision = precision
         self._buffers = Buffers(model)
-        self._gradients = Gradients([each for each in model.parameters() if each.requires_grad], settings.max_grad_norm)
         self._ranks = ranks or Alone()
+        self._ranks.weights.split(model)
+        self._gradients = Gradients(
+            [each for each in model.parameters() if each.requires_grad], settings.max_grad_norm, self._ranks.weights
+        )
         self._optimizer = self._ranks.shard(build_optimizer(settings.optimizer, model.parameters()))
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         checkpoint_activations(self.model, settings.activation_checkpointing)
@@ -269,11 +272,16 @@ class Trainer:
         self.strategy.start()
         heard = Heard()
         parts = micro_batches(new, old, self.micro_batch_size)
+        rounds = self._ranks.weights.rounds(len(parts))
         for place, (some_new, some_old) in enumerate(parts):
             if self.give_way is not None:
                 self.give_way()
             with self._ranks.apart() if place < len(parts) - 1 else contextlib.nullcontext():
                 self._learn(some_new, some_old, whole, heard)
+        for _ in range(len(parts), rounds):
+            before = self._buffers.saved()
+            self._learn(*idle(new, old), whole, Heard())
+            self._buffers.put_back(before)
         if self.strategy.learns_gradient:
             self._scaler.unscale_(self._optimizer)
             self.strategy.adjust(self._scaler.get_scale())
@@ -314,12 +322,16 @@ class Trainer:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the weights and buffers as they are now, on the device; later steps do not change the copy."""
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        return self._ranks.weights.whole(self.model.state_dict())
+
+    def moments(self) -> dict[str, Tensor]:
+        """Copy the optimizer's tensors likewise."""
+        return self._ranks.weights.whole(moments(self._optimizer))
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and the optimizer's tensors, copied on the device, for a cut."""
         strategy = self.strategy.tensors()
-        found = {"model": self.snapshot(), "optimizer": moments(self._optimizer)}
+        found = {"model": self.snapshot(), "optimizer": self.moments()}
         return found | ({"strategy": strategy} if strategy else {})
 
     def state(self) -> dict[str, Any]:
@@ -341,9 +353,11 @@ class Trainer:
             CutError: they are of another model or optimizer.
         """
         try:
-            self.model.load_state_dict(dict(tensors["model"]))
+            mine = self._ranks.weights.mine
+            self.model.load_state_dict(mine(tensors["model"], self.model.state_dict()))
             self.scale_learning_rate(1.0)
-            load_optimizer(self._optimizer, tensors["optimizer"], state)
+            kept = tensors["optimizer"]
+            load_optimizer(self._optimizer, mine(kept, whose(self._optimizer, kept)), state)
             if self._precision.scaled and state["scaler"]:
                 self._scaler.load_state_dict(state["scaler"])
             self._steps = int(state.get("schedule", {}).get("step", 0))

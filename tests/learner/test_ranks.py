@@ -119,6 +119,25 @@ def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> Non
             assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_with_a_part_of_the_weights_learn_what_one_learns_and_cut_the_same(play: Play) -> None:
+    """Also where one rank has more micro-batches than the other, and goes on from a cut."""
+    scenarios: list[dict[str, Any]] = []
+    for strategy, optimizer in (("er", "adamw"), ("er-ace", "adam"), ("der++", "rmsprop"), ("none", "adagrad")):
+        steps = [[new, *[old] * len(STRATEGIES[strategy]().draws(2))] for new, old in UNEVEN]
+        settings = {"optimizer": {"name": optimizer, "lr": 0.01}, "micro_batch_size": 3, "max_grad_norm": 0.1}
+        scenarios.append({"strategy": strategy, "steps": steps, "cut_at": 3, "settings": settings})
+    scenarios.append({"strategy": "er", "steps": UNEVEN, "settings": {"activation_checkpointing": True}})
+    split = [each | {"settings": each["settings"] | {"replicas": 2, "sharding": "fsdp"}} for each in scenarios]
+    for scenario, one, two in zip(scenarios, play(1, scenarios), play(2, split, 250), strict=True):
+        del two["seconds"]
+        assert one.keys() == two.keys(), scenario
+        for name, value in one.items():
+            atol = 1e-6 if value.dtype is torch.float64 else 1e-5
+            assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+
+
 def test_uneven_steps_do_not_hang(play: Play) -> None:
     times = int(os.environ.get(LONG, "300")) // len(UNEVEN) + 1
     (found,) = play(

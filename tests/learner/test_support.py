@@ -101,6 +101,41 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
             {},
             'learner.precision = "fp16" does not go with learner.sync_every =',
         ),
+        (
+            {"sharding": "fsdp", "strategy": "mir"},
+            {},
+            'learner.strategy = "mir" does not go with learner.sharding = "fsdp": it works on whole weights',
+        ),
+        (
+            {"sharding": "fsdp", "optimizer": {"name": "adafactor"}},
+            {},
+            'learner.optimizer = "adafactor" does not go with learner.sharding = "fsdp": it keeps averages',
+        ),
+        (
+            {"sharding": "fsdp", "compile": True},
+            {},
+            'learner.compile = true does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {"sharding": "fsdp", "comm_hook": "fp16"},
+            {},
+            'learner.comm_hook = "fp16" does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {"sharding": "fsdp", "precision": "fp16"},
+            {},
+            'learner.precision = "fp16" does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {"sharding": "fsdp", "replay_ratio": "auto"},
+            {},
+            'learner.replay_ratio = "auto" does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {"sharding": "fsdp"},
+            {"sampling": "similar"},
+            'replay.sampling = "similar" does not go with learner.sharding = "fsdp"',
+        ),
         ({"replicas": 2, "deterministic": True}, {}, "learner.replicas = 2 does not go with learner.deterministic"),
         (
             {"compile": True},
