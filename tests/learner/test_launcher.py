@@ -163,7 +163,7 @@ def test_when_a_rank_is_killed_all_come_back_from_the_cut_and_nothing_is_learned
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("numbers", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("numbers", "sharding"), [((2, 1), "none"), ((1, 2), "none"), ((1, 2), "fsdp")])
 def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
     kafka: Any,
     make_topic: Callable[..., str],
@@ -171,11 +171,17 @@ def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
     pipeline: Callable[..., Path],
     start: Callable[..., Launched],
     numbers: tuple[int, int],
+    sharding: str,
 ) -> None:
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
     for turn, replicas in enumerate(numbers, 1):
-        learner = start(config, ANABRANCH__LEARNER__REPLICAS=str(replicas))
+        learner = start(
+            config,
+            ANABRANCH__LEARNER__REPLICAS=str(replicas),
+            ANABRANCH__LEARNER__SHARDING=sharding,
+            ANABRANCH__LEARNER__OPTIMIZER='{name = "adamw", lr = 0.05}',
+        )
         produce(kafka.bootstrap, topic, events(200))
         report = learner.wait_for(lambda each, n=200 * turn: total(each) == n)
         assert learner.stop() == 0
@@ -186,6 +192,10 @@ def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
     versions = Versions(learner.state_dir / "versions")
     newest = versions.manifest(versions.numbers()[-1])
     assert newest.trained_through[f"{topic}:0"].offset == 399
+    assert {name: list(value.shape) for name, value in versions.weights(newest).items()} == {
+        "weight": [3, 3],
+        "bias": [3],
+    }
 
 
 @pytest.mark.slow
