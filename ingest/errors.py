@@ -7,6 +7,7 @@
     |   `-- SecondLearnerError   another learner holds the state directory
     `-- DependencyError          something outside cannot be reached: wait or mend it, then start again (exit 3)
         `-- BrokerError          Kafka: unreachable, or has no such topic
+            |-- CodecError       messages are compressed in a way that the client cannot undo
             `-- CredentialsError it refuses the user, the password or the mechanism
 
 They live in the lowest layer because every other one raises or catches them.
@@ -39,6 +40,10 @@ class DependencyError(AnabranchError):
 
 class BrokerError(DependencyError):
     """The Kafka broker cannot be reached, refuses the credentials, or lacks a topic."""
+
+
+class CodecError(BrokerError):
+    """Messages are compressed by a codec that the Kafka client lacks the package for."""
 
 
 class CredentialsError(BrokerError):

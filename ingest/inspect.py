@@ -16,7 +16,7 @@ from ingest.block import TopicPartition
 from ingest.client import Messages
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
-from ingest.kafka import connect
+from ingest.kafka import connect, undecodable
 
 _DENIED = kafka_errors.TopicAuthorizationFailedError.errno
 _STEPS_BACK = (1, 100, 10_000)
@@ -81,6 +81,8 @@ class Inspector:
             self._stack.callback(self._consumer.close, autocommit=False)
         try:
             records = self._last_of_each([KafkaPartition(name, number) for number in range(partitions)])
+        except kafka_errors.UnsupportedCodecError as exc:
+            raise undecodable(exc) from exc
         except kafka_errors.KafkaError as exc:
             raise BrokerError(f'cannot read the topic "{name}": {exc or type(exc).__name__}') from exc
         if not records:

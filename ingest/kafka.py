@@ -29,12 +29,14 @@ from ingest.client import (
     unreachable,
 )
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, CredentialsError, RecreatedError, SettingsError
+from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedError, SettingsError
 from ingest.properties import DEFAULTS, check, kafka_python_options
 
 _BOOTSTRAP_MS = 8_000
 _REQUEST_MS = 2_000
 _LARGEST_LETTER = 100_000_000
+_CODECS = {"snappy": "python-snappy", "lz4": "lz4", "zstd": "zstandard"}
+"""The packages that kafka-python needs beside gzip, which is Python's own."""
 _REFUSALS = (kafka_errors.SaslAuthenticationFailedError, kafka_errors.UnsupportedSaslMechanismError)
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class KafkaPythonClient:
         self._positions: dict[Any, int] = {}
         self._behind: list[Any] = []
         self._topic_ids: dict[str, str] = {}
+        self._undecodable: CodecError | None = None
 
     def open(self) -> None:
         """Connect and see that every topic is there."""
@@ -112,10 +115,16 @@ class KafkaPythonClient:
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return at most `limit` messages."""
+        if self._undecodable is not None:
+            # kafka-python itself tells of it once, and then returns nothing, as if nothing came.
+            raise self._undecodable
         removed: dict[Any, int] = {}
         try:
             with _translated("cannot read the topics"):
                 batches = self._polled(int(timeout.total_seconds() * 1000), limit)
+        except CodecError as exc:
+            self._undecodable = exc
+            raise
         except kafka_errors.OffsetOutOfRangeError as exc:
             removed = self._pass_gap(exc.args[0])
             batches = {tp: [] for tp in removed}
@@ -355,8 +364,21 @@ def _translated(what: str) -> Iterator[None]:
         raise
     except kafka_errors.LogTruncationError as exc:
         raise RecreatedError(RECREATED) from exc
+    except kafka_errors.UnsupportedCodecError as exc:
+        raise undecodable(exc) from exc
     except kafka_errors.KafkaError as exc:
         raise BrokerError(f"{what}: {_brief(exc)}") from exc
+
+
+def undecodable(error: kafka_errors.UnsupportedCodecError) -> CodecError:
+    """Say which package kafka-python needs for the codec that an error of its tells of."""
+    codec = next((name for name in _CODECS if name in str(error)), None)
+    if codec is None:
+        return CodecError(f"messages are compressed in a way that kafka-python does not know ({error})")
+    return CodecError(
+        f"messages are compressed with {codec}, which kafka-python reads with the package {_CODECS[codec]} alone: "
+        f'"pip install \'anabranch[codecs]\'", or set stream.client = "confluent"'
+    )
 
 
 def _brief(error: BaseException) -> str:

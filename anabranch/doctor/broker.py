@@ -14,7 +14,7 @@ from ingest.assembler import Assembler, Incoming
 from ingest.block import Outcome
 from ingest.client import Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import BrokerError, CredentialsError, SettingsError
+from ingest.errors import BrokerError, CodecError, CredentialsError, SettingsError
 from ingest.format import FORMATS
 from ingest.inspect import Inspector, Topic
 from ingest.messages import Position
@@ -44,6 +44,8 @@ def check_broker(patient: Patient) -> Iterator[Finding]:
             yield from _check_dead_letters(inspector, stream)
     except CredentialsError as exc:
         yield found("broker.credentials", f"{exc}.")
+    except CodecError as exc:
+        yield found("message.codec", f"The newest message cannot be read: {exc}.")
     except BrokerError as exc:
         yield found("broker.protocol", f"{exc}.")
     except SettingsError as exc:

@@ -79,6 +79,9 @@ FINDINGS: dict[str, Kind] = {
     "topic.denied": Kind("problem", "Let the user of [stream.properties] {right} it.", unreachable=True),
     "topic.retention": Kind("warning", "Raise the topic's retention.ms, or set stream.start later."),
     "message.none": Kind("note", 'Send some: "anabranch produce FILE".'),
+    "message.codec": Kind(
+        "problem", "Install it: pip install 'anabranch[codecs]'; or set stream.client = \"confluent\"."
+    ),
     "message.unusable": Kind("problem", "Mend whoever writes to the topic, or [schema] and stream.format."),
     "message.unlabelled": Kind("warning", 'Send labels, or set stream.unlabelled = "store".'),
     "message.unknown": Kind("note", "Nothing, if they are not meant to be features."),

@@ -25,6 +25,7 @@ import psutil
 import pyarrow
 import pytest
 import torch
+from confluent_kafka import Producer
 from kafka import KafkaAdminClient
 
 import anabranch.doctor.state
@@ -448,6 +449,16 @@ class TestTopics:
     def test_an_empty_topic_that_does_not_reach_back_to_the_start(self, diagnose, topic, setting):
         setting("stream.start", "2020-01-01T00:00:00Z")
         assert kinds(diagnose("broker")) == ["topic.retention", "message.none"]
+
+    @pytest.mark.finds("message.codec")
+    def test_a_message_that_is_compressed_as_the_client_cannot_undo(self, diagnose, topic, kafka, monkeypatch):
+        monkeypatch.setattr("kafka.codec.has_zstd", lambda: False)
+        producer = Producer({"bootstrap.servers": kafka.bootstrap, "compression.type": "zstd"})
+        producer.produce(topic, json.dumps(EVENT | {"z": "x" * 500}).encode())
+        assert producer.flush(30) == 0
+        finding = only(diagnose("broker"), "message.codec")
+        assert "compressed with zstd" in finding.matter
+        assert "anabranch[codecs]" in finding.mend
 
     @pytest.mark.finds("message.unusable")
     def test_a_message_that_cannot_be_used_is_told_field_by_field(self, diagnose, topic, send, edit):
