@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 from cryptography import x509
@@ -56,6 +56,15 @@ class Broker:
     """`HOST:PORT` of a listener without authentication."""
     kind: str
     """`command`, `docker` or `embedded`."""
+
+
+class GuardedBroker(NamedTuple):
+    """A broker with a listener for users of SCRAM, one for TLS and one for all."""
+
+    scram: str
+    tls: str
+    plain: str
+    certificate: Path
 
 
 @dataclass(frozen=True)
@@ -217,6 +226,32 @@ def sasl_kafka() -> Iterator[SaslBroker]:
     ]
     with _commanded(port, properties, plain):
         yield SaslBroker(sasl, plain)
+
+
+@pytest.fixture
+def guarded_kafka(certificate: Callable[..., tuple[Path, Path]], tmp_path: Path) -> Iterator[GuardedBroker]:
+    """A broker with SCRAM and TLS: the one that START names, without which a test is skipped, CI or not."""
+    if not os.environ.get(START):
+        pytest.skip(f"{START} is not set, and the other brokers have neither SCRAM nor TLS")
+    cert, key = certificate(days=3)
+    (tmp_path / "store.pem").write_text(key.read_text() + cert.read_text())
+    port = _free_ports(4)
+    places = [f"127.0.0.1:{port + i}" for i in (0, 2, 3)]
+    listeners = "SASL_PLAINTEXT://{},SSL://{},PLAINTEXT://{}".format(*places)
+    login = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+    kinds = ("SASL_PLAINTEXT:SASL_PLAINTEXT", "SSL:SSL", "PLAINTEXT:PLAINTEXT", "CONTROLLER:PLAINTEXT")
+    properties = [
+        f"listeners={listeners},CONTROLLER://127.0.0.1:{port + 1}",
+        f"advertised.listeners={listeners}",
+        f"listener.security.protocol.map={','.join(kinds)}",
+        "sasl.enabled.mechanisms=SCRAM-SHA-256,SCRAM-SHA-512",
+        f"listener.name.sasl_plaintext.scram-sha-256.sasl.jaas.config={login}",
+        f"listener.name.sasl_plaintext.scram-sha-512.sasl.jaas.config={login}",
+        "ssl.keystore.type=PEM",
+        f"ssl.keystore.location={tmp_path / 'store.pem'}",
+    ]
+    with _commanded(port, properties, places[2]):
+        yield GuardedBroker(*places, cert)
 
 
 @pytest.fixture
