@@ -109,6 +109,7 @@ class Replicas:
             return model
         # Statistics of a layer stay those of its rank: a second forward pass in a step must not move them.
         apart: dict[str, Any] = {_SYNC_BUFFERS: False}
+        # No static_graph: it saves no measurable time, and fails where the first step has more than one micro-batch.
         self._trained = DistributedDataParallel(
             model,
             **apart,
