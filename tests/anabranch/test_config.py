@@ -132,7 +132,10 @@ class TestUnknownKeys:
         assert "pipeline.toml: " in sentence
 
     def test_that_are_like_none_are_answered_with_all(self, refused):
-        assert refused({"gate": "zzz = 1"}).endswith("unknown key gate.zzz; known keys are guard_fraction, guard_rows")
+        assert refused({"gate": "zzz = 1"}).endswith(
+            "unknown key gate.zzz; known keys are guard_fraction, guard_rows, max_drop_new, "
+            "max_drop_old, max_hold, min_rows, on_hold"
+        )
 
     def test_are_free_where_the_user_gives_the_names(self, load):
         sections = {"learner": 'optimizer = {name = "sgd", momentum = 0.9}', "model": 'factory = "m:b"\nargs = {a = 1}'}
