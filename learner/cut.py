@@ -104,6 +104,8 @@ class Cuts:
     def newest(self) -> tuple[int, Cut] | None:
         """Return the newest cut that is whole, or None when there is none; others are named in the log.
 
+        The newest is that of the latest learner: what one wrote that had lost its lock is older, whatever its number.
+
         Raises:
             CutError: it is whole, but was made under another schema or by another release.
         """
@@ -111,7 +113,7 @@ class Cuts:
 
     def _newest(self, *, lenient: bool) -> tuple[int, Cut] | None:
         """Return the newest cut; a lenient look, when there is no other, takes one that has lost stored events."""
-        for number in reversed(self.numbers()):
+        for number in reversed(self._by_age()):
             try:
                 manifest = self.manifest(number)
                 contents = self._verified(manifest, lenient=lenient)
@@ -236,7 +238,7 @@ class Cuts:
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep`; what a crash leaves of one that was renamed is for `clean`."""
-        for number in self.numbers()[:-keep]:
+        for number in self._by_age()[:-keep]:
             discarded = (self.path / str(number)).rename(self.path / f".tmp-deleted-{number}")
             shutil.rmtree(discarded, ignore_errors=True)
 
@@ -248,6 +250,17 @@ class Cuts:
                     shutil.rmtree(entry, ignore_errors=True)
             for leftover in self.path.glob(".tmp-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
+
+    def _by_age(self) -> list[int]:
+        """Return the numbers of all cuts, the newest last: by epoch, then by number."""
+
+        def age(number: int) -> tuple[int, int]:
+            try:
+                return self.manifest(number).epoch, number
+            except CutError:
+                return self._epoch, number  # `newest` says what is wrong with it
+
+        return sorted(self.numbers(), key=age)
 
     def manifest(self, number: int) -> CutManifest:
         """Read what a cut says of itself; raises CutError when it cannot be read."""

@@ -31,6 +31,8 @@ device = "cpu"
 capacity = {capacity}
 device_bytes = "64MB"
 disk = {{bytes = {disk_bytes}}}
+[cuts]
+every = "10s"
 [versions]
 publish_every = "1s"
 keep = 2
@@ -56,7 +58,8 @@ def seconds_to_next_step(folder: Path, bootstrap: str, stored_bytes: int, kills:
         trickle.start()
         try:
             learner.wait_for(lambda report: report.replay_rows.get("disk", 0) >= rows * 0.98, "a store that is full")
-            learner.wait_for(lambda report: report.cut is not None, "a first cut")
+            filled = time.time()
+            learner.wait_for(lambda report: (report.cut_time or 0) > filled, "a cut of the full store")
             found = []
             for _ in range(kills):
                 learner.wait_for(lambda report: report.steps_since_start > 0, "a step")
