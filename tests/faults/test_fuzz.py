@@ -1,0 +1,36 @@
+"""A malformed message is rejected whole, whatever is wrong with it, and takes none of its neighbours with it."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.format import FORMATS
+from tests.faults.fuzz import SCHEMA, case, dead_lettered, decoded, event, packed
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+@settings(max_examples=100, deadline=None)
+@given(dice=st.randoms(use_true_random=False))
+def test_a_malformed_message_is_rejected_and_its_neighbours_are_not(form: str, dice: random.Random) -> None:
+    good = packed(form, event(random.Random(0)))
+    found = FORMATS[form](SCHEMA).decode([good, case(form, dice), good])
+    assert found.message.tolist() == [0, 2]
+    assert {reject.message for reject in found.rejects} == {1}
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_many_malformed_messages_at_once_are_rejected(form: str) -> None:
+    found = decoded(form, 1000, seed=0)
+    assert (found.crashes, found.passed) == ([], [])
+    assert found.cases >= 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_malformed_message_is_dead_lettered_once(kafka: Any, tmp_path: Path) -> None:
+    found = dead_lettered(tmp_path, kafka.bootstrap, "json", 300, seed=1)
+    assert (found.crashes, found.passed) == ([], [])
