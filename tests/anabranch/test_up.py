@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,10 @@ def pid_of(example, part):
         return None
 
 
+def scheduling_of(example):
+    return json.loads((example / "var" / "learner.json").read_text())["share"]["scheduling"]
+
+
 def test_what_is_produced_is_soon_in_predictions_also_after_a_part_was_killed(
     anabranch, trained_through, until, example
 ):
@@ -108,6 +113,8 @@ def test_what_is_produced_is_soon_in_predictions_also_after_a_part_was_killed(
         second = produced(anabranch)
         until(lambda: reaches(trained_through(), second), "a prediction that has learned the second events")
     assert pid_of(example, "serving") == pids[1]
+    whole = ", its session too" if Path("/proc/self/autogroup").exists() else ""
+    until(lambda: scheduling_of(example) == f"nice 19{whole}", "a learner that waits for serving")
     process.terminate()
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
