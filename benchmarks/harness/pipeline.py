@@ -151,6 +151,9 @@ class LearnerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(psutil.Error):
+            for child in self._children():
+                child.kill()  # it may be stopped, and would stay so
         self.process.kill()
         self.process.wait()
         assert self.process.stdin is not None
