@@ -1,12 +1,14 @@
 # make demo | test | check | bench | faults | fmt: each makes .venv first, when it is missing or stale.
 #
 #   ARGS='...'          goes to the demo, to pytest, to the benchmarks or to the faults
+#   JOBS=1              runs so many tests at once; as many as there are cores by default, 4 at most
 #   PYTHON=python3.12   the Python to take, instead of the first one that fits
 #   TORCH_INDEX=URL     where torch comes from, instead of the choice below
 #
 # Kept to what GNU make 3.81 understands, the one that macOS has.
 
 ARGS ?=
+JOBS ?= logical
 PYTHON ?=
 TORCH_INDEX ?=
 TORCH_CPU_INDEX = https://download.pytorch.org/whl/cpu
@@ -35,7 +37,7 @@ demo: .venv/.demo
 	@.venv/bin/anabranch demo $(ARGS)
 
 test: .venv/.dev
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: .venv/.dev
 	.venv/bin/ruff check
