@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from learner.errors import ModelError
+from learner.lease import hold_server
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.protocol import EMBEDDING
@@ -93,13 +96,13 @@ class Embeds:
         return features["size"]
 
 
-def test_a_batch_of_requests_that_ask_and_that_do_not_gives_each_its_own(embedding: Any) -> None:
+def test_a_batch_of_requests_that_ask_and_that_do_not_gives_each_its_own(embedding: Any, tmp_path: Path) -> None:
     deployment = embedding.deployment
     version = load_version(deployment, deployment.versions.manifest(1), 8)
 
     async def ask() -> list[Any]:
         settings = ServingSettings.model_validate({"max_delay": "20ms"})
-        with Batcher(settings, pytest.fail) as batcher:
+        with hold_server(tmp_path, timedelta(milliseconds=20)) as mark, Batcher(settings, pytest.fail, mark) as batcher:
             size = np.array(SIZES, np.float32)
             word = np.zeros((1, 2), np.int64)
             return await asyncio.gather(
