@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -106,8 +107,8 @@ class Account:
 def killed_again_and_again(folder: Path, bootstrap: str, events: int, kills: int, cut_every: str, seed: int) -> Account:
     """Learn a stream of so many events while the learner is killed, and return how it ends.
 
-    Steps are so small that there is something to learn from till after the last kill. Two kills of three come at a
-    random moment in the first seconds after the first step of a life, the others at any moment of the start.
+    Each life gets a part of the stream of its own, in steps so small that it lasts for a while. Two kills of three come
+    at a random moment in the first seconds after the first step of a life, the others at any moment of the start.
     """
     dice = random.Random(seed)
     batch = max(2, round(events * _STEP_SECONDS / (kills * _LIFE_SECONDS)))
@@ -118,8 +119,9 @@ def killed_again_and_again(folder: Path, bootstrap: str, events: int, kills: int
     bad = sum(1 for message in messages if len(message) % ROW.itemsize)
     early, again, begin = 0, 0, time.monotonic()
     with Supervised(pipeline) as learner:
-        send(bootstrap, topic, messages)
-        for _ in range(kills):
+        *parts, rest = _parts(messages, kills + 1)
+        for part in parts:
+            send(bootstrap, topic, part)
             pid, at_start = learner.pid(), dice.random() < 1 / 3
             if not at_start:
                 learner.wait_for(lambda report: report.steps_since_start > 0, "first step")
@@ -131,6 +133,7 @@ def killed_again_and_again(folder: Path, bootstrap: str, events: int, kills: int
             learner.kill()
             again += max(0, before - _cut_step(pipeline)) if stepped else 0
             learner.until(lambda pid=pid: learner.supervisor.pids().get("learner", pid) != pid, "another learner")
+        send(bootstrap, topic, rest)
         last = learner.wait_for(lambda report: total(report) >= events + bad, "an outcome for every event")
     weights = accounts(pipeline)
     finished = pipeline.report()
@@ -186,6 +189,11 @@ def _messages(events: int, dice: random.Random) -> Iterator[bytes]:
         if dice.random() < _BAD:
             yield message[:-1]
         begin = end
+
+
+def _parts(messages: list[bytes], count: int) -> list[list[bytes]]:
+    ends = [len(messages) * part // count for part in range(count + 1)]
+    return [messages[begin:end] for begin, end in pairwise(ends)]
 
 
 def _cut_step(pipeline: Pipeline) -> int:

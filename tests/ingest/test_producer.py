@@ -93,7 +93,10 @@ def test_it_is_closed_also_when_the_broker_hangs(kafka, make_topic):
         settings = StreamSettings(bootstrap_servers=proxy.address, topics=(topic,))
         producer = EventProducer(settings, topic, patience=timedelta(seconds=2))
         producer.open()
+        answered = threading.Event()
+        producer.send(b"x", lambda *_: answered.set())  # the client knows the topic from then on
+        assert answered.wait(20)
         proxy.suffer(Fault(stalled=True))
         producer.send(b"x")
         producer.close()
-        assert producer.acknowledged == 0
+        assert producer.acknowledged == 1
