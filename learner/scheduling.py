@@ -9,6 +9,7 @@ _LOWEST = 19
 _STEP = 1.25
 """What one level of nice is worth: a thread gets so many times as much of a core as one of the next level."""
 _AUTOGROUP = Path("/proc/self/autogroup")
+"""Empty where the kernel does not group this process: then it takes a level and does nothing with it."""
 
 
 def nice_level(fraction: float) -> int:
@@ -35,8 +36,9 @@ def step_back(nice: int) -> str:
                 os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):
-            _AUTOGROUP.write_text(str(nice))
-            done += ", its session too"
+            if _AUTOGROUP.read_text():
+                _AUTOGROUP.write_text(str(nice))
+                done += ", its session too"
     return done
 
 

@@ -113,7 +113,8 @@ def test_what_is_produced_is_soon_in_predictions_also_after_a_part_was_killed(
         second = produced(anabranch)
         until(lambda: reaches(trained_through(), second), "a prediction that has learned the second events")
     assert pid_of(example, "serving") == pids[1]
-    whole = ", its session too" if Path("/proc/self/autogroup").exists() else ""
+    group = Path(f"/proc/{pid_of(example, 'learner')}/autogroup")
+    whole = ", its session too" if group.exists() and group.read_text() else ""
     until(lambda: scheduling_of(example) == f"nice 19{whole}", "a learner that waits for serving")
     process.terminate()
     _, said = process.communicate(timeout=60)
