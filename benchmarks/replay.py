@@ -89,8 +89,8 @@ FULL = Sizes(
 
 
 def over(take: Callable[[NDArray[np.int64]], object], drawing: Drawing) -> Callable[[], float]:
-    """Return an arm: the median time to take the very rows that were drawn last."""
-    return lambda: statistics.median(seconds(partial(take, each)) for each in drawing.drawn)
+    """Return an arm: the mean time to take the very rows that were drawn last."""
+    return lambda: statistics.fmean(seconds(partial(take, each)) for each in drawing.drawn)
 
 
 def hot(table: Table, sizes: Sizes, folder: Path) -> None:
@@ -111,7 +111,7 @@ def hot(table: Table, sizes: Sizes, folder: Path) -> None:
 
 
 def _sampling(sample: peers.Sample, draws: int = 20) -> float:
-    return statistics.median(seconds(sample) for _ in range(draws))
+    return statistics.fmean(seconds(sample) for _ in range(draws))
 
 
 def _compare(table: Table, suffix: str, drawing: Drawing, rows: int, rounds: int, folder: Path) -> None:

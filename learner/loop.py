@@ -35,7 +35,7 @@ from learner.trainer import StepResult, Trainer
 from replay.draw import Draw
 from replay.metrics import ReplayMetrics
 from replay.rows import Fields
-from replay.store import AHEAD, Store
+from replay.store import Store
 
 _COMMIT_SECONDS = 5.0
 _EMBEDDING = "embedding"
@@ -250,9 +250,8 @@ class Loop:
     def _plan_ahead(self) -> None:
         if self._parts.store is not None:
             most = sum(self._parts.trainer.strategy.draws(int(self._settings.step_size * self.replay_ratio) + 1))
-            if self.ratio.probes(self.steps + AHEAD - 1):
-                most = max(most, self._settings.batch_size)
-            self._parts.store.plan_ahead(self.steps, most)
+            probing = max(most, self._settings.batch_size)
+            self._parts.store.plan_ahead(self.steps, lambda step: probing if self.ratio.probes(step) else most)
 
     def _settled(self, index: int) -> int:
         """Return the first offset of a partition without outcome."""

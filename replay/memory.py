@@ -82,11 +82,14 @@ class MemoryTier:
         self._words = self._words.new_empty((0, self.slot_bytes // 8))
 
     def _take(self, slots: NDArray[np.int64], *, pinned: bool) -> Tensor:
-        if self.lies_on.type == "cpu":
-            # As fast as index_select of one thread; several wait for each other where cores are scarce.
-            words = torch.empty((len(slots), self._words.shape[1]), dtype=torch.int64, pin_memory=pinned)
+        if pinned:
+            words = torch.empty((len(slots), self._words.shape[1]), dtype=torch.int64, pin_memory=True)
             np.take(self._words.numpy(), slots, axis=0, out=words.numpy(), mode="clip")
             return words.view(torch.uint8)
+        if self.lies_on.type == "cpu":
+            # As fast as index_select of one thread; several wait for each other where cores are scarce. A tenth less
+            # than into torch's memory: numpy gets the block again that was let go of last, which is in the cache.
+            return torch.from_numpy(np.take(self._words.numpy(), slots, axis=0, mode="clip").view(np.uint8))
         return self._words.index_select(0, torch.from_numpy(slots).to(self.device)).view(torch.uint8)
 
 

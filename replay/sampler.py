@@ -61,6 +61,8 @@ class Sampler(Protocol):
 
     hears_losses: bool
     """Whether the losses of what was drawn decide what is drawn later."""
+    divisible: bool
+    """Whether a choice for several steps may be dealt out among them: each part is as good as a choice of its own."""
 
     def choose(self, n: int, generator: np.random.Generator, /) -> Choice:
         """Choose n events, or all when fewer are held, by a generator that belongs to the step."""
@@ -91,6 +93,7 @@ class Uniform:
     """Every event held is drawn with the same probability, without repeats within a draw."""
 
     hears_losses = False
+    divisible = True
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
@@ -98,7 +101,7 @@ class Uniform:
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
         """Choose positions."""
         held = self._entries.slots
-        return Choice(held[generator.choice(len(held), size=min(n, len(held)), replace=False)])
+        return Choice(held.take(generator.choice(len(held), size=min(n, len(held)), replace=False)))
 
     def come(self, slots: Slots) -> None:
         """Nothing is kept."""
@@ -119,6 +122,8 @@ class Uniform:
 
 class Even(Uniform):
     """Every group comes as often as any other, and within a group every event; what a small one lacks, others give."""
+
+    divisible = False
 
     def __init__(self, entries: Entries, group_of: Callable[[Slots], NDArray[np.int64]]) -> None:
         super().__init__(entries)
@@ -184,6 +189,8 @@ class Diverse(Even):
 
 class Proportional(Uniform):
     """Events are drawn in proportion to weights, without repeats within a draw."""
+
+    divisible = False
 
     def __init__(self, entries: Entries, slots: int) -> None:
         super().__init__(entries)
@@ -324,6 +331,8 @@ class Similar(Uniform):
 
     Follows what the index process finds, and when; what it has not found is drawn uniformly.
     """
+
+    divisible = False
 
     def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
         super().__init__(entries)

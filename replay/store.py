@@ -30,7 +30,10 @@ from replay.tier import Tier
 from replay.tiers import Tiers
 
 AHEAD = 4
-"""Steps between the choice of a draw and its use: the time that slower tiers have to bring it."""
+"""Steps that are planned at least: the time that slower tiers have to bring a draw."""
+
+BLOCK = 4
+"""Steps that are planned at once, where a choice can be dealt out among them."""
 
 MOST_INSERTED = 1024
 """Events that are inserted at once."""
@@ -166,24 +169,45 @@ class Store:
 
     def plan(self, step: int, n: int) -> Plan:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
+        return self._plan([(step, n)])[0]
+
+    def _plan(self, wanted: Sequence[tuple[int, int]]) -> list[Plan]:
+        """Plan so many events for each of some steps, by (step, n)."""
         self._regroup()
-        choice = self._sampler.choose(n, self._chance.of(step))
-        rows = self.tiers.stage(choice.slots.astype(np.int64), self.entries.identity)
-        records, rates, shares = self.entries.records(choice.slots), None, None
+        total = sum(n for _, n in wanted)
+        if total > len(self) and len(wanted) > 1:
+            return [self.plan(step, n) for step, n in wanted]
+        choice = self._sampler.choose(total, self._chance.of(wanted[0][0]))
+        places, records, rates, shares = choice.slots.astype(np.int64), self.entries.records(choice.slots), None, None
         if self._weighted:
             rates, shares = self.roll.rates(records, self._clusters(choice.slots))
-        return Plan(step, choice.slots, records, rates, shares, choice.correction, rows)
+        plans, end = [], 0
+        for step, n in wanted:
+            mine = slice(end, end := end + n)
+            rows = self.tiers.stage(places[mine], self.entries.identity)
+            rate, share, correction = _part(rates, mine), _part(shares, mine), _part(choice.correction, mine)
+            plans.append(Plan(step, choice.slots[mine], records[mine], rate, share, correction, rows))
+        return plans
 
     def fetch(self, plan: Plan, n: int | None = None) -> Draw:
         """Return the first n events of a plan, or all; fewer when the rows of some cannot be had."""
         return fetch(plan, self._layout, self.tiers, n)
 
-    def plan_ahead(self, step: int, n: int) -> None:
-        """Plan n events for each step from `step` on, AHEAD in all, that has no plan yet."""
+    def plan_ahead(self, step: int, n: int | Callable[[int], int]) -> None:
+        """Plan AHEAD steps from `step` on that are not planned yet, and those in one block with the last of them.
+
+        Args:
+            step: the next one.
+            n: events for each step, or a function of the step.
+        """
         self._drop_lost()
         self._use_up(step)
         first = self._plans[-1].step + 1 if self._plans else step
-        self._plans += [self.plan(each, n) for each in range(first, step + AHEAD)]
+        block = BLOCK if self._sampler.divisible else 1
+        while first < step + AHEAD:
+            steps = range(first, (first // block + 1) * block)
+            self._plans += self._plan([(each, n if isinstance(n, int) else n(each)) for each in steps])
+            first = steps.stop
 
     def planned(self, step: int) -> int:
         """Return how many events can be drawn for a step."""
@@ -361,3 +385,7 @@ class Store:
             stays = ~gone[self.entries.slots]
             self._holes.add(int((~stays).sum()))
             self._keep(stays)
+
+
+def _part(values: NDArray[np.float64] | None, which: slice) -> NDArray[np.float64] | None:
+    return None if values is None else values[which]

@@ -27,14 +27,14 @@ class Drawing:
     drawn: list[NDArray[np.int64]] = field(default_factory=list)
 
     def turn(self, draws: int = 20) -> float:
-        """Return the median of some draws, each with the plan of a later one."""
+        """Return the mean of some draws, as many of which are planned meanwhile: a block of them at once."""
         self.drawn = []
-        return statistics.median(self._draw() for _ in range(draws))
+        return statistics.fmean(self._draw() for _ in range(draws))
 
     def turn_at_once(self, draws: int = 20) -> float:
-        """Return the median of some draws that are planned and fetched at once."""
+        """Return the mean of some draws that are planned and fetched at once."""
         self.drawn = []
-        return statistics.median(self._draw_at_once() for _ in range(draws))
+        return statistics.fmean(self._draw_at_once() for _ in range(draws))
 
     def verify(self, below: int) -> None:
         """Check a draw against what was stored, events with numbers less than `below`."""

@@ -22,7 +22,7 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCuts
 from replay.redis_tier import RedisTier
-from replay.store import AHEAD, Store
+from replay.store import AHEAD, BLOCK, Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 MakeStore = Callable[..., Store]
@@ -228,7 +228,19 @@ class TestDraws:
         store.add(fake_columns(schema, range(80)), PARTITIONS)
         for step in range(50):
             store.plan_ahead(step, 1)
-        assert len(store.hold(1).plans) == AHEAD
+            assert AHEAD <= len(store.hold(step + 1).plans) < AHEAD + BLOCK
+            store.let_go(None)
+
+    def test_steps_that_are_planned_at_once_have_each_what_they_want(
+        self, schema: Schema, make_store: MakeStore
+    ) -> None:
+        store = make_store(100)
+        store.add(fake_columns(schema, range(80)), PARTITIONS)
+        store.plan_ahead(0, lambda step: 30 if step % 4 == 2 else step)
+        assert [store.planned(step) for step in range(4)] == [0, 1, 30, 3]
+        for step in range(4):
+            draw = store.draw(step, 100)
+            assert len(set(draw.records["offset"].tolist())) == len(draw)
 
     def test_the_same_step_over_the_same_contents_is_the_same_draw(self, schema: Schema, make_store: MakeStore) -> None:
         one, two = make_store(100), make_store(100)
@@ -242,11 +254,16 @@ class TestDraws:
         """Chi-square over 64 events: the statistic of 63 degrees of freedom exceeds 110 once in 5,000 fair trials."""
         store = make_store(64)
         store.add(fake_columns(schema, range(64)), PARTITIONS)
-        counts = np.zeros(64)
+        alone, ahead, first = np.zeros(64), np.zeros(64), np.zeros(64)
         for step in range(4000):
-            counts += np.bincount(store.plan(step, 8).records["offset"], minlength=64)
-        expected = counts.sum() / 64
-        assert ((counts - expected) ** 2 / expected).sum() < 110
+            alone += np.bincount(store.plan(step, 8).records["offset"], minlength=64)
+            store.plan_ahead(step, 8)
+            drawn = store.draw(step, 8).records["offset"]
+            ahead += np.bincount(drawn, minlength=64)
+            first += np.bincount(drawn[:1], minlength=64)
+        for counts in (alone, ahead, first):
+            expected = counts.sum() / 64
+            assert ((counts - expected) ** 2 / expected).sum() < 110
 
     def test_what_is_held_is_a_uniform_sample_of_the_stream(self, schema: Schema, make_store: MakeStore) -> None:
         """Each tenth of the stream has the same share, over many seeds: 9 degrees of freedom, 33 once in 8,000."""

@@ -246,13 +246,13 @@ class StoreMachine(RuleBasedStateMachine):
     def plan(self, n: int) -> None:
         before = held(self.store)
         self.store.plan_ahead(self.model.step, n)
-        for step in range(self.model.step, self.model.step + AHEAD):
-            if step not in self.model.plans:
-                plan = next(plan for plan in self.store._plans if plan.step == step)
+        assert [plan.step for plan in self.store._plans][:AHEAD] == [*range(self.model.step, self.model.step + AHEAD)]
+        for plan in self.store._plans:
+            if plan.step not in self.model.plans:
                 events = names_of(plan.records)
                 assert len(events) == len(set(events)) == min(n, len(before))
                 assert set(events) <= set(before)
-                self.model.plans[step] = events
+                self.model.plans[plan.step] = events
 
     @precondition(lambda self: self.model.step in self.model.plans)
     @rule(n=st.integers(0, 30), hears=st.booleans())
