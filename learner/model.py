@@ -3,12 +3,13 @@
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ingest.schema import Schema
 from learner.errors import ModelError
@@ -22,7 +23,8 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
     """Import `module:name` and call it with `args`; `folder`, the config's, is on the path, last.
 
     Raises:
-        ModelError: the module or the name is not there, the call fails, or what it returns is no `nn.Module`.
+        ModelError: the module or the name is not there, the call fails, or what it returns is no `nn.Module` whose
+            weights have their shapes.
     """
     build = _imported("model.factory", factory, folder)
     try:
@@ -31,7 +33,18 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
         raise ModelError(f'model.factory = "{factory}" fails with model.args = {dict(args)}: {_told(exc)}') from exc
     if not isinstance(model, nn.Module):
         raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
+    lazy = next((name for name, value in _weights(model) if is_lazy(value)), None)
+    if lazy is not None:
+        raise ModelError(
+            f'model.factory = "{factory}": {lazy} has no shape yet, as the lazy modules of torch have it before their '
+            "first call: call the model once in the factory, or name its sizes"
+        )
     return model
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:

@@ -69,6 +69,8 @@ class TestBuilding:
             ("def build():\n    assert 0, 'two\\nlines'", r"fails with .*: AssertionError: two lines .*line 4\)$"),
             ("def build():\n    return 3", "returned int, not a torch.nn.Module"),
             ("def build():\n    return nn.Linear", "returned type, not a torch.nn.Module"),
+            ("def build():\n    return nn.LazyLinear(3)", "weight has no shape yet, as the lazy modules"),
+            ("def build():\n    return nn.Sequential(nn.LazyBatchNorm1d())", "0.weight has no shape yet"),
         ],
     )
     def test_a_bad_factory_is_one_sentence(self, build, source, sentence):
