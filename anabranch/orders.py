@@ -63,8 +63,9 @@ def order(config: Config, action: str, number: int | None) -> Obeyed:
     if report is not None and time.time() - report.time < SILENT.total_seconds() and report.ill != [STOPPED]:
         return Obeyed(_ask(config, report, action, chosen), running=True)
     try:
-        after = ORDERS[action](state, chosen, versions.numbers())
-        versions.write_state(after)
+        with versions.changing_state():
+            after = ORDERS[action](versions.state(), chosen, versions.numbers())
+            versions.write_state(after)
     except RequestError as exc:
         raise SettingsError(str(exc)) from exc
     except OSError as exc:

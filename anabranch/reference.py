@@ -85,6 +85,7 @@ _TAIL = """\
 | `versions/<number>/manifest.json` | all else about it; immutable; without it the version does not exist |
 | `versions/<number>/verdict.json` | whether serving may take it; replaced atomically |
 | `versions/state.json` | what serving serves; replaced atomically |
+| `versions/state.lock` | held while `state.json` is read and written |
 | `cuts/<number>/rank-0/` | training state: weights, optimizer, replay, guard set, generators, ledger and positions |
 | `cuts/<number>/manifest.json` | what the cut is, and the digest of every file; without it the cut does not exist |
 | `replay/rank-0/<number>.rows` | the disk tier: the events that cuts name |
@@ -118,7 +119,8 @@ The design fixes the names that users build on. These were added to it:
   `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
   `learner.comm_hook`, `learner.sync_every`, `learner.sharding`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
-  `serving.twin`, `serving.request_log`, `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
+  `serving.twin`, `serving.request_log`, `serving.workers`,
+  `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
   `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
   `learner.profile.steps`, `share.fraction`, `share.stream_priority`,
   `share.mps_percentage`, `share.sms`
@@ -143,7 +145,8 @@ The design fixes the names that users build on. These were added to it:
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - the command `versions unpin` and the order `unpin`; `promoted` in `versions/state.json`
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
-- files `learner.json`, `serving.json`, `learner.lock`, `epoch`, `share/server-<n>`, `share/learner-<n>`
+- files `learner.json`, `serving.json`, `learner.lock`, `versions/state.lock`, `epoch`, `share/server-<n>`,
+  `share/learner-<n>`
 """
 
 

@@ -47,6 +47,8 @@ class Part:
     """File to which its stdout and stderr are appended; None passes them through."""
     stop_timeout: timedelta = timedelta(seconds=30)
     """Time that it has to stop after SIGTERM."""
+    descriptors: tuple[int, ...] = ()
+    """What it inherits beside stdin, stdout and stderr."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,7 @@ def _start(child: _Child) -> None:
             stderr=output,
             env={**os.environ, **part.environment},
             start_new_session=True,
+            pass_fds=part.descriptors,
         )
     child.starts += 1
     log.info("%s started (pid %d)", part.name, child.process.pid)

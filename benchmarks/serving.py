@@ -4,6 +4,7 @@
 
     alone      what a server answers, and how soon, while nothing else goes on; left out of the quick form, as is `peer`
     swaps      a thousand swaps under load: requests that fail, how much later the others are answered, memory
+    workers    throughput with two processes behind the port, over that with one; left out of the quick form too
     peer       single rows a second over those of LitServe, with the same model and batching
     freshness  from an event's append to a prediction by a version that has learned from it
     share      one core for learner and serving: how much later requests are answered while the learner trains, and how
@@ -23,13 +24,14 @@ import argparse
 import os
 from types import ModuleType
 
-from harness import serving_alone, serving_freshness, serving_peer, serving_share, serving_swaps
+from harness import serving_alone, serving_freshness, serving_peer, serving_share, serving_swaps, serving_workers
 from harness.pipeline import broker
 from harness.table import Table, options
 
 SECTIONS: dict[str, ModuleType] = {
     "alone": serving_alone,
     "swaps": serving_swaps,
+    "workers": serving_workers,
     "peer": serving_peer,
     "freshness": serving_freshness,
     "share": serving_share,

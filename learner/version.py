@@ -12,10 +12,12 @@ Torch is imported where tensors are read or written: whoever only lists versions
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -33,6 +35,7 @@ _T = TypeVar("_T")
 MANIFEST = "manifest.json"
 VERDICT = "verdict.json"
 STATE = "state.json"
+STATE_LOCK = "state.lock"
 WEIGHTS = "model.safetensors"
 
 
@@ -136,6 +139,20 @@ class Versions:
         """Replace `state.json` atomically."""
         self.path.mkdir(parents=True, exist_ok=True)
         replace_file(self.path / STATE, msgspec.json.encode(state))
+
+    @contextlib.contextmanager
+    def changing_state(self) -> Iterator[None]:
+        """Hold off all others who read `state.json` in order to change it, in this process too; not to be nested.
+
+        Raises OSError when the directory cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path / STATE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def contents(self, manifest: Manifest) -> dict[str, bytes]:
         """Read a version's files; raises VersionError unless all are there and have their digests."""

@@ -1,28 +1,63 @@
-"""`python -m serving -c pipeline.toml`: the serving daemon. Exit codes are those of `anabranch.daemon.Exit`."""
+"""`python -m serving -c pipeline.toml`: the serving daemon. Exit codes are those of `anabranch.daemon.Exit`.
 
+With `serving.workers` it starts so many of itself, each of which is told its place among them.
+"""
+
+import argparse
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anabranch.entry import enter
 
 if TYPE_CHECKING:
     from anabranch.config import Config
+    from serving.served import Deployment
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code."""
-    return enter("serving", "Answer requests over HTTP from the newest version.", serve_config, arguments)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--worker", type=int)
+    parser.add_argument("--crew", type=Path)
+    parser.add_argument("--listener", type=int)
+    options, others = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    codes: list[int] = []
+
+    def serve_config(config: "Config", stop: threading.Event) -> None:
+        if options.worker is not None:
+            _work(config, stop, options)
+        elif config.pipeline.serving.workers > 1:
+            from anabranch.workers import serve_by_workers
+
+            codes.append(serve_by_workers(config, stop))
+        else:
+            from serving.server import serve
+
+            serve(_deployment(config), config.pipeline.serving, stop)
+
+    code = enter("serving", "Answer requests over HTTP from the newest version.", serve_config, others)
+    return code or (codes[0] if codes else 0)
 
 
-def serve_config(config: "Config", stop: threading.Event) -> None:
-    """Serve what the config describes until `stop` is set."""
-    from ingest.schema import Schema
-    from serving.served import Deployment, pick_device
+def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) -> None:
+    """Be one of several workers."""
+    from serving.crew import Crew, Worker
+    from serving.listener import inherited
     from serving.server import serve
 
+    settings = config.pipeline.serving
+    worker = Worker(Crew(options.crew, settings.workers), options.worker, config.state_dir)
+    serve(_deployment(config), settings, stop, worker, inherited(options.listener))
+
+
+def _deployment(config: "Config") -> "Deployment":
+    from ingest.schema import Schema
+    from serving.served import Deployment, pick_device
+
     pipeline = config.pipeline
-    deployment = Deployment(
+    return Deployment(
         name=pipeline.name,
         schema=Schema(pipeline.events),
         model=pipeline.model,
@@ -31,7 +66,6 @@ def serve_config(config: "Config", stop: threading.Event) -> None:
         device=pick_device(pipeline.serving.device),
         stream_priority=pipeline.share.stream_priority,
     )
-    serve(deployment, pipeline.serving, stop)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from serving.access import check_order
 from serving.body import Bodies, HangUp, HungUpError
 from serving.config import ServingSettings, TlsSettings, Tokens
 from serving.errors import BadRequestError, EncodedError, LateError, RequestError, TokenError
+from serving.listener import BACKLOG
 from serving.metrics import Metrics
 from serving.openapi import whole
 from serving.overview import Overview
@@ -74,10 +75,12 @@ def build_app(
 class HttpServer:
     """uvicorn on a socket that listens already; signals are left to the process."""
 
-    def __init__(self, app: ASGIApp, settings: ServingSettings, folder: Path) -> None:
+    def __init__(self, app: ASGIApp, settings: ServingSettings, folder: Path, shared: bool = False) -> None:
+        """`shared` says that other processes take connections from the same socket: each takes one at a time."""
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
+                backlog=1 if shared else BACKLOG,
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -108,6 +111,11 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -278,7 +286,9 @@ def _since(request: Request, steps: Sequence[int]) -> tuple[int, int]:
 def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/metrics", response_class=Response)
     async def exposition() -> Response:
-        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            await asyncio.to_thread(metrics.exposition), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
 
 def _add_description(app: FastAPI, service: Service, steps: Sequence[int], open_paths: frozenset[str] | None) -> None:

@@ -53,6 +53,8 @@ class ServingSettings(Section):
     """Address to listen on; off loopback the tokens are required."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that answer on the port, each with a model, a queue and bounds of its own."""
     max_batch: Annotated[int, Field(ge=1, le=65536)] = 64
     """Rows that one run of the model may take together."""
     max_delay: Duration = timedelta(milliseconds=2)

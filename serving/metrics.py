@@ -23,8 +23,10 @@ _WINDOW_SWAPS = 256
 class Metrics:
     """Counts of one serving process. `request` belongs to the event loop's thread, the rest to any."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, registry: CollectorRegistry, whole: CollectorRegistry | None = None, tells: bool = True) -> None:
+        """`whole` adds up the counts of all workers; of what they do alike, only one `tells`."""
+        self._whole = whole or registry
+        self._tells = tells
         self._requests = Counter(
             "anabranch_serving_requests", "Inference requests by HTTP status", ["code"], registry=registry
         )
@@ -34,20 +36,30 @@ class Metrics:
             buckets=_REQUEST_BUCKETS,
             registry=registry,
         )
-        self.version = Gauge("anabranch_serving_version", "Number of the served version", registry=registry)
+        self.version = Gauge(
+            "anabranch_serving_version",
+            "Number of the served version",
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
         self._freshness = Histogram(
             "anabranch_serving_freshness_duration_seconds",
             "Of every event that is trained on: from its record time to the swap to the first version that knows it",
             buckets=_FRESHNESS_BUCKETS,
             registry=registry,
         )
-        self.swaps = Counter(
+        self._swaps = Counter(
             "anabranch_serving_swaps",
             "Versions by what became of them: swapped, rolled_back to, refused",
             ["outcome"],
             registry=registry,
         )
-        self.ill = Gauge("anabranch_serving_ill", "Parts that do not work as they should", registry=registry)
+        self.ill = Gauge(
+            "anabranch_serving_ill",
+            "Parts that do not work as they should",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
         self._answered = _Recent()
         self._learned = _RecentRows()
         self._total = 0
@@ -61,9 +73,14 @@ class Metrics:
         if status == HTTPStatus.OK:
             self._answered.add(seconds)
 
+    def swap(self, outcome: str) -> None:
+        """Count a version by what became of it."""
+        if self._tells:
+            self._swaps.labels(outcome).inc()
+
     def learned(self, rows: int, ages: Ages) -> None:
         """Count events that the version swapped in is the first served one to have learned."""
-        if rows:
+        if rows and self._tells:
             _observe(self._freshness, rows, ages)
             self._learned.add(rows, ages)
 
@@ -92,13 +109,13 @@ class Metrics:
         return self._learned.percentiles()
 
     def exposition(self) -> bytes:
-        """Return the registry in Prometheus' text format."""
-        return generate_latest(self._registry)
+        """Return all counts in Prometheus' text format; to be called by any thread."""
+        return generate_latest(self._whole)
 
     def _by_label(self, name: str, label: str) -> dict[str, int]:
         return {
             sample.labels[label]: int(sample.value)
-            for metric in self._registry.collect()
+            for metric in self._whole.collect()
             if metric.name == name
             for sample in metric.samples
             if sample.name == f"{name}_total"

@@ -6,6 +6,7 @@ from threading import Lock
 from typing import Any
 
 from learner.report import LearnerReport, read_report
+from serving.crew import Worker
 from serving.health import is_silent, judge
 from serving.history import RESOLUTIONS, History
 from serving.registry import Registry
@@ -32,11 +33,12 @@ SERIES = (
 class Overview:
     """The picture of a whole pipeline. Its methods read files, so they are not for the event loop's thread."""
 
-    def __init__(self, deployment: Deployment, swap: Swap, twin: str) -> None:
+    def __init__(self, deployment: Deployment, swap: Swap, twin: str, worker: Worker | None = None) -> None:
         self._name = deployment.name
         self._state_dir = deployment.state_dir
         self._twin = deployment.folder / twin if twin else None
         self._task = deployment.model.task
+        self._worker = worker
         self._began = time.time()
         self._registry = Registry(deployment, swap, self._began)
         self._lock = Lock()
@@ -44,7 +46,7 @@ class Overview:
 
     def sample(self, serving: ServingReport) -> None:
         """Take the figures of this moment into the history; figures of a part that is silent are gaps."""
-        now = time.time()
+        now, serving = time.time(), self._whole(serving)
         learner, twin = read_report(self._state_dir), _read(self._twin)
         values: dict[str, float | None] = {name: getattr(serving, name) for name in SERIES if name.endswith("_seconds")}
         if learner is not None and not is_silent(learner, now):
@@ -58,6 +60,7 @@ class Overview:
     def status(self, serving: ServingReport) -> dict[str, Any]:
         """Return everything that is known now, as JSON values."""
         learner, now = read_report(self._state_dir), time.time()
+        serving = self._whole(serving)
         with self._lock:
             versions = self._registry.newest()
         return {
@@ -71,6 +74,9 @@ class Overview:
             "versions": versions,
             "history": {"since": self._began, "resolutions": RESOLUTIONS},
         }
+
+    def _whole(self, own: ServingReport) -> ServingReport:
+        return self._worker.whole(own) if self._worker else own
 
 
 def _read(state_dir: Path | None) -> LearnerReport | None:

@@ -14,9 +14,12 @@ STOPPED = "it has stopped"
 
 
 class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment of a serving process."""
+    """One moment of a serving process, or of all workers of one."""
 
     pid: int
+    """Of the process, or of the one that starts the workers."""
+    workers: int = 1
+    """Processes that answer."""
     started: float
     """Seconds since 1970, as is `time`."""
     time: float
@@ -49,16 +52,16 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence for each part that does not work as it should; empty when all is well."""
 
 
-def write_report(state_dir: Path, report: ServingReport) -> None:
+def write_report(folder: Path, report: ServingReport, name: str = REPORT) -> None:
     """Replace the report atomically for readers; without an fsync, since after a crash of the machine it is void."""
-    temporary = state_dir / f".{REPORT}.{os.getpid()}"
+    temporary = folder / f".{name}.{os.getpid()}"
     temporary.write_bytes(msgspec.json.encode(report))
-    temporary.replace(state_dir / REPORT)
+    temporary.replace(folder / name)
 
 
-def read_report(state_dir: Path) -> ServingReport | None:
+def read_report(folder: Path, name: str = REPORT) -> ServingReport | None:
     """Read the newest report; None when no serving process has written one that can be read."""
     try:
-        return msgspec.json.decode((state_dir / REPORT).read_bytes(), type=ServingReport)
+        return msgspec.json.decode((folder / name).read_bytes(), type=ServingReport)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None

@@ -1,7 +1,6 @@
 """The serving process: what it is made of, how it starts, and in which order it stops."""
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -20,6 +19,8 @@ from learner.lease import hold_server
 from serving.app import HttpServer, build_app
 from serving.batcher import Batcher
 from serving.config import ServingSettings
+from serving.crew import Worker
+from serving.listener import address_of, listen
 from serving.metrics import Metrics
 from serving.overview import Overview
 from serving.report import STOPPED, ServingReport, write_report
@@ -31,11 +32,23 @@ log = logging.getLogger("anabranch.serving")
 
 REPORT_EVERY = timedelta(seconds=1)
 _LOOK_EVERY = timedelta(milliseconds=50)
-_BACKLOG = 2048
 
 
-def serve(deployment: Deployment, settings: ServingSettings, stop: threading.Event) -> None:
+def serve(
+    deployment: Deployment,
+    settings: ServingSettings,
+    stop: threading.Event,
+    worker: Worker | None = None,
+    listener: socket.socket | None = None,
+) -> None:
     """Answer requests until `stop` is set. Called in the main thread, whose signal handlers are left alone.
+
+    Args:
+        deployment: what is served.
+        settings: how it is served.
+        stop: ends it.
+        worker: the process's place among several; None where it serves alone.
+        listener: the socket that they share.
 
     Raises:
         SettingsError: the model cannot be built, the address or the port cannot be taken, or TLS files cannot be read.
@@ -46,44 +59,24 @@ def serve(deployment: Deployment, settings: ServingSettings, stop: threading.Eve
     except OSError as exc:
         raise SettingsError(f"state_dir: cannot write to {deployment.state_dir}: {exc.strerror}") from exc
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for the event loop and the learner
-    with listen(settings.host, settings.port) as listener:
-        asyncio.run(_Process(deployment, settings, listener).run(stop))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raises SettingsError that names the key to change when that cannot be."""
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-        family, kind, protocol, _, address = found[0]
-        listener = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only where the protocol is named
-    except OSError as exc:
-        raise SettingsError(f'serving.host = "{host}" cannot be listened on: {exc.strerror}') from exc
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as exc:
-        listener.close()
-        if exc.errno == errno.EADDRINUSE:
-            raise SettingsError(
-                f"serving.port = {port} is taken on {host}: stop the program that has it, "
-                "or choose another port (0 takes a free one)"
-            ) from exc
-        key = f"serving.port = {port}" if exc.errno == errno.EACCES else f'serving.host = "{host}"'
-        raise SettingsError(f"{key} cannot be listened on: {exc.strerror}") from exc
-    return listener
+    threads = torch.get_num_threads() // (2 * settings.workers)  # the rest is for event loops and the learner
+    torch.set_num_threads(max(1, threads))
+    with listener or listen(settings.host, settings.port) as socket_:
+        asyncio.run(_Process(deployment, settings, socket_, worker).run(stop))
 
 
 class _Process:
     """One run of the serving process."""
 
-    def __init__(self, deployment: Deployment, settings: ServingSettings, listener: socket.socket) -> None:
+    def __init__(
+        self, deployment: Deployment, settings: ServingSettings, listener: socket.socket, worker: Worker | None
+    ) -> None:
         self._deployment = deployment
         self._settings = settings
         self._listener = listener
-        self._address = _address(settings, listener)
-        self._metrics = Metrics(CollectorRegistry())
+        self._worker = worker
+        self._address = address_of(settings, listener)
+        self._metrics = worker.metrics() if worker else Metrics(CollectorRegistry())
         self._started = time.time()
         self._bugs: list[BaseException] = []
         self._report_ill: list[str] = []
@@ -109,17 +102,23 @@ class _Process:
                 lambda: loop.call_soon_threadsafe(self._service.swapped),
                 self._bugs.append,
             )
-            self._service = Service(self._deployment, self._settings, self._swap, batcher)
-            self._overview = Overview(self._deployment, self._swap, self._settings.twin)
+            self._service = Service(self._deployment, self._settings, self._swap, batcher, self._worker)
+            self._overview = Overview(self._deployment, self._swap, self._settings.twin, self._worker)
             app = build_app(self._service, self._settings, self._metrics, self._overview, self._report)
-            http = HttpServer(app, self._settings, self._deployment.folder)
+            http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)
             http.load()
             stack.enter_context(self._swap)
             log.info("serving %s on %s/v2/models/%s", self._deployment.name, self._address, self._deployment.name)
-            await asyncio.gather(http.serve(self._listener), self._until(stop, http))
+            await asyncio.gather(self._answer(stop, http), self._until(stop, http))
         self._write(msgspec.structs.replace(self._report(), ready=False, ill=[STOPPED]))
         if self._bugs:
             raise self._bugs[0]
+
+    async def _answer(self, stop: threading.Event, http: HttpServer) -> None:
+        """Take requests; one of several workers not before it has a version, where another has one."""
+        while self._worker and self._worker.others_serve() and not (self._swap.current or stop.is_set() or self._bugs):
+            await asyncio.sleep(_LOOK_EVERY.total_seconds())
+        await http.serve(self._listener)
 
     async def _until(self, stop: threading.Event, http: HttpServer) -> None:
         due = sample_due = 0.0
@@ -168,18 +167,12 @@ class _Process:
 
     def _write(self, report: ServingReport) -> None:
         try:
-            write_report(self._deployment.state_dir, report)
+            if self._worker is not None:
+                self._worker.write(report)
+            else:
+                write_report(self._deployment.state_dir, report)
             self._report_ill = []
         except OSError as exc:
             if not self._report_ill:
                 log.warning("cannot write %s: %s", self._deployment.state_dir, exc)
             self._report_ill = [f"cannot write the report into {self._deployment.state_dir}: {exc.strerror}"]
-
-
-def _address(settings: ServingSettings, listener: socket.socket) -> str:
-    """Return the URL by which this machine reaches the server."""
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-        host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
-    scheme = "https" if settings.tls.cert else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,16 +1,20 @@
 """From a request's bytes to a reply's: decode, choose the version, wait for it if asked, predict, encode."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 
 from learner.version import RegistryState
 from serving.batcher import Batcher
 from serving.config import ServingSettings
+from serving.crew import Worker
 from serving.errors import BadRequestError, BusyError, LateError, UnknownError
 from serving.orders import ORDERS
 from serving.protocol import Request, Signature
 from serving.served import Deployment, ServedVersion
 from serving.swap import Swap
+
+log = logging.getLogger("anabranch.serving")
 
 _LONGEST_NUMBER = 15
 """Digits."""
@@ -19,11 +23,20 @@ _LONGEST_NUMBER = 15
 class Service:
     """What HTTP asks of serving. Belongs to the event loop's thread."""
 
-    def __init__(self, deployment: Deployment, settings: ServingSettings, swap: Swap, batcher: Batcher) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        settings: ServingSettings,
+        swap: Swap,
+        batcher: Batcher,
+        worker: Worker | None = None,
+    ) -> None:
+        """`worker` is this process's place among several."""
         self.name = deployment.name
         self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue, deployment.embeds)
         self._swap = swap
         self._batcher = batcher
+        self._worker = worker
         self._most_waiting_rows = settings.max_queue
         self._waiting_rows = 0
         self._swapped = asyncio.Event()
@@ -65,7 +78,7 @@ class Service:
             raise UnknownError(f"there is no model {name!r}; this server has {self.name!r}")
 
     async def order(self, action: str, version: str) -> RegistryState:
-        """Do what a person ordered about a version; return what is served then.
+        """Do what a person ordered about a version, in all workers; return what is served then.
 
         Raises:
             RequestError: it is not done; the sentence says why.
@@ -75,7 +88,12 @@ class Service:
         if not version.isdecimal() or len(version) > _LONGEST_NUMBER:
             raise UnknownError(f"there is no version {version!r}")
         await asyncio.to_thread(self._swap.order, ORDERS[action], int(version))
-        return self._swap.state
+        state = self._swap.state
+        if self._worker is not None and not await self._worker.obeyed(state):
+            log.warning(
+                "an order is written down, and not all workers have obeyed it yet: %s version %s", action, version
+            )
+        return state
 
     async def infer(
         self, name: str, version: str | None, body: bytes, header_length: int | None

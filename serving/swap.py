@@ -4,11 +4,12 @@ A thread of its own watches the versions directory, loads, checks and warms up; 
 Requests that hold the old version are answered by it, and with the last of them it is freed.
 """
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -66,6 +67,7 @@ class Swap:
         self._state = RegistryState()
         self._passed_over: dict[int, object] = {}
         self._lock = threading.Lock()
+        self._holds_state = False
         self._complaints: dict[str, str] = {}
         self._notices = Notices(self._versions.path)
         self._stopping = False
@@ -111,18 +113,33 @@ class Swap:
         """
         with self._lock:
             try:
-                before = self._versions.state()
-                after = order(before, number, self._versions.numbers())
-                self._versions.write_state(after)
-                self._look()
-                served = self.current.number if self.current else None
-                if number in (after.pinned, after.promoted) and served != number:
-                    self._versions.write_state(before)
+                with self._changing_state():
+                    before = self._versions.state()
+                    after = order(before, number, self._versions.numbers())
+                    self._versions.write_state(after)
                     self._look()
-                    raise ConflictError(f"version {number} cannot be served: {self.refused.get(number, 'see the log')}")
+                    served = self.current.number if self.current else None
+                    if number in (after.pinned, after.promoted) and served != number:
+                        self._versions.write_state(before)
+                        self._look()
+                        why = self.refused.get(number, "see the log")
+                        raise ConflictError(f"version {number} cannot be served: {why}")
             except (OSError, VersionError) as exc:
                 raise ConflictError(f"the order cannot be written down: {exc}") from exc
         log.info("ordered: %s version %d; %s is served", order.__name__.replace("_", " "), number, served)
+
+    @contextlib.contextmanager
+    def _changing_state(self) -> Iterator[None]:
+        """Hold off other workers while `state.json` is read and written; may be nested."""
+        if self._holds_state:
+            yield
+            return
+        with self._versions.changing_state():
+            self._holds_state = True
+            try:
+                yield
+            finally:
+                self._holds_state = False
 
     def _look(self) -> bool:
         served = self.current.number if self.current else -1
@@ -201,7 +218,7 @@ class Swap:
             return load_version(self._deployment, manifest, self._max_batch)
         except (VersionError, OSError) as exc:
             if (self._versions.directory(number) / MANIFEST).exists():  # else the learner has just deleted it
-                self._metrics.swaps.labels("refused").inc()
+                self._metrics.swap("refused")
                 self._complain("version", f"a version is refused: {exc}")
                 self._refuse(number, str(exc))
             return None
@@ -243,7 +260,7 @@ class Swap:
         self._passed_over = {
             number: stamp for number, stamp in self._passed_over.items() if number > version.number and not back
         }
-        self._metrics.swaps.labels("rolled_back" if back else "swapped").inc()
+        self._metrics.swap("rolled_back" if back else "swapped")
         self._metrics.version.set(version.number)
         self._metrics.learned(*self._unserved.served(version.number, self.since))
         log.info("serving version %d, trained through %s", version.number, version.trained_through or "nothing")
@@ -251,16 +268,11 @@ class Swap:
 
     def _write_state(self, previous: ServedVersion | None, version: ServedVersion) -> None:
         try:
-            state = self._versions.state()
-            before = previous.number if previous else state.serving
-            if before == version.number:  # a restart
-                before = state.previous
-            back = previous is not None and version.number < previous.number and state.pinned is None
-            rolled_back = sorted({*state.rolled_back, previous.number}) if back and previous else state.rolled_back
-            state = msgspec.structs.replace(
-                state, serving=version.number, previous=before, rolled_back=rolled_back[-_MOST_ROLLED_BACK:]
-            )
-            self._versions.write_state(state)
+            with self._changing_state():
+                before = self._versions.state()
+                state = _served(before, previous.number if previous else None, version.number)
+                if state != before:
+                    self._versions.write_state(state)
             self._state = state
             self._complaints.pop("state", None)
         except (OSError, VersionError) as exc:
@@ -275,3 +287,22 @@ class Swap:
         if self._complaints.get(about) != sentence:
             self._complaints[about] = sentence
             log.warning("%s", sentence)
+
+
+def _served(state: RegistryState, previous: int | None, number: int) -> RegistryState:
+    """Return the state once a process has gone from `previous` (None: it has just started) to a version.
+
+    Another worker may have written the same before, or be ahead.
+    """
+    forward = previous is not None and number > previous
+    if forward and state.serving is not None and state.serving > number and state.pinned is None:
+        return state
+    back = previous is not None and number < previous and state.pinned is None
+    rolled_back = sorted({*state.rolled_back, previous}) if back and previous is not None else state.rolled_back
+    if state.serving == number:  # written already, or a restart
+        previous = state.previous
+    elif previous is None:
+        previous = state.serving
+    return msgspec.structs.replace(
+        state, serving=number, previous=previous, rolled_back=rolled_back[-_MOST_ROLLED_BACK:]
+    )

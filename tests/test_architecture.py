@@ -66,7 +66,7 @@ KEYS_ADDED = words("""
     learner.activation_checkpointing learner.compile learner.profile.start learner.profile.steps
     learner.comm_hook learner.sync_every learner.sharding
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
-    serving.twin serving.request_log
+    serving.twin serving.request_log serving.workers
     share.fraction
     share.stream_priority share.mps_percentage share.sms
     replay.half_life replay.device_memory

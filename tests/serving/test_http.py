@@ -24,8 +24,9 @@ from learner.errors import ModelError
 from learner.report import LearnerReport
 from learner.report import write_report as write_learner_report
 from serving.config import ServingSettings
+from serving.listener import listen
 from serving.served import ServedVersion
-from serving.server import listen, serve
+from serving.server import serve
 
 Served = Callable[..., Any]
 Body = Callable[..., dict[str, Any]]

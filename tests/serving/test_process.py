@@ -16,8 +16,8 @@ import pytest
 from anabranch.config import load_config
 from anabranch.daemon import Exit
 from ingest.schema import Schema
+from serving.listener import listen
 from serving.report import read_report
-from serving.server import listen
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = """

@@ -1,0 +1,52 @@
+"""Workers: single rows a second with two processes behind the port, over those with one.
+
+64 clients, each of which asks again when it is answered. All that runs may take all cores, and the one that sends takes
+one of them itself: on two cores there is none left for a second worker. Both servers run all the time, and answer in
+turns.
+"""
+
+import os
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from harness.load import Load
+from harness.published import NAME, Published
+from harness.server import ServingProcess, binary_request
+from harness.serving_alone import MODELS
+from harness.table import Table, Target
+from harness.turns import Spread
+
+TARGETS: dict[str, Target] = {}
+_CLIENTS = 64
+_LOOK_SECONDS = 0.05
+
+
+def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+    """Measure the section."""
+    seconds, rounds = (0.5, 2) if quick else (6.0, 5)
+    table.title("workers: mlp, single rows as binary data, max_batch 64, max_delay 1 ms")
+    table.fact("workers_cores", os.cpu_count())
+    with ExitStack() as stack:
+        loads = [stack.enter_context(_load(stack, workers)) for workers in (1, 2)]
+        for load in loads:
+            load.flood(_CLIENTS, seconds)
+        turns = [[load.flood(_CLIENTS, seconds) for load in loads] for _ in range(rounds)]
+    for workers in (1, 2):
+        answers = [turn[workers - 1] for turn in turns]
+        rates = [len(each.seconds) / seconds for each in answers]
+        table.say(f"workers_{workers}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
+        table.say(f"workers_{workers}_p99_seconds", Spread.of([each.percentile(99) for each in answers]))
+        table.fact(f"workers_{workers}_failed", sum(each.failed for each in answers))
+    gains = [len(two.seconds) / len(one.seconds) for one, two in turns]
+    table.say("workers_2_over_1", Spread.of(gains), "throughput")
+
+
+def _load(stack: ExitStack, workers: int) -> Load:
+    place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="workers-"))).resolve()
+    Published(place, MODELS["mlp"], 784, {"max_delay": "1ms", "workers": workers}).publish()
+    server = stack.enter_context(ServingProcess(place))
+    while (report := server.wait()).workers < workers:
+        time.sleep(_LOOK_SECONDS)
+    return Load(f"{report.address}/v2/models/{NAME}/infer", *binary_request(1, 784))

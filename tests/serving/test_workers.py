@@ -1,0 +1,245 @@
+"""`serving.workers`: several processes behind one port, which answer as one."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from anabranch.daemon import Exit
+from learner.version import RegistryState
+from serving.report import STOPPED, ServingReport, read_report
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = """
+name = "tiny"
+[stream]
+topics = ["events"]
+[schema.features.x]
+dtype = "float32"
+shape = [4]
+[schema.label]
+name = "y"
+dtype = "float32"
+[model]
+factory = "anabranch_serving_test_models:{factory}"
+task = "regression"
+[serving]
+port = {port}
+workers = 2
+"""
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for the workers in /proc")
+
+
+class Server:
+    """A server of two workers, and clients that open a connection for each request."""
+
+    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
+        self.state_dir = path.parent / "var"
+        self.log = path.parent / "log"
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "serving", "-c", str(path)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def report(self) -> ServingReport:
+        report = read_report(self.state_dir)
+        assert report is not None
+        return report
+
+    @property
+    def workers(self) -> set[int]:
+        """The pids of the processes that answer."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return {int(pid) for pid in children}
+
+    def serves(self, version: int) -> bool:
+        """Whether both workers do."""
+        report = read_report(self.state_dir)
+        assert self.process.poll() is None, self.log.read_text()
+        return (
+            report is not None and report.pid == self.process.pid and (report.workers, report.version) == (2, version)
+        )
+
+    def ask(self, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(f"{self.report.address}/v2/models/tiny/infer", json=body, timeout=30, verify=False)
+
+    def order(self, number: int, action: str) -> httpx.Response:
+        return httpx.post(f"{self.report.address}/api/versions/{number}:{action}", timeout=30)
+
+    def count(self, name: str) -> float:
+        lines = httpx.get(f"{self.report.address}/metrics", timeout=30).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+@pytest.fixture
+def crew(models: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Start a server of two workers: `with crew(factory="number", port=0, **environment) as server`."""
+
+    @contextmanager
+    def start(factory: str = "number", port: int = 0, **environment: str) -> Iterator[Server]:
+        source = (models / "anabranch_serving_test_models.py").read_text()
+        (tmp_path / "anabranch_serving_test_models.py").write_text(source)
+        path = tmp_path / "pipeline.toml"
+        path.write_text(PIPELINE.format(factory=factory, port=port))
+        server = Server(path, environment)
+        try:
+            yield server
+        finally:
+            server.process.terminate()
+            try:
+                server.process.wait(40)
+            finally:
+                server.process.kill()
+                server.process.wait()
+
+    return start
+
+
+def connections(address: str) -> int:
+    """Count the server's ends of the connections that there are to it."""
+    port = f":{httpx.URL(address).port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(port) and row[3] == "01" for row in rows)
+
+
+@pytest.mark.slow
+def test_all_workers_follow_versions_and_orders_and_count_as_one(
+    crew: Any, numbers: Any, body_of: Any, eventually: Any
+) -> None:
+    with crew() as server, ThreadPoolExecutor(8) as clients:
+
+        def answers(count: int = 40, **members: Any) -> Counter[str]:
+            replies = list(clients.map(lambda _: server.ask(body_of(1, **members)), range(count)))
+            assert {reply.status_code for reply in replies} == {200}, [reply.text for reply in replies]
+            for reply in replies:
+                assert reply.json()["outputs"][0]["data"] == [float(reply.json()["model_version"])]
+            return Counter(reply.json()["model_version"] for reply in replies)
+
+        numbers.publish(1)
+        eventually(lambda: server.serves(1), 60)
+        assert answers() == {"1": 40}
+
+        # A client that has read its own write reads no older answer, whichever process it comes to.
+        own = body_of(1, parameters={"min_trained_through": "events:0=20"})
+        early = [clients.submit(server.ask, own) for _ in range(8)]
+        eventually(lambda: connections(server.report.address) >= 8)
+        numbers.publish(2)
+        assert {reply.result(30).json()["model_version"] for reply in early} == {"2"}
+        assert answers(parameters=own["parameters"]) == {"2": 40}
+
+        # An order is answered when all have obeyed it.
+        assert server.order(1, "pin").json()["serving"] == 1
+        assert answers() == {"1": 40}
+        assert server.order(2, "promote").status_code == 409
+        assert server.order(1, "unpin").status_code == 200
+        eventually(lambda: server.serves(2))
+        numbers.publish(3)
+        eventually(lambda: server.serves(3))
+        rolled_back = server.order(3, "rollback").json()
+        assert (rolled_back["serving"], rolled_back["rolled_back"]) == (2, [3])
+        assert answers() == {"2": 40}
+        assert numbers.versions.state() == RegistryState(serving=2, previous=3, rolled_back=[3])
+
+        # What all do alike is counted once, requests wherever they were answered.
+        assert server.count("anabranch_serving_requests_total") == 40 * 4 + 8
+        assert server.count("anabranch_serving_request_duration_seconds_count") == 40 * 4 + 8
+        assert server.count("anabranch_serving_version") == 2
+        assert server.count('anabranch_serving_swaps_total{outcome="swapped"}') == 4
+        eventually(lambda: server.report.requests == {"200": 40 * 4 + 8})
+        status = httpx.get(f"{server.report.address}/api/status").json()
+        assert (status["serving"]["workers"], status["serving"]["pid"]) == (2, server.process.pid)
+        assert status["serving"]["requests"] == {"200": 40 * 4 + 8}
+    assert (server.report.ready, server.report.ill) == (False, [STOPPED])
+    assert server.process.returncode == Exit.DONE
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_what_it_had_in_hand_and_comes_back(
+    crew: Any, numbers: Any, body_of: Any, eventually: Any
+) -> None:
+    numbers.publish(1)
+    with crew() as server:
+        eventually(lambda: server.serves(1), 60)
+        stop, answered, failed = threading.Event(), Counter[int](), Counter[int]()
+
+        def ask(client: int) -> None:
+            while not stop.wait(0.01):
+                try:
+                    reply = server.ask(body_of(1))
+                except httpx.TransportError:
+                    failed[client] += 1
+                else:
+                    assert reply.status_code == 200, reply.text
+                    answered[client] += 1
+
+        with ThreadPoolExecutor(4) as clients:
+            done = [clients.submit(ask, client) for client in range(4)]
+            first, second = sorted(server.workers)
+            eventually(lambda: answered.total() > 100)
+            os.kill(first, signal.SIGKILL)
+            eventually(lambda: server.workers > {second})
+            eventually(lambda: server.report.ill)
+            eventually(lambda: server.serves(1), 60)
+            so_far = answered.total()
+            eventually(lambda: answered.total() > so_far + 100)
+            stop.set()
+            for client in done:
+                client.result()
+        # A client has one request under way at a time, so the kill can cost each one.
+        assert all(count == 1 for count in failed.values())
+        # What the dead one had answered still counts.
+        assert server.count("anabranch_serving_requests_total") >= answered.total()
+        assert second in server.workers
+        assert not server.report.ill
+
+
+def test_requests_in_flight_are_answered_when_it_stops(crew: Any, numbers: Any, body_of: Any, eventually: Any) -> None:
+    numbers.publish(1)
+    with crew(ANABRANCH__SERVING__MAX_DELAY="1s") as server, ThreadPoolExecutor(9) as clients:
+        eventually(lambda: server.serves(1), 60)
+        address = server.report.address
+        asked = [clients.submit(server.ask, body_of(1)) for _ in range(8)]
+        late = clients.submit(server.ask, body_of(1, parameters={"min_trained_through": "events:0=99"}))
+        eventually(lambda: connections(address) == 9)
+        server.process.terminate()
+        assert [reply.result(30).status_code for reply in asked] == [200] * 8
+        assert late.result(30).status_code == 503
+        assert server.process.wait(30) == Exit.DONE
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{address}/v2/health/live")
+
+
+@pytest.mark.slow
+def test_after_a_kill_of_the_one_that_listens_another_takes_the_port(crew: Any, numbers: Any, eventually: Any) -> None:
+    numbers.publish(1)
+    with crew() as first:
+        eventually(lambda: first.serves(1), 60)
+        port = httpx.URL(first.report.address).port
+        slow = min(first.workers)
+        os.kill(slow, signal.SIGSTOP)
+        first.process.kill()
+        with crew(port=port) as second:
+            eventually(lambda: f"serving.port = {port} is taken" in second.log.read_text(), 60)
+            os.kill(slow, signal.SIGCONT)
+            eventually(lambda: second.serves(1), 60)
+
+
+def test_a_model_that_cannot_be_built_ends_it_with_2(crew: Any) -> None:
+    with crew(factory="broken") as server:
+        assert server.process.wait(60) == Exit.SETTINGS
+    assert "the factory fails" in server.log.read_text()
