@@ -119,7 +119,7 @@ The design fixes the names that users build on. These were added to it:
   `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
   `learner.comm_hook`, `learner.sync_every`, `learner.sharding`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
-  `serving.twin`, `serving.request_log`, `serving.workers`,
+  `serving.twin`, `serving.request_log`, `serving.workers`, `serving.shadow`,
   `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
   `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
   `learner.profile.steps`, `share.fraction`, `share.stream_priority`,
@@ -140,7 +140,8 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`,
   `anabranch_learner_micro_batch_rows`, `anabranch_ingest_lag_seconds`, `anabranch_ingest_behind`,
   `anabranch_ingest_passed_offsets`,
-  `anabranch_gate_withdrawn_total`, `anabranch_gate_hold_seconds`
+  `anabranch_gate_withdrawn_total`, `anabranch_gate_hold_seconds`, `anabranch_serving_shadow_rows_total`,
+  `anabranch_serving_shadow_disagreement_total`
 - windows `overall`, `near_future`, `old_lowest` and `worst_group` of `anabranch_learner_accuracy_ratio`
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - the command `versions unpin` and the order `unpin`; `promoted` in `versions/state.json`

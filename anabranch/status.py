@@ -16,7 +16,7 @@ from anabranch.daemon import stop_on_signals
 from learner.report import LearnerReport, ShareReport
 from learner.report import read_report as read_learner
 from serving.health import SILENT
-from serving.report import ServingReport
+from serving.report import ServingReport, ShadowReport
 from serving.report import read_report as read_serving
 
 
@@ -164,11 +164,22 @@ def _serving(report: ServingReport) -> RenderableType:
     if report.refused:
         number, reason = list(report.refused.items())[-1]
         table.add_row("refused", Text(f"{number}: {reason}", style="yellow"))
+    if report.shadow is not None:
+        table.add_row("shadow", _shadow(report.shadow))
     table.add_row("requests", _pairs({k: f"{v:,}" for k, v in report.requests.items()}) or "none")
     if report.request_p50_seconds is not None and report.request_p99_seconds is not None:
         p50, p99 = report.request_p50_seconds * 1000, report.request_p99_seconds * 1000
         table.add_row("latency", f"p50 {p50:.1f} ms, p99 {p99:.1f} ms")
     return table
+
+
+def _shadow(shadow: ShadowReport) -> Text:
+    """Say how far a version that is not served disagrees."""
+    if shadow.failed is not None:
+        return Text(shadow.failed, style="yellow")
+    if shadow.disagreement is None:
+        return Text(f"version {shadow.version}, nothing compared yet")
+    return Text(f"version {shadow.version} disagrees by {shadow.disagreement:.3g}, over {shadow.rows:,} rows")
 
 
 def _section() -> Table:

@@ -77,6 +77,11 @@ class Batcher:
         self._batches.put(None)
         self._worker.join()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits and none is at work; any thread may ask."""
+        return not (self._busy or self._queue)
+
     async def predict(
         self, version: ServedVersion, features: Mapping[str, Array], rows: int, embed: bool = False
     ) -> Outputs:

@@ -71,6 +71,8 @@ class ServingSettings(Section):
     """Longest time that a request may take before it is answered 504."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """Device to answer on; `auto` takes CUDA where there is one, else the CPU."""
+    shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the requests that the newest version that is not served answers too, to be compared; 0: none."""
     twin: str = ""
     """State directory, seen from this file's, of a pipeline whose accuracy the dashboard draws beside this one's."""
     request_log: RequestLogLevel = "errors"

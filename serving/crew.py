@@ -8,7 +8,7 @@ report and its counts; whoever is asked adds up those of all.
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from learner.version import RegistryState
 from serving.health import SILENT
 from serving.metrics import Metrics
-from serving.report import REPORT, ServingReport, read_report, write_report
+from serving.report import REPORT, ServingReport, ShadowReport, read_report, write_report
 
 COUNTS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """By which the client library knows the folder of counts."""
@@ -91,6 +91,7 @@ class Crew:
             requests_per_second=sum(report.requests_per_second for report in reports.values()),
             request_p50_seconds=_largest(reports, "request_p50_seconds"),
             request_p99_seconds=_largest(reports, "request_p99_seconds"),
+            shadow=_shadow(reports.values()),
             ill=ill,
         )
 
@@ -145,6 +146,19 @@ def _obeys(version: int | None, state: RegistryState) -> bool:
 
 def _largest(reports: Mapping[int, ServingReport], name: str) -> float | None:
     return max((value for report in reports.values() if (value := getattr(report, name)) is not None), default=None)
+
+
+def _shadow(reports: Iterable[ServingReport]) -> ShadowReport | None:
+    """Return how the newest candidate does for all that compare it."""
+    found = [report.shadow for report in reports if report.shadow is not None]
+    if not found:
+        return None
+    newest = max(shadow.version for shadow in found)
+    same = [shadow for shadow in found if shadow.version == newest]
+    rows = sum(shadow.rows for shadow in same)
+    total = sum(shadow.rows * (shadow.disagreement or 0.0) for shadow in same)
+    failed = next((shadow.failed for shadow in same if shadow.failed), None)
+    return ShadowReport(version=newest, rows=rows, disagreement=total / rows if rows else None, failed=failed)
 
 
 def _name(number: int) -> str:

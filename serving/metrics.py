@@ -60,6 +60,17 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livemax",
         )
+        self._shadow_rows = Counter(
+            "anabranch_serving_shadow_rows",
+            "Rows of live requests for a version that is not served: compared, or dropped for want of time",
+            ["outcome"],
+            registry=registry,
+        )
+        self._shadow_disagreement = Counter(
+            "anabranch_serving_shadow_disagreement",
+            "Of the rows compared: how many it predicts otherwise; for regression the sum of absolute differences",
+            registry=registry,
+        )
         self._answered = _Recent()
         self._learned = _RecentRows()
         self._total = 0
@@ -83,6 +94,11 @@ class Metrics:
         if rows and self._tells:
             _observe(self._freshness, rows, ages)
             self._learned.add(rows, ages)
+
+    def shadowed(self, outcome: str, rows: int, disagreement: float = 0.0) -> None:
+        """Count rows that a version that is not served was asked for."""
+        self._shadow_rows.labels(outcome).inc(rows)
+        self._shadow_disagreement.inc(disagreement)
 
     def requests(self) -> dict[str, int]:
         """Return the requests so far by HTTP status."""

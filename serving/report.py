@@ -13,6 +13,18 @@ STOPPED = "it has stopped"
 """What the last report says is ill."""
 
 
+class ShadowReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a version that is not served answers a part of the live requests."""
+
+    version: int
+    rows: int = 0
+    """That were compared."""
+    disagreement: float | None = None
+    """The part of them for which it predicts something else; for regression the mean absolute difference."""
+    failed: str | None = None
+    """Why it was given up."""
+
+
 class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     """One moment of a serving process, or of all workers of one."""
 
@@ -48,6 +60,8 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     request_p50_seconds: float | None = None
     """Of the last minute's answers; None without any."""
     request_p99_seconds: float | None = None
+    shadow: ShadowReport | None = None
+    """With `serving.shadow`, the candidate; None where there is none."""
     ill: list[str] = []
     """One sentence for each part that does not work as it should; empty when all is well."""
 

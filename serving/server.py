@@ -26,6 +26,7 @@ from serving.overview import Overview
 from serving.report import STOPPED, ServingReport, write_report
 from serving.served import Deployment, ServedVersion
 from serving.service import Service
+from serving.shadow import Shadow
 from serving.swap import Swap
 
 log = logging.getLogger("anabranch.serving")
@@ -102,12 +103,18 @@ class _Process:
                 lambda: loop.call_soon_threadsafe(self._service.swapped),
                 self._bugs.append,
             )
-            self._service = Service(self._deployment, self._settings, self._swap, batcher, self._worker)
+            self._shadow = Shadow(
+                *(self._deployment, self._settings.shadow, self._settings.max_batch, self._metrics),
+                served=lambda: self._swap.current,
+                is_idle=lambda: batcher.is_idle,
+            )
+            self._service = Service(self._deployment, self._settings, self._swap, batcher, self._shadow, self._worker)
             self._overview = Overview(self._deployment, self._swap, self._settings.twin, self._worker)
             app = build_app(self._service, self._settings, self._metrics, self._overview, self._report)
             http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)
             http.load()
             stack.enter_context(self._swap)
+            stack.enter_context(self._shadow)
             log.info("serving %s on %s/v2/models/%s", self._deployment.name, self._address, self._deployment.name)
             await asyncio.gather(self._answer(stop, http), self._until(stop, http))
         self._write(msgspec.structs.replace(self._report(), ready=False, ill=[STOPPED]))
@@ -162,6 +169,7 @@ class _Process:
             requests_per_second=self._metrics.requests_per_second(),
             request_p50_seconds=request_p50,
             request_p99_seconds=request_p99,
+            shadow=self._shadow.report,
             ill=ill,
         )
 

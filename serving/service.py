@@ -12,6 +12,7 @@ from serving.errors import BadRequestError, BusyError, LateError, UnknownError
 from serving.orders import ORDERS
 from serving.protocol import Request, Signature
 from serving.served import Deployment, ServedVersion
+from serving.shadow import Shadow
 from serving.swap import Swap
 
 log = logging.getLogger("anabranch.serving")
@@ -29,6 +30,7 @@ class Service:
         settings: ServingSettings,
         swap: Swap,
         batcher: Batcher,
+        shadow: Shadow,
         worker: Worker | None = None,
     ) -> None:
         """`worker` is this process's place among several."""
@@ -36,6 +38,7 @@ class Service:
         self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue, deployment.embeds)
         self._swap = swap
         self._batcher = batcher
+        self._shadow = shadow
         self._worker = worker
         self._most_waiting_rows = settings.max_queue
         self._waiting_rows = 0
@@ -107,7 +110,11 @@ class Service:
         request = self.signature.decode(body, header_length)
         chosen = await self._choose(request, version)
         answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed)
-        return self.signature.encode(request, answers, self.name, chosen.name, chosen.trained_through)
+        reply = self.signature.encode(request, answers, self.name, chosen.name, chosen.trained_through)
+        if self._shadow.chooses():
+            # In the loop's next turn, after this one's in which the reply is sent.
+            asyncio.get_running_loop().call_soon(self._shadow.offer, chosen, request.features, answers)
+        return reply
 
     async def _choose(self, request: Request, version: str | None) -> ServedVersion:
         offsets = request.min_trained_through

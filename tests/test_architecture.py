@@ -66,7 +66,7 @@ KEYS_ADDED = words("""
     learner.activation_checkpointing learner.compile learner.profile.start learner.profile.steps
     learner.comm_hook learner.sync_every learner.sharding
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
-    serving.twin serving.request_log serving.workers
+    serving.twin serving.request_log serving.workers serving.shadow
     share.fraction
     share.stream_priority share.mps_percentage share.sms
     replay.half_life replay.device_memory
@@ -101,6 +101,7 @@ METRICS_ADDED = words("""
     anabranch_learner_micro_batch_rows
     anabranch_ingest_lag_seconds anabranch_ingest_behind anabranch_ingest_passed_offsets
     anabranch_gate_withdrawn_total anabranch_gate_hold_seconds
+    anabranch_serving_shadow_rows_total anabranch_serving_shadow_disagreement_total
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}

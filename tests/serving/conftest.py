@@ -48,6 +48,15 @@ class Number(nn.Module):
         return self.number + 0 * x.sum(dim=1)
 
 
+class Sluggish(Number):
+    """From version 100 on it waits for `go_on`; those before do not."""
+
+    def forward(self, x):
+        if self.number >= 100:
+            go_on.wait(30)
+        return self.number + 0 * x.sum(dim=1)
+
+
 class Mixed(nn.Module):
     """A classifier of a number and a word."""
 
@@ -85,6 +94,10 @@ def number():
     return Number()
 
 
+def sluggish():
+    return Sluggish()
+
+
 def mixed():
     return Mixed()
 
@@ -110,7 +123,15 @@ MIXED = {
 
 TAGGED = {"features": LINEAR["features"], "label": {"name": "y", "classes": 3, "multi": True}}
 
-SCHEMAS = {"linear": LINEAR, "tagged": TAGGED, "number": NUMBER, "touchy": NUMBER, "broken": NUMBER, "mixed": MIXED}
+SCHEMAS = {
+    "linear": LINEAR,
+    "tagged": TAGGED,
+    "number": NUMBER,
+    "sluggish": NUMBER,
+    "touchy": NUMBER,
+    "broken": NUMBER,
+    "mixed": MIXED,
+}
 
 
 def wait_until(holds: Callable[[], Any], seconds: float = 20) -> Any:
