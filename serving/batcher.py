@@ -20,7 +20,7 @@ import numpy as np
 
 from learner.lease import ServerMark
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, BusyError, FailedError, RequestError
+from serving.errors import BadRequestError, CrowdedError, FailedError, RequestError
 from serving.protocol import EMBEDDING
 from serving.served import ServedVersion, is_finite
 from serving.tensor import Array
@@ -88,12 +88,12 @@ class Batcher:
         """Answer a request by `version`, with the embedding if `embed`; cancelling it takes it out of the queue.
 
         Raises:
-            BusyError: the queue has no room for its rows.
+            CrowdedError: the queue has no room for its rows.
             BadRequestError: the model fails on this input, or its outputs for it are not finite.
             FailedError: the model fails on every input.
         """
         if self._rows + rows > self._max_queue:
-            raise BusyError(f"{self._rows} rows wait already; this server lets {self._max_queue} wait")
+            raise CrowdedError(f"{self._rows} rows wait already; this server lets {self._max_queue} wait")
         waiting = _Waiting(version, features, rows, self._loop.time(), self._loop.create_future(), embed)
         self._queue.append(waiting)
         self._rows += rows

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, BusyError, TooLargeError
+from serving.errors import BadRequestError, CrowdedError, TooLargeError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's `receive`."""
@@ -32,7 +32,7 @@ class Bodies:
 
         Raises:
             TooLargeError: it is longer than one may be, found out before more than that was read.
-            BusyError: too many bytes are held already.
+            CrowdedError: too many bytes are held already.
             HungUpError: the client hung up.
         """
         if content_length is not None:
@@ -47,7 +47,7 @@ class Bodies:
                 chunk: bytes = message.get("body", b"")
                 self._check(size + len(chunk))
                 if self.held_bytes + len(chunk) > self._most_held_bytes:
-                    raise BusyError(f"this server holds {self.held_bytes} bytes of requests already")
+                    raise CrowdedError(f"this server holds {self.held_bytes} bytes of requests already")
                 size += len(chunk)
                 self.held_bytes += len(chunk)
                 chunks.append(chunk)

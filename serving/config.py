@@ -62,11 +62,11 @@ class ServingSettings(Section):
     slo: PositiveDuration = timedelta(milliseconds=20)
     """What 99 of 100 answers are to take at most: the learner's micro-batches become smaller where it keeps them."""
     max_queue: Annotated[int, Field(ge=1)] = 4096
-    """Rows that may wait; requests beyond them are answered 503 with Retry-After."""
+    """Rows that may wait; requests beyond them are answered 429 with Retry-After."""
     max_body_bytes: Annotated[ByteSize, Field(ge=1024)] = ByteSize(16_000_000)
     """Requests with a longer body are answered 413."""
     max_held_bytes: Annotated[ByteSize, Field(ge=1024)] = ByteSize(256_000_000)
-    """Bytes of request bodies that may be held at a time; requests beyond them are answered 503 with Retry-After."""
+    """Bytes of request bodies that may be held at a time; requests beyond them are answered 429 with Retry-After."""
     timeout: PositiveDuration = timedelta(seconds=10)
     """Longest time that a request may take before it is answered 504."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"

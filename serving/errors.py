@@ -9,7 +9,8 @@ AnabranchError
     |-- ConflictError        409  change first what the sentence names
     |-- TooLargeError        413  send less at once
     |-- EncodedError         415  send the body as it is, not compressed
-    |-- BusyError            503  come again after `retry_after`
+    |-- CrowdedError         429  send less at a time; come again after `retry_after`
+    |-- BusyError            503  come again after `retry_after`, or go elsewhere
     |-- FailedError          500  nothing: the fault is ours, and is in the log
     `-- LateError            504  the answer took too long
 """
@@ -69,8 +70,15 @@ class EncodedError(RequestError):
     status = 415
 
 
+class CrowdedError(RequestError):
+    """More requests at a time than this server has room for."""
+
+    status = 429
+    retry_after = timedelta(seconds=1)
+
+
 class BusyError(RequestError):
-    """No room in the queue, or no version to answer with yet; it may be otherwise in a moment."""
+    """No version to answer with yet, or the server is stopping: no client's doing."""
 
     status = 503
     retry_after = timedelta(seconds=1)

@@ -8,7 +8,7 @@ from learner.version import RegistryState
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.crew import Worker
-from serving.errors import BadRequestError, BusyError, LateError, UnknownError
+from serving.errors import BadRequestError, BusyError, CrowdedError, LateError, UnknownError
 from serving.orders import ORDERS
 from serving.protocol import Request, Signature
 from serving.served import Deployment, ServedVersion
@@ -134,7 +134,7 @@ class Service:
 
     async def _await_version(self, request: Request, offsets: Mapping[str, int]) -> ServedVersion:
         if self._waiting_rows + request.rows > self._most_waiting_rows:
-            raise BusyError(f"{self._waiting_rows} rows wait for newer versions already")
+            raise CrowdedError(f"{self._waiting_rows} rows wait for newer versions already")
         self._waiting_rows += request.rows
         seconds = None if request.timeout_ms is None else request.timeout_ms / 1000
         try:

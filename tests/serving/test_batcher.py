@@ -16,7 +16,7 @@ import pytest
 from learner.lease import ServerMark, hold_server
 from serving.batcher import Batcher
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, BusyError, FailedError
+from serving.errors import BadRequestError, CrowdedError, FailedError
 
 
 class FakeVersion:
@@ -149,7 +149,7 @@ def test_rows_beyond_the_queue_are_turned_away_and_room_comes_back() -> None:
         await occupied(version)
         waiting = [ask(batcher, version, 1, 2), ask(batcher, version, 3)]
         await asyncio.sleep(0)
-        with pytest.raises(BusyError, match="3 rows wait already"):
+        with pytest.raises(CrowdedError, match="3 rows wait already"):
             await ask(batcher, version, 4, 5)
         version.go_on.set()
         await asyncio.gather(first, *waiting)

@@ -8,7 +8,7 @@ import pytest
 
 from serving.body import Bodies, HangUp, HungUpError, Receive
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, BusyError, TooLargeError
+from serving.errors import BadRequestError, CrowdedError, TooLargeError
 
 SETTINGS = ServingSettings.model_validate({"max_body_bytes": 2000, "max_held_bytes": 3000})
 
@@ -39,7 +39,7 @@ def test_a_body_is_held_until_it_is_released() -> None:
 def test_a_body_beyond_what_may_be_held_is_busy_until_another_is_released() -> None:
     bodies = Bodies(SETTINGS)
     first = read(bodies, sending(b"x" * 1900))
-    with pytest.raises(BusyError, match=r"holds \d+ bytes"):
+    with pytest.raises(CrowdedError, match=r"holds \d+ bytes"):
         read(bodies, sending(b"x" * 1000, b"x" * 900))
     assert bodies.held_bytes == 1900
     bodies.release(first)
@@ -91,8 +91,8 @@ def test_an_answer_in_time_and_its_errors_pass_through() -> None:
         answer.set_result(7)
         assert await wait(answer) == 7
         failure = asyncio.get_running_loop().create_future()
-        failure.set_exception(BusyError("full"))
-        with pytest.raises(BusyError):
+        failure.set_exception(CrowdedError("full"))
+        with pytest.raises(CrowdedError):
             await wait(failure)
         task = asyncio.ensure_future(wait(asyncio.get_running_loop().create_future()))
         await asyncio.sleep(0)
