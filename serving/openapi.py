@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from learner.version import RegistryState
+from serving.orders import ORDERS
 from serving.protocol import HEADER_LENGTH, InferBody, ReplyBody, Signature
 from serving.tensor import TensorSpec
 
@@ -19,6 +21,34 @@ _BYTES = {_BINARY: {"schema": {"type": "string", "format": "binary"}}}
 _OTHER_CONTENT = {"/": "text/html", "/metrics": "text/plain"}
 _INFER = ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer")
 _EXAMPLE_ROWS = 1
+_MODEL, _VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+_ORDER = "/api/versions/{version}:{action}"
+_ERRORS: Mapping[str, Sequence[int]] = {
+    "/v2/health/ready": [503],
+    _MODEL: [404],
+    _VERSION: [404],
+    f"{_MODEL}/ready": [404, 503],
+    f"{_VERSION}/ready": [404],
+    **dict.fromkeys(_INFER, (400, 404, 413, 415, 429, 503, 504)),
+    "/api/history": [400],
+    _ORDER: [401, 403, 404, 409],
+}
+"""What else a route answers than 200, beside 401 where tokens are asked for, and 500 for a bug."""
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
+_MEANINGS = {
+    304: "The page has not changed.",
+    400: "Mend the request.",
+    401: "Send a token that this server knows.",
+    403: "Send the admin token; orders from pages of other sites are not taken.",
+    404: "Ask for what is there; the sentence names it.",
+    409: "Change first what the sentence names.",
+    413: "Send less at once.",
+    415: "Send the body as it is, not compressed.",
+    429: "Send less at a time, and come again.",
+    500: "The fault is the server's; its log says more.",
+    503: "Come again, or go elsewhere: there is no version yet, or the server is stopping.",
+    504: "The answer took too long.",
+}
 
 
 def whole(
@@ -48,12 +78,19 @@ def whole(
         _query("since", {"type": "integer", "minimum": 0, "maximum": 10**15 - 1}, "Seconds since 1970."),
         _query("step", {"type": "integer", "enum": list(steps)}, "Seconds between two points."),
     ]
+    (state,), states = msgspec.json.schema_components([RegistryState], ref_template=_SCHEMAS + "{name}")
+    components |= states
+    order = paths[_ORDER]["post"]
+    order["description"] = "Do what a person ordered about a version; answers what is served then."
+    order["responses"]["200"]["content"] = {_JSON: {"schema": state}}
     for path, operations in paths.items():
         for operation in operations.values():
-            _complete(path, operation)
+            _complete(path, operation, guarded=open_paths is not None and path not in open_paths)
             for parameter in operation.get("parameters", ()):
                 if path.startswith("/v2/models/{name}") and parameter["name"] == "name":
                     parameter["schema"] = {"type": "string", "enum": [name]}
+                if parameter["name"] == "action":
+                    parameter["schema"] = {"type": "string", "enum": list(ORDERS)}
             if open_paths is not None:
                 operation["security"] = [] if path in open_paths else [{"bearer": []}]
     document["paths"] = paths
@@ -63,15 +100,19 @@ def whole(
     return document
 
 
-def _complete(path: str, operation: Document) -> None:
+def _complete(path: str, operation: Document, *, guarded: bool) -> None:
     """Say what a route answers: its content, and errors, which are all alike."""
     answers = operation["responses"]
     answers.pop("422", None)
     answers["200"].setdefault("content", {_OTHER_CONTENT.get(path, _JSON): {}})
-    answers["default"] = {
-        "description": "No answer: the sentence says why. 429 and 503 carry Retry-After.",
-        "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
-    }
+    if path == "/":
+        answers["304"] = {"description": _MEANINGS[304]}
+    for status in sorted({*_ERRORS.get(path, ()), 500, *([401] if guarded else [])}):
+        answers[str(status)] = {
+            "description": _MEANINGS[status],
+            "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+            **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
+        }
 
 
 def _infer(path: str) -> Document:
