@@ -93,6 +93,48 @@ def test_a_restart_keeps_the_previous_version_and_what_others_wrote_into_state_j
     assert numbers.versions.state() == RegistryState(serving=2, previous=1, promoted=2, rolled_back=[9])
 
 
+def test_an_order_waits_for_whoever_else_changes_what_is_ordered(numbers: Any) -> None:
+    numbers.publish(1)
+    one, other = Watched(numbers), Watched(numbers)
+    assert (one.look(), other.look()) == (1, 1)
+    obeyed = threading.Event()
+
+    def order() -> None:
+        one.swap.order(pin, 1)
+        obeyed.set()
+
+    thread = threading.Thread(target=order)
+    with numbers.versions.changing_state():
+        thread.start()
+        before = numbers.versions.state()
+        assert not obeyed.wait(0.2)
+        numbers.versions.write_state(msgspec.structs.replace(before, rolled_back=[9]))
+    thread.join(20)
+    assert numbers.versions.state() == RegistryState(serving=1, pinned=1, rolled_back=[9])
+
+
+def test_two_workers_write_one_state_and_the_one_behind_takes_nothing_back(numbers: Any) -> None:
+    numbers.publish(1)
+    one, other, late = Watched(numbers), Watched(numbers), Watched(numbers)
+    assert (one.look(), other.look(), late.look()) == (1, 1, 1)
+    numbers.publish(2)
+    assert (one.look(), other.look()) == (2, 2)
+    assert numbers.versions.state() == RegistryState(serving=2, previous=1)
+    numbers.publish(3)
+    verdict = numbers.versions.directory(3) / VERDICT
+    assert one.look() == 3
+    held = verdict.read_bytes()
+    verdict.unlink()  # as if the late one had looked before it was written
+    assert late.look() == 2
+    replace_file(verdict, held)
+    assert numbers.versions.state() == RegistryState(serving=3, previous=2)
+    assert (late.look(), other.look()) == (3, 3)
+    assert numbers.versions.state() == RegistryState(serving=3, previous=2)
+    one.swap.order(roll_back, 3)
+    assert (late.look(), other.look()) == (2, 2)
+    assert numbers.versions.state() == RegistryState(serving=2, previous=3, rolled_back=[3])
+
+
 def test_a_version_waits_for_its_verdict_and_is_not_taken_on_fail(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, verdict="pass")
     numbers.publish(2, verdict="fail")
