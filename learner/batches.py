@@ -109,16 +109,15 @@ class Parts:
         places = np.flatnonzero(trained)
         whole = len(places) < most or (len(places) == most and not exactly)
         end = len(block) if whole else begin + int(places[most - 1]) + 1
-        rows = {name: column[: end - begin] for name, column in rows.items()}
-        pending, trained = pending[: end - begin], trained[: end - begin]
-        for part, mask in (
-            (self.new, trained),
-            (self.stored_only, (pending & ~trained) | (rows["outcome"] == Outcome.STORED_ONLY)),
-            (self.held_out, rows["outcome"] == Outcome.HELD_OUT),
-        ):
-            if mask.any():
-                part.append({name: column[mask] for name, column in rows.items()})
-        self.count += int(trained.sum())
+        n, places = end - begin, places[:most]
+        rows = {name: column[:n] for name, column in rows.items()}
+        pending, trained = pending[:n], trained[:n]
+        _pick(rows, places, self.new)
+        if len(places) < n:
+            others = (pending & ~trained) | (rows["outcome"] == Outcome.STORED_ONLY)
+            _pick(rows, np.flatnonzero(others), self.stored_only)
+            _pick(rows, np.flatnonzero(rows["outcome"] == Outcome.HELD_OUT), self.held_out)
+        self.count += len(places)
         self.spans.append(_span(block, rows, begin, trained))
         return end
 
@@ -172,27 +171,49 @@ class Batches:
             self._block = None
 
 
+def _pick(rows: Mapping[str, Array], places: NDArray[np.intp], part: list[dict[str, Array]]) -> None:
+    """Add copies of the rows in some places, which rise, to what was taken."""
+    if len(places):
+        # By places: a mask is searched anew for each column.
+        part.append({name: column.take(places, axis=0) for name, column in rows.items()})
+
+
+def last_places(partition: Array) -> dict[int, int]:
+    """Return by index of the partition the place of its last row; looks no further where there is just one."""
+    n = len(partition)
+    if not n:
+        return {}
+    if (partition == partition[0]).all():
+        return {int(partition[0]): n - 1}
+    found, places = np.unique(partition[::-1], return_index=True)
+    return {index: n - 1 - place for index, place in zip(found.tolist(), places.tolist(), strict=True)}
+
+
 def _span(block: Block, rows: Mapping[str, Array], begin: int, trained: NDArray[np.bool_]) -> Span:
     """Return the span of rows of a block that begin there, with the outcomes that they have by now."""
     end = begin + len(trained)
     columns = {name: rows[name].copy() for name in IDENTITY_COLUMNS}
     done = end == len(block)
     positions: dict[int, Position] = {}
-    for index in np.unique(columns["partition"]).tolist():
-        mine = columns["partition"] == index
-        offset, row = int(columns["offset"][mine][-1]), int(columns["row"][mine][-1])
-        after = block.columns["offset"][end:][block.columns["partition"][end:] == index]
-        torn = len(after) and int(after[0]) == offset
+    places = last_places(columns["partition"])
+    for index, place in places.items():
+        offset, row = int(columns["offset"][place]), int(columns["row"][place])
+        after = np.flatnonzero(block.columns["partition"][end:] == index)
+        torn = len(after) and int(block.columns["offset"][end + after[0]]) == offset
         positions[index] = Position(offset, row + 1) if torn else Position(offset + 1)
     for cover in block.coverage if done else ():
-        mine = columns["partition"] == cover.partition
-        if mine.any() and int(columns["offset"][mine][-1]) == cover.end:
-            positions[cover.partition] = Position(cover.end, int(columns["row"][mine][-1]) + 1)
+        last = places.get(cover.partition)
+        if last is not None and int(columns["offset"][last]) == cover.end:
+            positions[cover.partition] = Position(cover.end, int(columns["row"][last]) + 1)
         elif cover.end > (positions[cover.partition].offset if cover.partition in positions else -1):
             positions[cover.partition] = Position(cover.end)
     # What went before a partition's rows is told with the first span that moves it.
-    before = np.unique(block.columns["partition"][:begin]).tolist()
-    first = [cover for cover in block.coverage if cover.partition in positions and cover.partition not in before]
+    before = block.columns["partition"][:begin]
+    first = [
+        cover
+        for cover in block.coverage
+        if (cover.removed or cover.passed) and cover.partition in positions and cover.partition not in before
+    ]
     return Span(
         columns,
         trained,

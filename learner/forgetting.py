@@ -278,6 +278,8 @@ def _tombstones(
     spans: Sequence[Span], positions: Mapping[TopicPartition, Position], partitions: Sequence[TopicPartition]
 ) -> Iterator[ByKey]:
     """Return what the tombstones of spans forget: what was read before them, on any partition."""
+    if not any((span.columns["reason"] == SkipReason.TOMBSTONE).any() for span in spans):
+        return
     ends = {name: _end_of(position) for name, position in positions.items()}
     for span in spans:
         columns = span.columns

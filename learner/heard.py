@@ -19,6 +19,7 @@ class Heard:
 
     total: list[Tensor] = field(default_factory=list)
     output: list[Tensor] = field(default_factory=list)
+    new: list[Tensor] = field(default_factory=list)
     old: list[Sequence[Tensor]] = field(default_factory=list)
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -26,6 +27,8 @@ class Heard:
         """Take what a micro-batch said, new events before the replayed ones."""
         self.total.append(loss.total.detach())
         self.output.append(loss.output_B)
+        if loss.new_B is not None:
+            self.new.append(loss.new_B)
         self.old.append(loss.old)
         if embedding_N is not None:
             rows = len(loss.output_B)

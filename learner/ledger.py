@@ -12,9 +12,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Fingerprint, Outcome, SkipReason, TopicPartition, current
+from ingest.block import Array, Fingerprint, Outcome, SkipReason, TopicPartition, current
 from ingest.messages import Mark, Position
-from learner.batches import Span
+from learner.batches import Span, last_places
 from learner.record_times import RecordTimes
 from learner.report import PartitionReport
 from learner.trained import Trained
@@ -154,11 +154,13 @@ class Ledger:
         settled[pending & ~span.trained] = np.uint8(Outcome.STORED_ONLY)
         settled[span.trained] = np.uint8(outcome)
         reasons[span.trained] = np.uint8(reason)
+        places = last_places(span.columns["partition"])
         for index, position in span.positions.items():
             account = self.partitions[index]
-            mine = span.columns["partition"] == index
+            alone = len(places) == 1 and index in places
+            mine = slice(None) if alone else span.columns["partition"] == index
             removed, passed = span.removed.get(index, 0), span.passed.get(index, 0)
-            offsets = np.unique(span.columns["offset"][mine])
+            offsets = _distinct(span.columns["offset"][mine])
             assert not len(offsets) or int(offsets[0]) >= account.position.offset + removed + passed
             finished = int(np.count_nonzero(np.less(offsets, position.offset)))
             gaps = position.offset - account.position.offset - removed - passed - finished
@@ -171,8 +173,8 @@ class Ledger:
             account.skipped += np.bincount(reasons[mine], minlength=len(SkipReason))
             if index in span.last:
                 account.mark = Mark(account.mark.topic_id, span.last[index])
-            if mine.any():
-                account.time_ms = int(span.columns["time_ms"][mine][-1])
+            if index in places:
+                account.time_ms = int(span.columns["time_ms"][places[index]])
         if outcome is Outcome.TRAINED:
             self._learned.add(span.columns["time_ms"][span.trained & self._first(span)].astype(np.int64))
 
@@ -221,6 +223,13 @@ class Ledger:
         there = set(current(account.name for account in self.partitions).values())
         for place, account in enumerate(self.partitions):
             account.superseded = place not in there
+
+
+def _distinct(offsets: Array) -> Array:
+    """Return the different ones of a partition's offsets, which never fall."""
+    if np.greater(offsets[1:], offsets[:-1]).all():
+        return offsets
+    return np.unique(offsets)
 
 
 def _by_outcome(counts: NDArray[np.int64]) -> dict[str, int]:

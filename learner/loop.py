@@ -15,6 +15,7 @@ from ingest.metrics import IngestMetrics
 from ingest.source import Source
 from learner.batches import Batch, Batches
 from learner.config import LearnerSettings
+from learner.counting import OutcomeCounters
 from learner.cut import Cut
 from learner.cutter import Cutter, Moment
 from learner.deadline import Deadline
@@ -75,6 +76,8 @@ class Loop:
         self._settings = settings
         self._parts = parts
         self._metrics = metrics
+        self._counters = OutcomeCounters(metrics.ingest.rows)
+        self._trained_new, self._trained_old = (metrics.learner.rows.labels(source) for source in ("new", "replay"))
         self._batches = (
             RoundRobin(parts.source, settings.step_size, self._settled)
             if settings.deterministic
@@ -134,7 +137,7 @@ class Loop:
         5. Put held-out events into the guard set.
         6. Settle outcomes and positions: from here on a version says that it has learned them.
         """
-        names = [partition.name for partition in self._parts.source.partitions]
+        names = [account.name for account in self.ledger.partitions]
         batch = self._parts.forgetting.filter(batch, self.ledger.positions)
         outcome, reason = Outcome.TRAINED, SkipReason.NONE
         if len(batch):
@@ -149,14 +152,10 @@ class Loop:
                 self._parts.store.add(columns, names, None if embedding is None else embedding.astype(np.float32))
             self._plan_ahead()
         self._parts.guard.add(batch.held_out, names)
-        before = [account.outcomes.copy() for account in self.ledger.partitions]
+        self._counters.meet(self.ledger.partitions)
         for span in batch.spans:
             self.ledger.advance(span, outcome, reason)
-        for account, counted in zip(self.ledger.partitions, before, strict=True):
-            for kind in np.flatnonzero(account.outcomes - counted).tolist():
-                self._metrics.ingest.rows.labels(
-                    account.name.topic, str(account.name.partition), Outcome(kind).label
-                ).inc(int(account.outcomes[kind] - counted[kind]))
+        self._counters.move(self.ledger.partitions)
 
     def _step(self, batch: Batch) -> StepResult:
         begin = time.perf_counter()
@@ -178,8 +177,8 @@ class Loop:
         self.non_finite_in_a_row = 0
         self.rows_new += len(batch)
         self.rows_replay += result.replayed
-        self._metrics.learner.rows.labels("new").inc(len(batch))
-        self._metrics.learner.rows.labels("replay").inc(result.replayed)
+        self._trained_new.inc(len(batch))
+        self._trained_old.inc(result.replayed)
         self._measure(Scored(len(batch), result.score, result.loss_new), probed)
         self._tell_store(batch, draw, result)
         return result
@@ -269,8 +268,9 @@ class Loop:
 
     def _meet_partitions(self) -> None:
         """Open an account for each partition that was added, and note how far the broker is."""
-        self._parts.forgetting.meet([partition.name for partition in self._parts.source.partitions])
-        for index, partition in enumerate(self._parts.source.partitions):
+        partitions = self._parts.source.partitions
+        self._parts.forgetting.meet([partition.name for partition in partitions])
+        for index, partition in enumerate(partitions):
             if index == len(self.ledger.partitions):
                 self.ledger.take_up(partition.name, partition.start)
             self.ledger.partitions[index].meet(partition.end, partition.topic_id)

@@ -114,11 +114,13 @@ class Loss:
         total: the loss to differentiate, a scalar.
         output_B: the model's output for the new events, without a gradient.
         old: of each draw the loss of its events, float `[R]` without a gradient; empty when nothing was drawn.
+        new_B: the task's loss of each new event, likewise, where it was computed; None: the trainer does so.
     """
 
     total: Tensor
     output_B: Tensor
     old: Sequence[Tensor] = ()
+    new_B: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ class NoReplay(Strategy):
     def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: Whole) -> Loss:
         """Weighted mean loss of the new events."""
         output = forward(new.features)
-        return Loss(weighted(self.learner.task.loss(output, new.label_B), new.weight_B, whole.new), output.detach())
+        losses = self.learner.task.loss(output, new.label_B)
+        return Loss(weighted(losses, new.weight_B, whole.new), output.detach(), (), losses.detach())
 
 
 class ExperienceReplay(Strategy):
@@ -245,7 +248,8 @@ class ExperienceReplay(Strategy):
         output = forward(everything.features)
         losses = self.learner.task.loss(output, everything.label_B)
         total = weighted(losses, everything.weight_B, sum(whole.old, whole.new))
-        return Loss(total, output[: len(new)].detach(), [losses[len(new) :].detach()] if old else ())
+        known, n = losses.detach(), len(new)
+        return Loss(total, output[:n].detach(), [known[n:]] if old else (), known[:n])
 
 
 def kept(shape: tuple[int, ...]) -> Fields:

@@ -309,7 +309,8 @@ class Trainer:
         norm = self._gradients.clip()
         with torch.no_grad():
             output_B, label_B = cat(heard.output)[:rows], new.label_B[:rows]
-            score, loss_new = self.task.score(output_B, label_B).sum(), self.task.loss(output_B, label_B).sum()
+            loss_B = cat(heard.new)[:rows] if heard.new else self.task.loss(output_B, label_B)
+            score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
             told = [reduce(torch.add, heard.total), norm, score, loss_new, *self._buffers.spoiled(before)]
             if self._ranks.size == 1 and self.device.type == "cpu":
                 total_, norm_, score_, loss_, *spoiled = [each.item() for each in told]

@@ -182,7 +182,8 @@ class Entries:
         self._count(group, 1)
 
     def _count(self, group: NDArray[np.int16], sign: int) -> None:
-        self.counts += sign * np.bincount(group, minlength=len(self.counts))
+        one = len(self.counts) == 1
+        self.counts += sign * (len(group) if one else np.bincount(group, minlength=len(self.counts)))
 
     @property
     def nbytes(self) -> int:

@@ -80,7 +80,7 @@ class Roll:
             if columns["label"].dtype.kind == "i"
             else np.zeros_like(where)
         )
-        time_s = np.clip(columns["time_ms"] // 1000, 0, _LATEST).astype(np.uint32)
+        time_s = np.minimum(np.maximum(columns["time_ms"] // 1000, 0), _LATEST).astype(np.uint32)
         group = self.admission.group(label, cluster)
         priority = self.admission.priorities(Offered(identity, weight, time_s))
         admits = self.quotas.admits(priority, group)
@@ -150,7 +150,7 @@ class Roll:
         self._watermarks = Watermarks(standing.watermarks)
 
     def _count(self, group: NDArray[np.int16], weight: NDArray[np.float32]) -> None:
-        self._offered += np.bincount(group, minlength=len(self._offered))
+        self._offered += len(group) if len(self._offered) == 1 else np.bincount(group, minlength=len(self._offered))
         self._weight += float(weight.sum())
 
     def _is_new(

@@ -36,7 +36,8 @@ class ProjectedGradient(Strategy):
             return _TwoLosses(total, output.detach())
         losses = [loss(output_R, each.label_B) for output_R, each in zip(outputs, old, strict=True)]
         parts = [weighted(*each) for each in zip(losses, (each.weight_B for each in old), whole.old, strict=True)]
-        return _TwoLosses(total, output.detach(), [each.detach() for each in losses], torch.stack(parts).sum())
+        known = [each.detach() for each in losses]
+        return _TwoLosses(total, output.detach(), known, reference=torch.stack(parts).sum())
 
     def backward(self, loss: Loss, scaled: Callable[[Tensor], Tensor]) -> None:
         """Add up both gradients, under the same scale."""

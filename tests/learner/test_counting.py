@@ -1,0 +1,29 @@
+"""Counters of events by outcome, against the ledger that they follow."""
+
+from prometheus_client import CollectorRegistry
+
+from ingest.block import Outcome, TopicPartition
+from ingest.metrics import IngestMetrics
+from learner.counting import OutcomeCounters
+from learner.ledger import PartitionLedger
+
+
+def test_what_a_cut_had_is_not_counted_and_each_outcome_after_it_is_once() -> None:
+    registry = CollectorRegistry()
+    counters = OutcomeCounters(IngestMetrics(registry).rows)
+    accounts = [PartitionLedger(TopicPartition("events", number), 0) for number in range(2)]
+    accounts[0].outcomes[Outcome.TRAINED] = 7  # of the cut
+    counters.meet(accounts[:1])
+    accounts[0].outcomes[Outcome.TRAINED] += 3
+    counters.move(accounts[:1])
+    counters.meet(accounts)  # a partition that was added
+    accounts[1].outcomes[Outcome.HELD_OUT] += 2
+    counters.move(accounts)
+    counters.move(accounts)
+    told = {
+        (sample.labels["partition"], sample.labels["outcome"]): sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "anabranch_ingest_rows_total"
+    }
+    assert {place: value for place, value in told.items() if value} == {("0", "trained"): 3, ("1", "held_out"): 2}
