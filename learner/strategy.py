@@ -171,6 +171,8 @@ class Strategy:
     """Whether it looks at which classes are among the new events of a step."""
     embeds: ClassVar[bool] = False
     """Whether it needs embeddings."""
+    picks: ClassVar[bool] = False
+    """Whether `pick` chooses among the old events."""
     learns_gradient: ClassVar[bool] = True
     """Whether the optimizer takes a step; else `learned` does what is to be done."""
 
@@ -185,7 +187,8 @@ class Strategy:
     def pick(self, _forward: Forward, _new: Examples, _old: Sequence[Examples], /) -> Sequence[Tensor] | None:
         """Choose which of the old events to train on: int64 places for each draw; None: all. Called once a step.
 
-        It may leave gradients behind, but no other trace in the model.
+        It may leave gradients behind, but no other trace in the model, also where it runs out of memory: then it is
+        called again, and `Learner.parts` are smaller.
         """
         return None
 

@@ -215,8 +215,8 @@ class Leader(Trainer):
 
     def drifted(self) -> None:
         """Hear that the stream has changed, on all ranks."""
+        self._channel.tell_all(Action.DRIFT)  # first: strategies may want sums of all ranks
         super().drifted()
-        self._channel.tell_all(Action.DRIFT)
 
     def beat(self) -> None:
         """Tell the others that the leader is there, when nothing else was told for a second."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ from replay.draw import Draw
 _PROBES = 3
 _SCALE_RETRIES = 16
 """How often fp16 may halve its loss scale within a step before the events themselves are to blame."""
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -193,10 +195,10 @@ class Trainer:
         picked = self._pick(new, old, before)
         if picked is not None:
             old = [each[places] for each, places in zip(old, picked, strict=True)]
-        whole = self._whole(new, old)
+        taken, whole = old, self._whole(new, old)
         scale, scaled = self._scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
         for _ in range(_SCALE_RETRIES if scaled else 1):
-            heard = self._fitting(new, old, whole, before)
+            heard = self._fitting(lambda: self._backward(new, taken, whole), len(new) + sum(map(len, taken)), before)
             total, norm, spoiled, score, loss_new = self._numbers(heard, new, rows, before)
             finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
             if not finite:
@@ -221,10 +223,14 @@ class Trainer:
 
     def _pick(self, new: Examples, old: Sequence[Examples], before: Saved) -> Sequence[Tensor] | None:
         """Let the strategy choose among the old events, which leaves the model as it was."""
-        if not any(map(len, old)):
+        if not self.strategy.picks or not any(map(len, old)):
             return None
-        with self._precision.autocast(self.device):
-            picked = self.strategy.pick(lambda features: forward(self.model, features), new, old)
+
+        def pick() -> Sequence[Tensor] | None:
+            with self._precision.autocast(self.device):
+                return self.strategy.pick(lambda features: forward(self.model, features), new, old)
+
+        picked = self._fitting(pick, max(map(len, (new, *old))), before)
         if picked is not None:
             self._buffers.put_back(before)
         return picked
@@ -244,12 +250,15 @@ class Trainer:
             present = self._ranks.any(found[: self._classes])
         return Whole(weights[0], weights[1:], present)
 
-    def _fitting(self, new: Examples, old: Sequence[Examples], whole: Whole, before: Saved) -> Heard:
-        """Compute the gradient, in smaller micro-batches where memory runs out, as if they had been so at once."""
-        dice, rows = Dice(self.device), sum(map(len, (new, *old)))
+    def _fitting(self, passes: Callable[[], _T], rows: int, before: Saved) -> _T:
+        """Run passes of at most so many rows, in smaller micro-batches where memory runs out, as if so from the start.
+
+        The strategy leaves the weights as they were when one of its passes fails.
+        """
+        dice = Dice(self.device)
         while True:
             try:
-                return self._backward(new, old, whole)
+                return passes()
             except RuntimeError as exc:
                 if not out_of_memory(exc) or self._fixed:
                     raise
@@ -263,8 +272,11 @@ class Trainer:
             dice.put_back()
 
     def drifted(self) -> None:
-        """Hear that the stream has changed: the learning rate begins again where the schedule says so."""
+        """Hear that the stream has changed: the learning rate begins again where the schedule says so, and a strategy
+        that looks back from time to time does so now.
+        """
         self._schedule.drifted(self._steps)
+        self.strategy.drifted()
 
     def _backward(self, new: Examples, old: Sequence[Examples], whole: Whole) -> Heard:
         """Compute the gradient of the whole step, as the strategy wants it."""

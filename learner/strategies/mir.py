@@ -15,6 +15,8 @@ class InterferedReplay(ExperienceReplay):
     plain SGD with the optimizer's learning rate.
     """
 
+    picks = True
+
     def __init__(self, *, candidates: int = 5) -> None:
         """Take how many events are drawn for each that is taken; the paper draws 50 for 10."""
         self._candidates = candidates
@@ -35,9 +37,11 @@ class InterferedReplay(ExperienceReplay):
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.sub_(gradient, alpha=rate)
             torch.clear_autocast_cache()  # which holds the weights as they were, in low precision
-            rise_R = self._losses(forward, candidates) - before_R
-            for weight, value in zip(weights, kept, strict=True):
-                weight.copy_(value)
+            try:
+                rise_R = self._losses(forward, candidates) - before_R
+            finally:
+                for weight, value in zip(weights, kept, strict=True):
+                    weight.copy_(value)
         # A loss that is not finite after the step has risen most.
         rise_R = rise_R.nan_to_num(nan=torch.inf).masked_fill(candidates.weight_B == 0, -torch.inf)
         return [rise_R.topk(n).indices]

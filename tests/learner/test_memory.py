@@ -46,10 +46,24 @@ def kinds() -> list[Callable[[], RuntimeError]]:
     ]
 
 
-def make_trainer(schema: Schema, model: nn.Module, **settings: object) -> Trainer:
+class Failing(Narrow):
+    """Runs out of memory in one of its passes."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(1000, kinds()[0])
+        self.left = at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if not self.left:
+            raise self.error()
+        return super().forward(x)
+
+
+def make_trainer(schema: Schema, model: nn.Module, strategy: str = "none", **settings: object) -> Trainer:
     options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}, **settings})
     return Trainer(
-        *(model, Classification(), STRATEGIES["none"](), schema, options, CPU, choose_precision("fp32", CPU))
+        *(model, Classification(), STRATEGIES[strategy](), schema, options, CPU, choose_precision("fp32", CPU))
     )
 
 
@@ -77,6 +91,26 @@ def test_out_of_memory_halves_the_micro_batch_and_the_result_is_that_of_the_smal
     assert [f"learner.micro_batch_size = {most}" in text for most, text in zip((8, 4), said, strict=True)] == [True] * 2
     expected = small.snapshot()
     assert all(torch.equal(value, expected[name]) for name, value in narrow.snapshot().items())
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_who_picks_old_events_does_so_again_in_smaller_parts_and_the_virtual_step_is_undone(
+    schema: Schema, at: int
+) -> None:
+    """The passes of MIR: old events before it, new ones for its gradient, old ones after it."""
+    found = []
+    for most, fails in ((10, 0), (None, at)):
+        trainer = make_trainer(schema, Failing(fails), "mir", micro_batch_size=most)
+        new, old = (
+            trainer.examples(fake_columns(schema, range(begin, begin + n), label=[0, 1, 2]))
+            for begin, n in ((0, 4), (50, 20))
+        )
+        torch.manual_seed(1)
+        result = trainer.step(new, [old])
+        assert result.finite
+        assert trainer.micro_batch_size == 10
+        found.append(trainer.snapshot())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_where_not_even_a_few_events_fit_one_sentence_says_so(schema: Schema) -> None:

@@ -138,6 +138,14 @@ def test_ranks_with_a_part_of_the_weights_learn_what_one_learns_and_cut_the_same
             assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
 
 
+def test_a_drift_lets_a_strategy_look_back_on_all_ranks(play: Play) -> None:
+    """EWC pulls at nothing, and is plain training, until it has consolidated."""
+    drifts = {"steps": UNEVEN, "drift_at": 2, "settings": {"replicas": 2}}
+    plain, held = play(2, [drifts | {"strategy": strategy} for strategy in ("none", "ewc")], 60)
+    assert held["loss"].isfinite()
+    assert not torch.allclose(plain["model.0.weight"], held["model.0.weight"], rtol=0, atol=1e-9)
+
+
 def test_uneven_steps_do_not_hang(play: Play) -> None:
     times = int(os.environ.get(LONG, "300")) // len(UNEVEN) + 1
     (found,) = play(

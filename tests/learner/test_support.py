@@ -2,21 +2,24 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from ingest.config import StreamSettings
+from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner import compiled
 from learner.config import LearnerSettings
-from learner.precision import choose_precision
+from learner.precision import Precision, choose_precision
+from learner.session import Workbench, _trainer
 from learner.strategies import STRATEGIES
 from learner.support import RULES, point, refused
 from learner.task import Classification
+from learner.team import Channel
 from learner.trainer import Trainer
 from replay.config import ReplaySettings
 
@@ -136,6 +139,11 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
             {"sampling": "similar"},
             'replay.sampling = "similar" does not go with learner.sharding = "fsdp"',
         ),
+        (
+            {"sharding": "fsdp"},
+            {"admission": "diverse"},
+            'replay.admission = "diverse" does not go with learner.sharding = "fsdp"',
+        ),
         ({"replicas": 2, "deterministic": True}, {}, "learner.replicas = 2 does not go with learner.deterministic"),
         (
             {"compile": True},
@@ -158,3 +166,13 @@ def test_each_rule_is_of_keys_that_there_are() -> None:
     known = set(point(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",))))
     assert {key for rule in RULES for key in (rule.key, rule.other)} <= known
     assert list(refused(point(LearnerSettings(), ReplaySettings()))) == []
+
+
+def test_a_device_that_makes_auto_fp16_is_refused_where_weights_lie_in_parts(schema: Schema) -> None:
+    settings = LearnerSettings.model_validate({"replicas": 2, "sharding": "fsdp"})
+    half, strategy = Precision("fp16", torch.float16), STRATEGIES["er"]()
+    bench = Workbench(
+        *(schema, Classification(), nn.Linear(3, 3), None, half, CPU, strategy, settings), output_shape=(3,)
+    )
+    with pytest.raises(SettingsError, match=r'learner.precision = "auto" is fp16 here.*"fsdp"; write "fp32"'):
+        _trainer(bench, cast("Channel", object()))
