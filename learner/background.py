@@ -1,5 +1,6 @@
 """One piece of work at a time in a thread of its own, for what the loop must not wait for."""
 
+import queue
 import threading
 from collections.abc import Callable
 
@@ -7,37 +8,52 @@ from learner.deadline import Deadline
 
 
 class Background:
-    """Used by the loop's thread. An exception in the work is a bug, and comes up in `raise_bug`, where it is seen."""
+    """Used by the loop's thread. An exception in the work is a bug, and comes up in `raise_bug`, where it is seen.
+
+    The thread stays: to start one is to wait until it runs, which on a busy core takes as long as its turn does.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
+        self._given: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._done = threading.Event()
+        self._done.set()
         self._bug: Exception | None = None
 
     @property
     def busy(self) -> bool:
         """Whether the last piece of work is not done yet."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._done.is_set()
 
     def start(self, work: Callable[[], object]) -> None:
         """Begin a piece of work; the one before must be done."""
         assert not self.busy
-
-        def run() -> None:
-            try:
-                work()
-            except Exception as exc:  # noqa: BLE001 the top of a thread: `raise_bug` hands it on
-                self._bug = exc
-
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._thread.start()
+        self._done.clear()
+        self._given.put(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
 
     def wait(self, deadline: Deadline | None = None) -> None:
         """Wait until the work is done, or the deadline is over."""
-        if self._thread is not None:
-            self._thread.join(None if deadline is None else deadline.left)
+        self._done.wait(None if deadline is None else deadline.left)
 
     def raise_bug(self) -> None:
         """Raise what the work raised, if it did."""
         if self._bug is not None:
             raise self._bug
+
+    def _run(self) -> None:
+        while True:
+            self._do(self._given.get())
+
+    def _do(self, work: Callable[[], object]) -> None:
+        """Do it; nothing holds on to the work, and what it has copied, once it is done."""
+        try:
+            work()
+        except Exception as exc:  # noqa: BLE001 the top of a thread: `raise_bug` hands it on
+            self._bug = exc
+        finally:
+            del work
+            self._done.set()
