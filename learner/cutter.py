@@ -53,6 +53,7 @@ class Cutter:
         self._background = Background("cutter")
         self._holding = False
         self._segments = self._next_segments = segments
+        self._written: object = None
         self.number = self._highest = max(cuts.numbers(), default=0)
         """The newest cut; numbers only grow."""
         self.ill: str | None = None
@@ -62,40 +63,46 @@ class Cutter:
         """Let the next `cut_if_due` begin a cut, or as soon as the one that is being written is done."""
         self._due = time.monotonic()
 
-    def cut_if_due(self, take: Callable[[int], Moment]) -> None:
+    def cut_if_due(self, take: Callable[[int], Moment], standing: Callable[[], object] = object) -> None:
         """Begin a cut when one is due; one that falls due while another is written waits for it.
+
+        `standing` returns what tells one moment from the next: while it equals that of the last cut that this learner
+        wrote, none is begun.
 
         A store whose slots wait for cuts gets one early when many do. When it runs out of slots to fill, this waits
         for cuts, and says so in the metrics, unless they cannot be written: then the store declines events.
         """
         self._end()
         if not self._background.busy and (time.monotonic() >= self._due or self._many_slots_wait()):
-            self._due = time.monotonic() + self._every
-            self._begin(take)
+            self._due, now = time.monotonic() + self._every, standing()
+            if now != self._written or self._many_slots_wait():
+                self._begin(take, now)
         if self._store is not None and self._store.slots.free < self._store.burst:
             begin = time.perf_counter()
-            self._free_slots(self._store, take)
+            self._free_slots(self._store, take, standing)
             self._metrics.cut_stall.inc(time.perf_counter() - begin)
 
     def _many_slots_wait(self) -> bool:
         """Whether it is time for a cut that lets the store write slots again, after `keep` more."""
         return self._store is not None and self._store.slots.waiting * (self._keep + 2) > self._store.spare
 
-    def _free_slots(self, store: Store, take: Callable[[int], Moment]) -> None:
+    def _free_slots(self, store: Store, take: Callable[[int], Moment], standing: Callable[[], object]) -> None:
         """Cut until the store has slots to fill; `keep` cuts free all that can be freed."""
         for _ in range(self._keep + 1):
             self._background.wait()
             self._end()
             if store.slots.free >= store.burst or self.ill is not None:
                 return
-            self._begin(take)
+            self._begin(take, standing())
 
-    def cut_last(self, take: Callable[[int], Moment], deadline: Deadline) -> None:
-        """Cut once more, and wait until it is written."""
+    def cut_last(
+        self, take: Callable[[int], Moment], deadline: Deadline, standing: Callable[[], object] = object
+    ) -> None:
+        """Cut once more, unless nothing has changed, and wait until it is written."""
         self._background.wait(deadline)
         self._end()
-        if not self._background.busy:
-            self._begin(take)
+        if not self._background.busy and (now := standing()) != self._written:
+            self._begin(take, now)
             self._background.wait(deadline)
             self._end()
 
@@ -116,11 +123,11 @@ class Cutter:
         """Whether a cut is written, or what `run` was given is done."""
         return self._background.busy
 
-    def _begin(self, take: Callable[[int], Moment]) -> None:
+    def _begin(self, take: Callable[[int], Moment], standing: object) -> None:
         number = self._highest = self._highest + 1  # a number that failed is not used again
         moment = take(number)
         self._holding = self._store is not None
-        self._background.start(lambda: self._write(number, moment))
+        self._background.start(lambda: self._write(number, moment, standing))
 
     def _end(self) -> None:
         """Let the store write slots again once the cut is written, or has failed."""
@@ -129,13 +136,13 @@ class Cutter:
             self._store.let_go(min(self._cuts.numbers(), default=None), written=self.number == self._highest)
         self._background.raise_bug()
 
-    def _write(self, number: int, moment: Moment) -> None:
+    def _write(self, number: int, moment: Moment, standing: object) -> None:
         """Write and prune. A full or read-only disk costs this cut, never the training nor the cuts before."""
         try:
             begin = time.perf_counter()
             self._cuts.write(number, self._cut(moment), time.time())
             self._metrics.cut.observe(time.perf_counter() - begin)  # not of one that failed: the count is of whole cuts
-            self.number = number
+            self.number, self._written = number, standing
             self._segments = self._next_segments
             self._cuts.prune(self._keep)
         except (OSError, CutError) as exc:

@@ -118,7 +118,7 @@ class Loop:
         """Publish what was learned since the last version, cut, and commit positions, before the deadline."""
         self._parts.forgetting.look()
         if self._parts.forgetting.settled:
-            self._parts.cutter.cut_last(self._moment, deadline)
+            self._parts.cutter.cut_last(self._moment, deadline, self._standing)
         self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
         self._next_commit = 0.0
         self._commit_if_due()
@@ -329,6 +329,11 @@ class Loop:
         tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors(), "rng": rng_tensors()}
         return Moment(self.steps, tensors, state, parts.store.hold(number) if parts.store is not None else None)
 
+    def _standing(self) -> object:
+        """What tells one cut from the next: a change of anything else comes with a change of these."""
+        parts = self._parts
+        return self.steps, self.ledger.state(), self.drift.state(), parts.publisher.retention, parts.forgetting.records
+
     def _progress(self) -> Progress:
         """What tells one version from the next: steps, and positions, which held-out and bad events move as well."""
         return self.steps, tuple(self.ledger.positions.values())
@@ -345,7 +350,7 @@ class Loop:
 
     def _cut_if_due(self) -> None:
         if self._parts.forgetting.settled:
-            self._parts.cutter.cut_if_due(self._moment)
+            self._parts.cutter.cut_if_due(self._moment, self._standing)
 
     def _commit_if_due(self) -> None:
         if time.monotonic() >= self._next_commit:

@@ -60,6 +60,7 @@ from learner.trainer import Trainer
 from learner.version import Versions
 from replay.build import build_store
 from replay.config import ReplaySettings
+from replay.forgotten import ByKey
 from replay.forgotten_log import ForgottenLog
 from replay.metrics import ReplayMetrics
 from replay.store import Store
@@ -154,8 +155,8 @@ class Bench:
         )
         guard = GuardSet(schema, 100)
         source = cast("Source", self.stream)
-        log = ForgottenLog(path / "forgotten.log")
-        forgetting = Forgetting(log, self.cuts, path / "replay", self.store, guard, self.cutter)
+        self.log = ForgottenLog(path / "forgotten.log")
+        forgetting = Forgetting(self.log, self.cuts, path / "replay", self.store, guard, self.cutter)
         lag = LagPolicy(LagPolicySettings(), 0, source)
         parts = Parts(source, trainer, self.store, guard, publisher, self.cutter, forgetting, lag)
         self.loop = Loop(settings, parts, self.metrics)
@@ -412,6 +413,43 @@ def test_a_full_disk_costs_the_cut_and_neither_the_training_nor_the_cuts_before(
     assert [sample.value for sample in histogram.samples if sample.name.endswith("_count")] == [2]
 
 
+def test_a_learner_that_rests_makes_no_cut_until_something_has_changed(make_bench: Callable[..., Bench]) -> None:
+    """What was forgotten is a change, and so is what the ledger says, though no step was made."""
+    bench = make_bench(4)
+
+    def cut_if_due() -> list[int]:
+        bench.cutter.ask()
+        bench.loop._cut_if_due()
+        bench.cutter.wait(Deadline(timedelta(seconds=20)))
+        return bench.cuts.numbers()
+
+    bench.run()
+    bench.finish()  # its version, which comes after its cut, is scored
+    assert cut_if_due() == [1, 2]
+    assert cut_if_due() == [1, 2]
+    bench.finish()
+    assert bench.cuts.numbers() == [1, 2]
+    bench.loop.ledger.partitions[0].passed += 1
+    assert cut_if_due() == [1, 2, 3]
+    bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
+    bench.loop._parts.forgetting.look()
+    assert cut_if_due() == [2, 3, 4]
+    assert cut_if_due() == [2, 3, 4]
+
+
+def test_a_cut_that_failed_is_made_again_though_nothing_has_changed(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(4)
+    bench.run()
+    with monkeypatch.context() as patch:
+        patch.setattr("learner.files.os.fsync", _no_space)
+        bench.finish()
+    assert bench.cuts.numbers() == []
+    bench.finish()
+    assert bench.cuts.numbers() == [2]
+
+
 def test_old_cuts_that_cannot_be_deleted_keep_no_new_one_from_being_written(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,7 +457,7 @@ def test_old_cuts_that_cannot_be_deleted_keep_no_new_one_from_being_written(
     bench.run()
     monkeypatch.setattr(Cuts, "prune", lambda *_: _no_space(0))
     for _ in range(2):
-        bench.finish()
+        bench.cutter.cut_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
     assert bench.cuts.numbers() == [1, 2]
     assert bench.cutter.ill is not None
     assert "old cuts cannot be deleted" in bench.cutter.ill

@@ -363,6 +363,37 @@ def test_sigterm_cuts_so_that_no_event_comes_twice(
     assert adds_up(report)
 
 
+def test_a_learner_that_rests_makes_no_cuts_and_is_well(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic()
+    learner = start(pipeline(kafka.bootstrap, topic, '[cuts]\nevery = "50ms"\n'))
+
+    def rests() -> LearnerReport:
+        """Wait until twenty cuts were due and none was made."""
+        since = learner.wait_for(lambda _: True)
+        while (now := learner.wait_for(lambda _: True)).time < since.time + 1:
+            since = since if now.cut == since.cut else now
+        return now
+
+    produce(kafka.bootstrap, topic, events(100))
+    learner.wait_for(lambda each: total(each) == 100 and each.cut is not None)
+    before = rests()
+    assert before.ill == []
+    produce(kafka.bootstrap, topic, events(100))
+    learner.wait_for(lambda each: (each.cut or 0) > (before.cut or 0))
+    report = rests()
+    assert total(report) == 200
+    assert learner.stop() == 0
+    after = read_report(learner.state_dir)
+    assert after is not None
+    assert after.cut == report.cut, "a learner that had nothing new made a last cut"
+
+
 def test_it_ends_with_its_supervisor(
     kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
