@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,12 +123,18 @@ def messages(rows: np.ndarray[Any, Any]) -> Iterator[bytes]:
 
 
 class LearnerProcess:
-    """`python -m learner` on a pipeline file written into a folder; killed when the context ends.
+    """`python -m learner` (or `program`) on a pipeline file written into a folder; killed when the context ends.
 
     torch has one thread. The learner ends when its stdin does, so that it never outlives the benchmark.
     """
 
-    def __init__(self, folder: Path, document: Mapping[str, Any], cores: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        document: Mapping[str, Any],
+        cores: set[int] | None = None,
+        program: Sequence[str] = ("-m", "learner"),
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(models.__file__, folder / f"{_CODE}.py")
         path = folder / "pipeline.toml"
@@ -137,7 +143,7 @@ class LearnerProcess:
         self._log = folder / "learner.log"
         with self._log.open("wb") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "learner", "-c", str(path), "--supervised"],
+                [sys.executable, *program, "-c", str(path), "--supervised"],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,

@@ -1,108 +1,147 @@
-"""What cuts and versions cost: a learner with a full cut every 30 s and a version every second, and one with neither.
+"""What cuts and versions cost the steps of a learner, step by step.
 
-Both learn from a stream that goes on, with one thread of torch on one and the same core, in turns: while one has its
-turn the other is stopped by a signal, with its ingest process and its producer, which have the other cores. A clock
-goes on while its learner is stopped, so that a turn begins with a cut and a version that are overdue: a turn shorter
-than 30 s has more cuts than it should, and its figure is an upper bound.
+A learner notes when each step ends, how long cuts and versions had it wait, and which steps have a cut or a version
+written beside them. A version costs what it had the loop wait, and what the steps beside it took longer than those
+around them, by their median. As much is found where nothing was written, since a machine that others use has slow
+steps at all times: the same sum over as many steps, at moments without any, is taken off. Cuts are counted likewise.
+
+`cut_cost_fraction` goes by the clock, so that on a machine whose cores are all taken it counts what the writing thread
+takes from the steps of its core. `cut_cost_fraction_busy` is the same by the processor's time of the loop's thread.
 """
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from tests.faults import cost_program
 from tests.faults.figures import Figures
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # last: it has files named like our packages
 
 from harness.feed import Feed
 from harness.pipeline import LearnerProcess, Stream, make_topic, messages, packed, pipeline, schema_of
-from harness.turns import Spread, in_turns, ratio
+
+Floats = NDArray[np.float64]
 
 MODEL = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 BATCH = 96
+VERSION_SECONDS = 1.0
+CUT_SECONDS = 30.0
+_QUICK_CUT_SECONDS = 4.0
 _STORED = 10_000
 _POOL_ROWS = 20_000
-_WARM_SECONDS = 1.0
-_ARMS = {"with": ("1s", "30s"), "without": ("1h", "1h")}
-"""Time between versions and between cuts."""
+_AROUND_SECONDS = 1.0
+_SHAMS = 4
+"""Moments without a write for each one with."""
+_RESAMPLED = 2000
 
 
-class Turns:
-    """A learner that is stopped but for its turns."""
+@dataclass(frozen=True)
+class Lost:
+    """Seconds that writes cost the steps, one number a write, and what the same sums are where nothing is written.
 
-    def __init__(self, learner: LearnerProcess, feed: Feed, seconds: float) -> None:
-        self._learner, self._feed, self._seconds = learner, feed, seconds
-        self.busy: list[float] = []
-        """The processor's seconds a step of each turn."""
+    `waited` is the part of them in which the loop stood still.
+    """
 
-    def turn(self) -> float:
-        """Let it learn, and return its steps a second by its own reports."""
-        self._learner.go_on()
-        self._feed.go_on()
-        begin = self._learner.wait_for(lambda _: True).time
-        first = self._learner.wait_for(lambda report: report.time > begin + _WARM_SECONDS)
-        busy = self._learner.busy_seconds()
-        last = self._learner.wait_for(lambda report: report.time > first.time + self._seconds)
-        self.busy.append((self._learner.busy_seconds() - busy) / (last.steps - first.steps))
-        self._feed.pause()
-        self._learner.pause()
-        return (last.steps - first.steps) / (last.time - first.time)
+    seconds: Floats
+    shams: Floats
+    waited: Floats
+
+    def mean(self, dice: np.random.Generator | None = None) -> float:
+        """Return what a write costs; with dice, by writes and moments that are drawn anew with replacement."""
+        if dice is None:
+            return float(self.seconds.mean() - self.shams.mean())
+        return float(
+            dice.choice(self.seconds, self.seconds.size).mean() - dice.choice(self.shams, self.shams.size).mean()
+        )
 
 
-@contextmanager
-def learner(
-    folder: Path, bootstrap: str, arm: str, seconds: float, cores: set[int], others: set[int]
-) -> Iterator[Turns]:
-    """A learner that has filled its store and is stopped."""
+def lost(notes: NDArray[np.void], kind: str, clock: str = "end", seed: int = 0) -> Lost:
+    """Sum up what the writes of a kind, `version` or `cut`, cost by a clock; what has others beside it is left out."""
+    dice, other = np.random.default_rng(seed), "cut" if kind == "version" else "version"
+    end, took, blocked = notes["end"][1:], np.diff(notes[clock]), notes["blocked"][1:]
+    # The write that was at work at the end of a step, or at its beginning, was beside it.
+    beside = np.maximum(notes[kind][1:], notes[kind][:-1])
+    others = notes[other] + notes["watching"] > 0
+    others = others[1:] | others[:-1]
+    quiet = (beside == 0) & ~others
+    more = took - _usual(end, took, quiet)
+    writes = [np.flatnonzero(beside == number) for number in np.unique(beside[beside > 0])]
+    clean = [places for places in writes if not others[places].any()]
+    shams = []
+    for places in clean * _SHAMS:
+        begins = np.flatnonzero(np.convolve(quiet, np.ones(places.size), "valid") == places.size)
+        if begins.size:
+            begin = dice.choice(begins)
+            shams.append(more[begin : begin + places.size].sum())
+    waited = [blocked[places].sum() for places in clean]
+    return Lost(np.array([more[places].sum() for places in clean]), np.array(shams), np.array(waited))
+
+
+def _usual(end: Floats, took: Floats, quiet: NDArray[np.bool_]) -> Floats:
+    """Return for each step the median of the quiet steps within a second of it."""
+    ends, steps = end[quiet], took[quiet]
+    low, high = (np.searchsorted(ends, end + shift) for shift in (-_AROUND_SECONDS, _AROUND_SECONDS))
+    return np.array([np.median(steps[a:b]) if b > a else np.nan for a, b in zip(low, high, strict=True)])
+
+
+def noted(folder: Path, bootstrap: str, seconds: float, cut_seconds: float) -> NDArray[np.void]:
+    """Let a learner learn for so long once its store is full, and return what it noted."""
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
     described = schema_of(columns, 10)
-    stream = Stream(bootstrap, f"cost-{arm}", described, 0)
+    stream = Stream(bootstrap, "cost", described, 0)
     make_topic(stream)
     payload = list(messages(packed(described, columns, generator.integers(0, 10, _POOL_ROWS))))
-    publish_every, cut_every = _ARMS[arm]
     sections = {
         "learner": {"batch_size": BATCH, "max_grad_norm": float("inf")},
         "replay": {"capacity": _STORED},
-        "versions": {"publish_every": publish_every},
-        "cuts": {"every": cut_every},
+        "versions": {"publish_every": f"{VERSION_SECONDS:.0f}s"},
+        "cuts": {"every": f"{cut_seconds:.0f}s"},
     }
+    notes = folder / "notes.npy"
+    document = pipeline(stream, MODEL, 0, sections)
     with (
-        Feed(stream, payload, _POOL_ROWS / len(payload), others) as feed,
-        LearnerProcess(folder / arm, pipeline(stream, MODEL, 0, sections), cores) as process,
+        Feed(stream, payload, _POOL_ROWS / len(payload), None) as feed,
+        LearnerProcess(folder, document, program=(cost_program.__file__, str(notes))) as process,
     ):
         feed.watch(process.state_dir)
-        process.wait_for(lambda report: sum(report.outcomes.values()) > _STORED)
-        process.spare(others)
-        feed.pause()
-        process.pause()
-        yield Turns(process, feed, seconds)
+        first = process.wait_for(lambda report: sum(report.outcomes.values()) > 2 * _STORED)
+        last = process.wait_for(lambda report: report.time > first.time + seconds)
+        process.stop()
+    found: NDArray[np.void] = np.load(notes)
+    return found[(found["steps"] >= first.steps) & (found["steps"] <= last.steps)]
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say which share of its steps a learner loses."""
-    seconds, rounds = (8.0, 3) if quick else (30.0, max(3, round(minutes)))
+    seconds, cut_seconds = (60.0, _QUICK_CUT_SECONDS) if quick else (60 * minutes, CUT_SECONDS)
     figures.title(
-        "cost", f"steps of {BATCH} events with cuts and versions and without, {rounds} turns of {seconds:.0f} s"
+        "cost", f"steps of {BATCH} events for {seconds:.0f} s, a version a second, a cut every {cut_seconds:.0f} s"
     )
-    first, *rest = sorted(os.sched_getaffinity(0))
-    cores, others = {first}, set(rest) or {first}
-    os.sched_setaffinity(0, others)
-    try:
-        with ExitStack() as stack:
-            arms = {arm: stack.enter_context(learner(folder, bootstrap, arm, seconds, cores, others)) for arm in _ARMS}
-            rates = in_turns({arm: each.turn for arm, each in arms.items()}, rounds, warm_up=0)
-    finally:
-        os.sched_setaffinity(0, {first, *rest})
-    kept = ratio(rates["with"], rates["without"])
-    figures.say("cut_cost_fraction", 1 - kept.middle, _spread(kept))
-    busy = ratio(arms["without"].busy, arms["with"].busy)
-    figures.say("cut_cost_fraction_busy", 1 - busy.middle, f"by the processor's time; {_spread(busy)}")
+    notes = noted(folder, bootstrap, seconds, cut_seconds)
+    for key, clock in (("cut_cost_fraction", "end"), ("cut_cost_fraction_busy", "busy")):
+        versions, cuts = lost(notes, "version", clock), lost(notes, "cut", clock)
+        dice = np.random.default_rng(0)
+        many = sorted(_share(versions.mean(dice), cuts.mean(dice)) for _ in range(_RESAMPLED))
+        low, high = many[_RESAMPLED // 40], many[-_RESAMPLED // 40]
+        told = " and ".join(_told(each, name) for each, name in ((versions, "versions"), (cuts, "cuts")))
+        figures.say(key, _share(versions.mean(), cuts.mean()), f"95 %: [{low:.4f} .. {high:.4f}]; {told}")
+        figures.say(f"{key}_high", high)
+    waited = _share(float(versions.waited.mean()), float(cuts.waited.mean()))
+    figures.say("cut_cost_fraction_waited", waited, "of it the loop stood still")
+    figures.say(
+        "cut_cost_steps", len(notes), f"of {1e3 * float(np.median(np.diff(notes['end']))):.1f} ms by the median"
+    )
 
 
-def _spread(kept: Spread) -> str:
-    return f"[{1 - kept.most:.3f} .. {1 - kept.least:.3f}]"
+def _share(version_seconds: float, cut_seconds: float) -> float:
+    """Return the share of the time that is lost by a version every second and a cut every 30 s."""
+    return version_seconds / VERSION_SECONDS + cut_seconds / CUT_SECONDS
+
+
+def _told(each: Lost, name: str) -> str:
+    return f"{each.seconds.size} {name} of {1e3 * each.mean():.1f} ms"

@@ -1,0 +1,75 @@
+"""A learner that notes of every step when it ended and what else was going on: `cost_program.py FILE -c pipeline.toml`.
+
+The file is written when the learner ends: one row a boundary between steps, as `NOTE` says.
+"""
+
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from learner import session
+from learner.__main__ import main
+from learner.loop import Loop
+
+NOTE = np.dtype(
+    [
+        ("end", "f8"),  # seconds, by a clock that only grows
+        ("busy", "f8"),  # seconds that the processor has worked for the loop's thread
+        ("blocked", "f8"),  # seconds in calls that cut and publish, since the boundary before
+        ("steps", "f8"),
+        ("version", "f8"),  # the newest one begun, whose thread is at work; 0 without one
+        ("cut", "f8"),
+        ("watching", "f8"),  # whether the thread of versions looks after the served one meanwhile
+    ]
+)
+
+
+class NotingLoop(Loop):
+    """The learner's loop, which beside its work keeps some numbers of each boundary."""
+
+    file = Path()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._notes, self._blocked = array("d"), 0.0
+        publisher, cutter = self._parts.publisher, self._parts.cutter
+        for part, name in ((publisher, "publish_if_due"), (cutter, "cut_if_due")):
+            setattr(part, name, self._timed(getattr(part, name)))
+
+    def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
+        """Learn, and write the notes once that is over."""
+
+        def noted() -> None:
+            at_boundary()
+            publisher, cutter = self._parts.publisher, self._parts.cutter
+            busy, watching = publisher._background.busy, publisher._watching
+            version = publisher.published + publisher.skipped + 1 if busy and not watching else 0
+            cut = cutter._highest if cutter.busy else 0
+            moment = time.perf_counter(), time.thread_time()
+            self._notes.extend((*moment, self._blocked, self.steps, version, cut, busy and watching))
+            self._blocked = 0.0
+
+        try:
+            super().run(stop, noted)
+        finally:
+            np.save(self.file, np.frombuffer(self._notes).view(NOTE))
+
+    def _timed(self, call: Callable[..., None]) -> Callable[..., None]:
+        def timed(*arguments: Any) -> None:
+            begin = time.perf_counter()
+            call(*arguments)
+            self._blocked += time.perf_counter() - begin
+
+        return timed
+
+
+if __name__ == "__main__":
+    NotingLoop.file = Path(sys.argv[1])
+    session.Loop = NotingLoop  # type: ignore[misc]
+    sys.exit(main(sys.argv[2:]))
