@@ -21,6 +21,6 @@ def test_the_cost_of_a_write_is_told_from_the_noise_of_the_machine() -> None:
         took[place : place + 3] += SLOW
     notes["end"] = np.cumsum(took)
     found = lost(notes, "version")
-    assert found.mean() == pytest.approx(WAITED + 3 * SLOW, abs=0.01)
+    assert found.mean() == pytest.approx(WAITED + 3 * SLOW, abs=0.006)
     assert found.waited.mean() == pytest.approx(WAITED)
     assert found.shams.mean() > 0.02, "the noise of the machine is not looked at"

@@ -1,8 +1,14 @@
 """A disk that takes no more: the last good cuts stay, it is said, and training goes on."""
 
+import contextlib
 import json
+import os
 import resource
+import subprocess
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +75,68 @@ def test_training_goes_on_while_no_cut_can_be_written_and_a_crash_then_costs_wha
     assert adds_up(report)
     assert report.outcomes["trained"] + report.outcomes["held_out"] == sent
     assert report.replay_rows == {"device": report.outcomes["trained"]}
+
+
+def health(pipeline: Pipeline) -> str:
+    """Return what the learner's own address says of its health."""
+    try:
+        with urllib.request.urlopen(f"http://{pipeline.status}/healthz", timeout=5) as reply:
+            return str(reply.read().decode())
+    except urllib.error.HTTPError as exc:
+        return exc.read().decode()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 40 MB, where one may be mounted."""
+    folder = tmp_path / "var"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount")
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(sys.platform != "linux", reason="it is mounted as Linux does")
+def test_training_goes_on_while_the_disk_is_full_to_the_last_byte(kafka: Any, tmp_path: Path, small_disk: Path) -> None:
+    """Not even a report can be written; the disk tier has its places from the start."""
+    topic = make_topic(kafka.bootstrap, "full")
+    text = TEXT.replace("[cuts]", "keep = 2\nkeep_hourly = 0\n[cuts]")
+    text += '[replay]\ncapacity = 1000\ndevice_bytes = 0\ndisk = {bytes = "2MB"}\n'
+    pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, CODE, text)
+    messages = [json.dumps({"x": [float(i % 3 == k) for k in range(3)], "y": i % 3}).encode() for i in range(200)]
+    with Supervised(pipeline) as learner:
+        send(kafka.bootstrap, topic, messages)
+        before = learner.wait_for(lambda report: total(report) == len(messages) and report.cut is not None, "a cut")
+        pid, filling = learner.pid(), small_disk / "filling"
+        with filling.open("wb") as file:
+
+            def full() -> bool:
+                """Take what is left, also what a failed cut has given back; there was something unless it is True."""
+                left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
+                with contextlib.suppress(OSError):  # others take of it too
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), left)
+                return not left
+
+            learner.until(full, "a full disk")
+            steps = pipeline.steps()
+            send(kafka.bootstrap, topic, messages)
+            learner.until(lambda: full() and (pipeline.steps() or 0) > steps, "a step on a full disk")
+            learner.until(
+                lambda: full() and "var cannot be written to: No space" in health(pipeline), "a missing report"
+            )
+            learner.until(lambda: "could not be written to" in learner.said(20_000), "a word on cuts or versions")
+        filling.unlink()
+        report = learner.wait_for(lambda report: total(report) == 2 * len(messages) and not report.ill, "health")
+        learner.wait_for(lambda report: (report.cut or 0) > before.cut, "a new cut")
+        assert learner.pid() == pid
+    assert adds_up(report)
+    assert report.replay_rows["disk"] == report.outcomes["trained"]
+    assert report.replay_lost == 0

@@ -1,5 +1,6 @@
 """Whatever becomes of the way to the broker or to Redis: training goes on, and what is counted adds up."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,27 @@ FAULTS = {
     "throttled": Fault(bytes_per_second=20_000),
 }
 EVENTS = 400
+REPLAYING = """
+{stream}
+[schema.features.x]
+dtype = "float32"
+shape = [64]
+[schema.label]
+name = "y"
+classes = 3
+[model]
+factory = "faulty_model:build"
+{learner}
+batch_size = 16
+device = "cpu"
+[gate]
+guard_fraction = 0.0
+[replay]
+capacity = 3000
+device_bytes = 0
+disk = {bytes = "4MB"}
+"""
+LINEAR = "from torch import nn\ndef build():\n    return nn.Linear(64, 3)\n"
 
 
 @pytest.mark.slow
@@ -47,3 +69,35 @@ def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_brok
     assert adds_up(report)
     assert report.outcomes["trained"] == wanted
     assert (accounts(pipeline) == 1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_events_are_replayed_from_the_disk_whatever_becomes_of_the_way_to_redis(
+    kafka: Any, mortal_redis: Any, tmp_path: Path
+) -> None:
+    topic, sent = make_topic(kafka.bootstrap, "redis"), 0
+    messages = [
+        json.dumps({"x": [float(i % 3 == k % 3) for k in range(64)], "y": i % 3}).encode() for i in range(EVENTS)
+    ]
+    with Proxy(f"127.0.0.1:{mortal_redis.port}") as proxy:
+        text = REPLAYING + f'redis = {{url = "redis://{proxy.address}/0", bytes = "20MB"}}\n'
+        pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, text)
+        with Supervised(pipeline) as learner:
+            for name, fault in {"none": Fault(), **FAULTS}.items():
+                proxy.suffer(fault)
+                send(kafka.bootstrap, topic, messages)
+                sent += len(messages)
+                learner.wait_for(lambda report, n=sent: total(report) == n, f"all events, with Redis {name}")
+                if fault.cut or fault.stalled:
+                    learner.wait_for(lambda report: any("redis" in each for each in report.ill), "a word on Redis")
+                if fault.corrupted:
+                    assert proxy.corruptions, "no bit was flipped"
+                proxy.heal()
+                learner.wait_for(lambda report: not report.ill, f"health after Redis was {name}")
+            pid, report = learner.pid(), learner.wait_for(lambda _: True, "a report")
+            assert report.pid == pid
+            assert report.steps == report.steps_since_start, "it was started again"
+    assert adds_up(report)
+    assert report.outcomes["trained"] == report.replay_rows["disk"] == sent
+    assert report.replay_lost == 0

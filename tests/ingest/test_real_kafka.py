@@ -14,6 +14,7 @@ from confluent_kafka.admin import (
     ScramMechanism,
     UserScramCredentialUpsertion,
 )
+from kafka import KafkaProducer
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import CredentialsError
@@ -22,6 +23,8 @@ from ingest.source import Source
 pytestmark = pytest.mark.slow
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
 GOOD = json.dumps({"x": 1.0, "y": 1}).encode()
+Messages = list[tuple[bytes | None, bytes | None, list[tuple[str, bytes]]]]
+"""Key, value and headers of each."""
 
 
 def read(stream: dict[str, Any], until: int) -> tuple[list[int], int]:
@@ -63,6 +66,49 @@ def test_aborted_records_are_gaps_or_events_as_the_isolation_level_says(
         producer.commit_transaction(60) if commits else producer.abort_transaction(60)
     stream = {"bootstrap_servers": kafka.bootstrap, "topics": [topic], "client": client, "isolation_level": level}
     assert read(stream, 9) == (offsets, gaps)
+
+
+def _by_kafka_python(bootstrap: str, topic: str, messages: Messages) -> None:
+    producer = KafkaProducer(bootstrap_servers=bootstrap, enable_idempotence=True, acks="all")
+    with contextlib.closing(producer):
+        sent = [
+            producer.send(topic, value, b"" if key is value is None else key, headers)  # it refuses a record of nothing
+            for key, value, headers in messages
+        ]
+        for future in sent:
+            future.get(60)
+
+
+def _by_confluent(bootstrap: str, topic: str, messages: Messages) -> None:
+    producer = Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, "message.max.bytes": 1_048_588})
+    for key, value, headers in messages:
+        producer.produce(topic, value, key, headers=headers)
+    assert producer.flush(60) == 0
+
+
+@pytest.mark.parametrize("client", ["confluent", "kafka-python"])
+@pytest.mark.parametrize("send", [_by_kafka_python, _by_confluent], ids=["of kafka-python", "of confluent"])
+def test_all_that_an_idempotent_producer_writes_comes_once_and_what_has_no_value_is_a_dead_letter(
+    kafka: Any, make_topic: Callable[..., str], consume_all: Callable[..., list[Any]], client: str, send: Any
+) -> None:
+    """With keys and without, empty ones, with headers, some of one name, and one as large as Kafka takes."""
+    topic, traced = make_topic(), [("trace", b"1"), ("trace", b"2"), ("empty", b"")]
+    largest = GOOD + b" " * (1_000_000 - len(GOOD))
+    messages: Messages = [
+        *[(None, GOOD, []), (b"", GOOD, []), (b"k", GOOD, traced), (b"k", None, traced), (None, None, [])],
+        *[(None, largest, traced), (b"k", largest, [])],
+        *[(b"%d" % number, GOOD, []) for number in range(93)],
+    ]
+    send(kafka.bootstrap, topic, messages)
+    stream = {"bootstrap_servers": kafka.bootstrap, "topics": [topic], "client": client}
+    offsets, none = read(stream, 100)
+    assert (offsets, none) == (list(range(100)), 0)
+    letters = consume_all(kafka.bootstrap, f"{topic}.dead", 2)
+    assert [letter.value for letter in letters] == [None, None]
+    assert [letter.key for letter in letters] == [b"k", b""], "a record with neither key nor value is refused"
+    assert [header for header in letters[0].headers if not header[0].startswith("anabranch")] == traced
+    sources = [dict(letter.headers)["anabranch-source"].decode() for letter in letters]
+    assert sources == [f"{topic}[0]@3", f"{topic}[0]@4"]
 
 
 @pytest.mark.parametrize("client", ["confluent", "kafka-python"])

@@ -1,5 +1,6 @@
 """The learner as a process: what it learns, how it ends, and how it fails."""
 
+import contextlib
 import json
 import os
 import random
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+from kafka import KafkaAdminClient
+from kafka.errors import KafkaError
 from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
@@ -402,6 +405,48 @@ def test_it_ends_with_its_supervisor(
     assert learner.process.stdin is not None
     learner.process.stdin.close()
     assert learner.process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_a_topic_that_was_made_anew_ends_it_with_2_or_is_read_from_its_beginning_as_on_gap_says(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    create_topic: Callable[..., None],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    """First as a stopped learner finds it, then while one reads."""
+    topic = make_topic()
+    config = pipeline(kafka.bootstrap, topic)
+
+    def make_anew(count: int) -> None:
+        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+            admin.delete_topics([topic])
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                create_topic(kafka.bootstrap, topic)
+                break
+            except KafkaError:
+                assert time.monotonic() < deadline
+        produce(kafka.bootstrap, topic, events(count))
+
+    produce(kafka.bootstrap, topic, events(100))
+    learner = start(config)
+    learner.wait_for(lambda each: total(each) == 100)
+    assert learner.stop() == 0
+    make_anew(60)
+    code, sentence = ended(config)
+    assert (code, "deleted and created again" in sentence) == (2, True), sentence
+    learner = start(config, ANABRANCH__STREAM__ON_GAP="earliest")
+    learner.wait_for(lambda each: total(each) == 160)
+    make_anew(30)
+    report = learner.wait_for(lambda each: total(each) == 190)
+    assert adds_up(report)
+    assert report.outcomes["trained"] + report.outcomes["held_out"] == 190
+    assert sorted(part.finished for part in report.partitions.values()) == [30, 60, 100]
+    assert learner.stop() == 0
 
 
 def test_a_second_learner_on_the_same_state_directory_ends_with_2(

@@ -1,0 +1,80 @@
+"""A learner that is stopped where it stands, and one whose broker is killed: they go on, and nothing comes twice."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from learner.report import LearnerReport
+from tests.faults.kills import CODE, ROW, TEXT, accounts
+from tests.faults.pipeline import Pipeline, Supervised, adds_up, make_topic, send, total
+
+EVENTS = 400
+HALF = EVENTS // 2
+
+
+def halves() -> Iterator[list[bytes]]:
+    rows = np.zeros(EVENTS, ROW)
+    rows["id"] = np.arange(EVENTS)
+    for half in (rows[:HALF], rows[HALF:]):
+        yield [row.tobytes() for row in half]
+
+
+def pipeline_on(bootstrap: str, folder: Path) -> Pipeline:
+    text = TEXT.format(events=EVENTS, batch=16, cut_every="200ms")
+    return Pipeline(folder, bootstrap, make_topic(bootstrap, "suspended"), CODE, text)
+
+
+def all_learned(report: LearnerReport) -> bool:
+    return total(report) == EVENTS and not report.ill
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
+def test_a_learner_that_is_suspended_keeps_its_lock_and_goes_on_where_it_was(kafka: Any, tmp_path: Path) -> None:
+    pipeline, (first, second) = pipeline_on(kafka.bootstrap, tmp_path), halves()
+    command = [sys.executable, "-m", "learner", "-c", str(pipeline.path)]
+    with Supervised(pipeline) as learner:
+        send(kafka.bootstrap, pipeline.topic, first)
+        learner.wait_for(lambda report: total(report) == HALF and report.cut is not None, "half of the events")
+        pid, family = learner.pid(), learner.family()
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            assert pipeline.steps() is None, "a learner that is stopped seems to be well"
+            send(kafka.bootstrap, pipeline.topic, second)
+            environment = {**os.environ, "ANABRANCH__LEARNER__STOP_TIMEOUT": "1s"}
+            contender = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+        finally:
+            for process in family:
+                process.send_signal(signal.SIGCONT)
+        assert contender.returncode == 2
+        assert "another learner is at work" in contender.stderr
+        report = learner.wait_for(all_learned, "all events")
+        assert learner.pid() == pid
+    assert adds_up(report)
+    assert (accounts(pipeline) == 1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_learner_whose_broker_is_killed_waits_for_it_and_says_so(mortal_kafka: Any, tmp_path: Path) -> None:
+    pipeline, (first, second) = pipeline_on(mortal_kafka.bootstrap, tmp_path), halves()
+    with Supervised(pipeline) as learner:
+        send(mortal_kafka.bootstrap, pipeline.topic, first)
+        learner.wait_for(lambda report: total(report) == HALF, "half of the events")
+        pid = learner.pid()
+        mortal_kafka.kill()
+        learner.wait_for(lambda report: bool(report.ill), "a word on the broker")
+        mortal_kafka.start()
+        send(mortal_kafka.bootstrap, pipeline.topic, second)
+        report = learner.wait_for(all_learned, "all events")
+        assert learner.pid() == pid
+    assert adds_up(report)
+    assert (accounts(pipeline) == 1).all()
