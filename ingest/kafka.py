@@ -382,6 +382,8 @@ def undecodable(error: kafka_errors.UnsupportedCodecError) -> CodecError:
 
 
 def _brief(error: BaseException) -> str:
+    if "Invalid frame length" in str(error):
+        return f"its answer is larger than receive.message.max.bytes, which stream.properties can raise: {error}"
     return str(error) or type(error).__name__
 
 

@@ -284,6 +284,21 @@ def test_a_message_larger_than_what_is_fetched_at_once_comes_all_the_same(
         assert [(o, k) for _, o, _, k in read(source, 3)] == [(offset, Outcome.PENDING) for offset in range(3)]
 
 
+def test_a_broker_that_answers_with_more_than_may_be_received_is_ill_and_how_to_mend_it_is_said(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    if STREAM["client"] == "confluent":
+        pytest.skip("librdkafka takes no bound below that of a fetch")
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [json.dumps(GOOD).encode() + b" " * 50_000] * 2)
+    small = dict.fromkeys(("fetch.max.bytes", "fetch.message.max.bytes", "receive.message.max.bytes"), 20_000)
+    with opened(kafka.bootstrap, topic, properties=small) as source:
+        deadline = time.monotonic() + 60
+        while "larger than receive.message.max.bytes, which stream.properties can raise" not in (source.ill or ""):
+            assert time.monotonic() < deadline, source.ill
+            assert read_for(source, timedelta(seconds=0.2)) == []
+
+
 def test_partitions_that_are_added_are_read_whole(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
