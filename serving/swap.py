@@ -151,7 +151,10 @@ class Swap:
             if not taken and served != pinned:
                 self._complain("pinned", f"version {pinned} is pinned, and cannot be served")
             return taken
+        self._complaints.pop("pinned", None)
         stays = served == -1 or self._stays(served)
+        if stays:
+            self._complaints.pop("withdrawn", None)
         for number in reversed(numbers):
             if stays and number <= served:
                 return False

@@ -252,6 +252,7 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers: Any, watch
             watched.swap.order(order, 9)
     assert watched.look() == 1
     assert numbers.versions.state() == before
+    assert not any("pinned" in sentence for sentence in watched.swap.ill)
 
 
 def test_a_pinned_version_that_is_gone_is_an_illness(numbers: Any, watched: Watched) -> None:
@@ -259,6 +260,9 @@ def test_a_pinned_version_that_is_gone_is_an_illness(numbers: Any, watched: Watc
     numbers.versions.write_state(RegistryState(pinned=7))
     assert watched.look() is None
     assert watched.swap.ill == ["version 7 is pinned, and cannot be served"]
+    numbers.versions.write_state(RegistryState())
+    assert watched.look() == 1
+    assert watched.swap.ill == []
 
 
 @settings(max_examples=200, deadline=None)
