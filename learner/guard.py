@@ -72,6 +72,25 @@ class GuardSet:
         """The set as it is now."""
         return GuardRows(self._parts, self._most, classes=self._classes)
 
+    @property
+    def older(self) -> int:
+        """Events that are older than the youngest quarter, those that wait to be trimmed among them."""
+        return self._rows - self._rows // YOUNG
+
+    def take(self, places: NDArray[np.int64]) -> dict[str, Array]:
+        """Return the columns of n events by their places in the order in which they came, each `[n, ...]`.
+
+        They come part by part: nothing is put together for the few that are looked at.
+        """
+        ends = np.cumsum([len(part["label"]) for part in self._parts])
+        where = np.searchsorted(ends, places, side="right")
+        taken = []
+        for number in np.unique(where).tolist():
+            part = self._parts[number]
+            mine = places[where == number] - (ends[number] - len(part["label"]))
+            taken.append({name: column.take(mine, axis=0) for name, column in part.items()})
+        return dict(joined(taken))
+
     def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
         """Take up N held-out events, columns `[N, ...]`, which are copied."""
         if not columns:

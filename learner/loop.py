@@ -1,7 +1,6 @@
 """The training loop: takes batches, learns them, settles them, publishes."""
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from learner.lag import LagPolicy
 from learner.ledger import Ledger
 from learner.metrics import LearnerMetrics
 from learner.prequential import Prequential, Scored
+from learner.probe import Probe
 from learner.publisher import Progress, Publisher, Snapshot
 from learner.ratio import Tally, make_ratio
 from learner.retention import retention_of
@@ -89,6 +89,7 @@ class Loop:
         self.prequential = Prequential(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
         self.ratio = make_ratio(settings, bounded=bounded)
+        self._probe = Probe(self.ratio, parts.guard, parts.trainer, settings.batch_size)
         self.steps = 0
         self.rows_new = 0
         self.rows_replay = 0
@@ -189,15 +190,12 @@ class Loop:
         if store is None:
             return (), None, None
         draws = trainer.strategy.draws(wanted)
-        probes = self._settings.batch_size if store.planned(self.steps) and self.ratio.probes(self.steps) else 0
+        probes = self._probe.drawn(self.steps) if store.planned(self.steps) else 0
         if not max(sum(draws), probes):
-            return (), None, None
+            return (), None, self._probe.score(self.steps, None)
         with self._metrics.replay.draw.time():
             drawn = store.draw(self.steps, max(sum(draws), probes))
-        probed = None
-        if probes and len(drawn):
-            rows, score = trainer.probe(trainer.rehearsal(drawn.first(probes), (probes,))[0])
-            probed = Tally(rows, score) if math.isfinite(score) else None
+        probed = self._probe.score(self.steps, drawn)
         draw = drawn.first(sum(draws))
         return trainer.rehearsal(draw, draws) if len(draw) else (), draw, probed
 
@@ -250,7 +248,7 @@ class Loop:
         if self._parts.store is not None:
             most = sum(self._parts.trainer.strategy.draws(int(self._settings.step_size * self.replay_ratio) + 1))
             probing = max(most, self._settings.batch_size)
-            self._parts.store.plan_ahead(self.steps, lambda step: probing if self.ratio.probes(step) else most)
+            self._parts.store.plan_ahead(self.steps, lambda step: probing if self._probe.drawn(step) else most)
 
     def _settled(self, index: int) -> int:
         """Return the first offset of a partition without outcome."""

@@ -34,3 +34,20 @@ def test_the_set_is_bounded_keeps_the_youngest_and_is_fair_to_classes(
     if offset > most:
         assert kept.sum() == most - most // 4
         assert ((seen > 0) <= (np.bincount(guard.held.columns["label"], minlength=3) > 0)).all() or most < 12
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=80), st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
+def test_events_are_taken_by_their_places_in_the_order_of_arrival(
+    schema: Schema, counts: list[int], wanted: list[int]
+) -> None:
+    guard, offset = GuardSet(schema, 1000), 0
+    for count in counts:
+        guard.add(fake_columns(schema, range(offset, offset + count)), NAMES)
+        offset += count
+    assert guard.older == offset - offset // 4
+    places = np.array(wanted) % offset
+    taken = guard.take(places)
+    assert sorted(taken["offset"].tolist()) == sorted(places.tolist())
+    expected = fake_columns(schema, taken["offset"].tolist())
+    assert all(np.array_equal(taken[name], expected[name]) for name in schema.payload())

@@ -1,0 +1,46 @@
+"""How old events do before a step, without learning from them: what `replay_ratio = "auto"` goes by."""
+
+import math
+
+from learner.guard import GuardSet
+from learner.ratio import Ratio, Tally
+from learner.trainer import Trainer
+from replay.chance import Chance
+from replay.draw import Draw
+
+ENOUGH = 100
+"""Held-out events below this are too few to go by."""
+_SEED = 0x3C6EF372
+
+
+class Probe:
+    """Scores held-out events, older than the youngest, where there are enough of them; else events of the store.
+
+    Those of a small store are soon known by heart: they go on doing well while what they stand for is forgotten.
+    """
+
+    def __init__(self, ratio: Ratio, guard: GuardSet, trainer: Trainer, rows: int) -> None:
+        """`ratio` says which steps measure; `rows` events are scored in each."""
+        self._ratio = ratio
+        self._guard = guard
+        self._trainer = trainer
+        self._rows = rows
+        self._chance = Chance(_SEED)
+
+    def drawn(self, step: int) -> int:
+        """Return how many events a step has to draw for it: none where held-out ones are scored, or nothing is."""
+        return self._rows if self._ratio.probes(step) and self._guard.older < ENOUGH else 0
+
+    def score(self, step: int, draw: Draw | None) -> Tally | None:
+        """Score old events if the step measures; None: there are none, or the scores are not finite."""
+        if not self._ratio.probes(step):
+            return None
+        if (older := self._guard.older) >= ENOUGH:
+            places = self._chance.of(step).integers(older, size=self._rows)
+            examples = self._trainer.examples(self._guard.take(places))
+        elif draw is not None and len(draw):
+            examples = self._trainer.rehearsal(draw.first(self._rows), (self._rows,))[0]
+        else:
+            return None
+        rows, score = self._trainer.probe(examples)
+        return Tally(rows, score) if math.isfinite(score) else None
