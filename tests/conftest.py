@@ -39,6 +39,7 @@ from kafka.errors import KafkaError
 
 from anabranch.broker import EmbeddedBroker
 from ingest.errors import AnabranchError
+from tests import pipelines
 
 START = "ANABRANCH_TEST_KAFKA_START"
 CHROMIUM = "ANABRANCH_TEST_CHROMIUM"
@@ -340,6 +341,20 @@ def certificate(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
         return cert_path, key_path
 
     return make
+
+
+@pytest.fixture
+def write_pipeline(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a pipeline into `tmp_path`, and returns the path of its config.
+
+    `write_pipeline(bootstrap, topic, rest, model=LINEAR, **more)`, as `pipelines.write_pipeline` says.
+    """
+
+    def write(bootstrap: str, topic: str, rest: str, model: str = pipelines.LINEAR, **more: Any) -> Path:
+        status = f"127.0.0.1:{_free_ports()}"
+        return pipelines.write_pipeline(tmp_path, bootstrap, topic, rest, model=model, status=status, **more)
+
+    return write
 
 
 @pytest.fixture

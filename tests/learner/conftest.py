@@ -1,6 +1,8 @@
-"""A schema and a small model for the tests of the learner."""
+"""A schema and a small model for the tests of the learner, and learners as processes."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 from ingest.config import SchemaSettings
 from ingest.schema import Schema
+from tests.pipelines import Learner
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +32,16 @@ def make_model() -> Callable[[], nn.Module]:
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
     return make
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Learner]]:
+    """Starts a learner, `start(config, **environment)`, which is killed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(config: Path, **environment: str) -> Learner:
+            learner = Learner(config, **environment)
+            stack.callback(learner.close)
+            return learner
+
+        yield begin

@@ -4,11 +4,8 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,28 +18,15 @@ from anabranch.config import Config, load_config
 from anabranch.forget import Answer, forget
 from anabranch.replay import draw_sample, read_stats
 from ingest.errors import SettingsError
-from learner.report import LearnerReport, read_report
+from learner.report import LearnerReport
 from replay.forgotten_log import ForgottenLog
+from tests.pipelines import Learner, total
 
 CONFIG = """
-name = "test"
-[stream]
-bootstrap_servers = "{bootstrap}"
-topics = ["{topic}"]
-[schema.features.x]
-dtype = "float32"
-shape = [3]
-[schema.label]
-name = "y"
-classes = 3
+batch_size = 16
+stop_timeout = "20s"
 [schema.key]
 name = "k"
-[model]
-factory = "tiny_model:build"
-[learner]
-batch_size = 16
-status = "127.0.0.1:{port}"
-stop_timeout = "20s"
 [versions]
 publish_every = "100ms"
 [gate]
@@ -51,61 +35,17 @@ guard_fraction = 0.1
 every = "200ms"
 """
 DISK = '[replay]\ndevice_bytes = "2kB"\ndisk = {bytes = "1MB"}\n'
-MODEL = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
 SECRET = np.float32(12345.678)
 """What only the events to forget have."""
 
 
-class Learner:
-    """A learner process that is killed at the end of its test."""
-
-    def __init__(self, config: Path) -> None:
-        self.state_dir = config.parent / "var"
-        self.log = config.parent / "learner.log"
-        with self.log.open("ab") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "learner", "-c", str(config)],
-                stderr=said,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-
-    def wait_for(self, condition: Callable[[LearnerReport], bool]) -> LearnerReport:
-        deadline = time.monotonic() + 60
-        while True:
-            report = read_report(self.state_dir)
-            if report is not None and report.pid == self.process.pid and condition(report):
-                return report
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, f"{report}\n{self.log.read_text()}"
-            threading.Event().wait(0.05)
-
-    def end(self, number: int) -> None:
-        self.process.send_signal(number)
-        self.process.wait(30)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[[Path], Learner]]:
-    started: list[Learner] = []
-
-    def begin(config: Path) -> Learner:
-        started.append(Learner(config))
-        return started[-1]
-
-    yield begin
-    for learner in started:
-        learner.end(signal.SIGKILL)
-
-
 @pytest.fixture(params=["", DISK], ids=["device", "disk"])
 def pipeline(
-    tmp_path: Path, free_port: Callable[[], int], kafka: Any, make_topic: Callable[..., str], request: Any
+    write_pipeline: Callable[..., Path], kafka: Any, make_topic: Callable[..., str], request: Any
 ) -> tuple[Path, str]:
     """The path of a pipeline's file, and its topic of two partitions."""
-    topic, path = make_topic(partitions=2), tmp_path / "pipeline.toml"
-    path.write_text(CONFIG.format(bootstrap=kafka.bootstrap, topic=topic, port=free_port()) + request.param)
-    (tmp_path / "tiny_model.py").write_text(MODEL)
-    return path, topic
+    topic = make_topic(partitions=2)
+    return write_pipeline(kafka.bootstrap, topic, CONFIG + request.param), topic
 
 
 def plain(count: int, key: str = "other") -> list[dict[str, Any]]:
@@ -125,10 +65,6 @@ def files_with_the_secret(state_dir: Path) -> list[str]:
                 if pattern in path.read_bytes():
                     found.append(str(path))
     return found
-
-
-def total(report: LearnerReport) -> int:
-    return sum(report.outcomes.values())
 
 
 def stored(report: LearnerReport) -> int:
@@ -162,7 +98,7 @@ def test_what_a_learner_at_work_forgets_is_in_no_file_and_does_not_come_back(
     after = learner.wait_for(lambda each: each.forgotten_through == 1)
     assert stored(after) + after.guard_rows == stored(before) + before.guard_rows - 80
     assert files_with_the_secret(learner.state_dir) == []
-    learner.end(signal.SIGKILL)
+    learner.kill()
 
     learner = start(config)
     # What comes later is new, also of that key.
@@ -182,7 +118,7 @@ def test_a_forgotten_event_that_is_read_again_is_skipped(
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(100), *secret(40), *plain(100)])
     learner.wait_for(lambda each: total(each) == 240)
-    learner.end(signal.SIGKILL)
+    learner.kill()
     answer = forget_now(config, "anna", ranges=(f"{topic}[0]@10..19",))
     assert (answer.applied, answer.store, answer.guard) == (True, 0, 0), "there is no cut that has it"
     assert files_with_the_secret(learner.state_dir) == []
@@ -191,7 +127,7 @@ def test_a_forgotten_event_that_is_read_again_is_skipped(
     assert report.skipped == {"forgotten": 50}
     assert report.outcomes["skipped"] == 50
     assert stored(report) + report.guard_rows == 190
-    learner.end(signal.SIGTERM)
+    learner.stop()
     assert files_with_the_secret(learner.state_dir) == []
 
 
@@ -204,7 +140,7 @@ def test_without_a_learner_cuts_and_tiers_are_rewritten_at_once(
     for round_ in range(3):
         produce(kafka.bootstrap, topic, [*plain(60), *secret(10), *secret(3, key=7)])
         learner.wait_for(lambda each, n=round_: total(each) == 73 * (n + 1))
-    learner.end(signal.SIGTERM)
+    learner.stop()
     assert len(files_with_the_secret(learner.state_dir)) > 0
     assert len(list(draw_sample(settings(config), 1000, ["key=anna"], None))) == 30
     answer = forget_now(config, "anna", "7")
@@ -229,7 +165,7 @@ def test_a_crash_between_the_word_and_the_deed_brings_nothing_back(
     learner.process.send_signal(signal.SIGSTOP)
     answer = forget(settings(config), ["anna"], [], timedelta(seconds=0))
     assert not answer.applied
-    learner.end(signal.SIGKILL)
+    learner.kill()
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 140 and each.forgotten_through == 1)
     assert stored(report) + report.guard_rows == 100
@@ -254,7 +190,7 @@ def test_a_tombstone_forgets_what_was_read_before_it_also_after_a_crash(
     report = learner.wait_for(lambda each: total(each) == 157 and each.forgotten == 3)
     assert report.skipped == {"tombstone": 3}
     assert stored(report) + report.guard_rows == 104
-    learner.end(signal.SIGKILL)
+    learner.kill()
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 157 and each.forgotten_through == 3)
     assert stored(report) + report.guard_rows == 104
@@ -285,20 +221,14 @@ def test_rows_in_redis_are_removed(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
-    free_port: Callable[[], int],
+    write_pipeline: Callable[..., Path],
     mortal_redis: Any,
     start: Callable[[Path], Learner],
-    tmp_path: Path,
     below: str,
 ) -> None:
-    topic, config = make_topic(), tmp_path / "pipeline.toml"
-    config.write_text(
-        CONFIG.format(bootstrap=kafka.bootstrap, topic=topic, port=free_port()).replace(
-            "fraction = 0.1", "fraction = 0"
-        )
-        + f'[replay]\ndevice_bytes = "2kB"\nredis = {{url = "{mortal_redis.url}", bytes = "2MB"}}\n{below}'
-    )
-    (tmp_path / "tiny_model.py").write_text(MODEL)
+    topic = make_topic()
+    tiers = f'[replay]\ndevice_bytes = "2kB"\nredis = {{url = "{mortal_redis.url}", bytes = "2MB"}}\n{below}'
+    config = write_pipeline(kafka.bootstrap, topic, CONFIG.replace("fraction = 0.1", "fraction = 0") + tiers)
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(60), *secret(20)])
     learner.wait_for(lambda each: total(each) == 80 and (each.cut or 0) > 0)
@@ -310,7 +240,7 @@ def test_rows_in_redis_are_removed(
     assert secrets_in(mortal_redis) == []
     produce(kafka.bootstrap, topic, secret(5))
     learner.wait_for(lambda each: total(each) == 85)
-    learner.end(signal.SIGTERM)
+    learner.stop()
     answer = forget_now(config, "anna")
     assert (answer.applied, answer.store) == (False, 5)
     assert "Redis" in "".join(answer.sentences())

@@ -1,12 +1,8 @@
 """A learner of several ranks as a process: what it learns, how it comes back, and how it ends."""
 
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +10,15 @@ import psutil
 import pytest
 
 from learner.lock import hold_state_directory
-from learner.report import LearnerReport, read_report
 from learner.version import Versions
+from tests.pipelines import Learner, adds_up, events, total
 
 CONFIG = """
-name = "test"
-[stream]
-bootstrap_servers = "{bootstrap}"
-topics = ["{topic}"]
-[schema.features.x]
-dtype = "float32"
-shape = [3]
-[schema.label]
-name = "y"
-classes = 3
-[model]
-factory = "tiny_model:build"
-[learner]
 batch_size = 8
 replicas = 2
 device = "cpu"
-status = "127.0.0.1:{port}"
 stop_timeout = "20s"
-optimizer = {{name = "sgd", lr = 0.5}}
+optimizer = {name = "sgd", lr = 0.5}
 [versions]
 publish_every = "100ms"
 [cuts]
@@ -44,88 +26,18 @@ every = "200ms"
 [gate]
 guard_fraction = 0.1
 """
-MODEL = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path, free_port: Callable[[], int]) -> Callable[..., Path]:
+def pipeline(write_pipeline: Callable[..., Path]) -> Callable[..., Path]:
     """Writes a pipeline and returns the path of its config."""
-
-    def write(bootstrap: str, topic: str, model: str = MODEL) -> Path:
-        path = tmp_path / "pipeline.toml"
-        path.write_text(CONFIG.format(bootstrap=bootstrap, topic=topic, port=free_port()))
-        (tmp_path / "tiny_model.py").write_text(model)
-        return path
-
-    return write
+    return partial(write_pipeline, rest=CONFIG)
 
 
-class Launched:
-    """A learner and its ranks, all of which are killed at the end of its test."""
-
-    def __init__(self, config: Path, **environment: str) -> None:
-        self.state_dir = config.parent / "var"
-        self.log = config.parent / "learner.log"
-        with self.log.open("ab") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "learner", "-c", str(config), "--supervised"],
-                stdin=subprocess.PIPE,
-                stderr=said,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            )
-        self._launcher = psutil.Process(self.process.pid)
-
-    def ranks(self) -> list[psutil.Process]:
-        """Return its ranks, in order."""
-        found = [child for child in self._launcher.children() if "--group" in child.cmdline()]
-        return sorted(found, key=lambda child: int(child.environ()["RANK"]))
-
-    def wait_for(self, condition: Callable[[LearnerReport], bool], no_more: int = 0) -> LearnerReport:
-        """Wait until the report of a rank 0 of this launcher says so; the rank of pid `no_more` does not count."""
-        deadline = time.monotonic() + 100
-        while True:
-            report = read_report(self.state_dir)
-            mine = report is not None and self.process.pid in (report.launcher, report.pid) and report.pid != no_more
-            if report is not None and mine and condition(report):
-                return report
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, f"{report}\n{self.log.read_text()}"
-            threading.Event().wait(0.05)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(40)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Launched]]:
-    started: list[Launched] = []
-
-    def begin(config: Path, **environment: str) -> Launched:
-        started.append(Launched(config, **environment))
-        return started[-1]
-
-    yield begin
-    for learner in started:
-        learner.process.kill()  # its ranks end with it
-        learner.process.wait()
-        assert learner.process.stdin is not None
-        learner.process.stdin.close()
-
-
-def events(count: int) -> list[dict[str, Any]]:
-    return [{"x": [float(i % 3 == k) for k in range(3)], "y": i % 3} for i in range(count)]
-
-
-def total(report: LearnerReport) -> int:
-    return sum(report.outcomes.values())
-
-
-def adds_up(report: LearnerReport) -> bool:
-    return all(
-        part.end - part.start == part.finished + part.passed + part.gaps + part.removed + part.pending
-        for part in report.partitions.values()
-    )
+def ranks(learner: Learner) -> list[psutil.Process]:
+    """Return the processes that are its ranks, in order."""
+    found = [child for child in psutil.Process(learner.process.pid).children() if "--group" in child.cmdline()]
+    return sorted(found, key=lambda child: int(child.environ()["RANK"]))
 
 
 @pytest.mark.slow
@@ -135,7 +47,7 @@ def test_when_a_rank_is_killed_all_come_back_from_the_cut_and_nothing_is_learned
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
     pipeline: Callable[..., Path],
-    start: Callable[..., Launched],
+    start: Callable[..., Learner],
     killed: int,
 ) -> None:
     topic = make_topic(partitions=2)
@@ -144,9 +56,9 @@ def test_when_a_rank_is_killed_all_come_back_from_the_cut_and_nothing_is_learned
     produce(kafka.bootstrap, topic, events(30), partition=1)
     report = learner.wait_for(lambda each: total(each) >= 100 and each.cut is not None)
     assert adds_up(report)
-    ranks = learner.ranks()
-    assert [report.pid, len(ranks)] == [ranks[0].pid, 2]
-    ranks[killed].kill()
+    processes = ranks(learner)
+    assert [report.pid, len(processes)] == [processes[0].pid, 2]
+    processes[killed].kill()
     produce(kafka.bootstrap, topic, events(300), partition=1)
     report = learner.wait_for(lambda each: total(each) == 631, no_more=report.pid)
     assert learner.log.read_text().count("going on from cut") == 1
@@ -155,11 +67,11 @@ def test_when_a_rank_is_killed_all_come_back_from_the_cut_and_nothing_is_learned
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 630
     assert report.replay_rows == {"device": report.outcomes["trained"]}, "an event is in the store twice, or not at all"
     assert report.accuracy["now"] > 0.8
-    ranks = learner.ranks()
+    processes = ranks(learner)
     begin = time.monotonic()
-    assert learner.stop() == 0
+    assert learner.stop(40) == 0
     assert time.monotonic() - begin < 20
-    assert psutil.wait_procs(ranks, 10)[1] == []
+    assert psutil.wait_procs(processes, 10)[1] == []
 
 
 @pytest.mark.slow
@@ -169,7 +81,7 @@ def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
     pipeline: Callable[..., Path],
-    start: Callable[..., Launched],
+    start: Callable[..., Learner],
     numbers: tuple[int, int],
     sharding: str,
 ) -> None:
@@ -184,7 +96,7 @@ def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
         )
         produce(kafka.bootstrap, topic, events(200))
         report = learner.wait_for(lambda each, n=200 * turn: total(each) == n)
-        assert learner.stop() == 0
+        assert learner.stop(40) == 0
     assert learner.log.read_text().count("going on from cut") == 1
     assert report.steps > report.steps_since_start > 0
     assert report.replay_rows == {"device": report.outcomes["trained"]}
@@ -200,20 +112,20 @@ def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
 
 @pytest.mark.slow
 def test_when_the_launcher_is_killed_no_rank_outlives_it(
-    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Launched]
+    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
     learner = start(pipeline(kafka.bootstrap, make_topic()))
     learner.wait_for(lambda _: True)
-    ranks = learner.ranks()
-    learner.process.kill()
-    assert psutil.wait_procs(ranks, 20)[1] == []
+    processes = ranks(learner)
+    learner.kill()
+    assert psutil.wait_procs(processes, 20)[1] == []
     with hold_state_directory(learner.state_dir):
         pass
 
 
 @pytest.mark.slow
 def test_what_starting_again_cannot_mend_ends_with_its_own_exit_code(
-    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Launched]
+    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
     learner = start(pipeline(kafka.bootstrap, make_topic(), model="def build():\n    return 3\n"))
     assert learner.process.wait(60) == 2

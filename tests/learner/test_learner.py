@@ -4,16 +4,12 @@ import contextlib
 import json
 import os
 import random
-import re
-import signal
 import subprocess
 import sys
-import threading
 import time
-import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +23,16 @@ from safetensors.torch import load_file
 from learner.lock import hold_state_directory
 from learner.report import LearnerReport, read_report
 from learner.version import Versions
+from tests.pipelines import LINEAR, Learner, adds_up, events, total
 
 CONFIG = """
-name = "test"
-[stream]
-bootstrap_servers = "{bootstrap}"
-topics = ["{topic}"]
-[schema.features.x]
-dtype = "float32"
-shape = [3]
-[schema.label]
-name = "y"
-classes = 3
-[model]
-factory = "tiny_model:build"
-[learner]
 batch_size = 16
-status = "127.0.0.1:{port}"
 stop_timeout = "20s"
 [versions]
 publish_every = "100ms"
 [gate]
 guard_fraction = 0.1
 """
-MODEL = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
 SLOW = """
 from torch import nn
 def build():
@@ -70,69 +52,13 @@ def build():
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path, free_port: Callable[[], int]) -> Callable[..., Path]:
+def pipeline(write_pipeline: Callable[..., Path]) -> Callable[..., Path]:
     """Writes a pipeline and returns the path of its config."""
 
-    def write(bootstrap: str, topic: str, extra: str = "", model: str = MODEL) -> Path:
-        path = tmp_path / "pipeline.toml"
-        path.write_text(CONFIG.format(bootstrap=bootstrap, topic=topic, port=free_port()) + extra)
-        (tmp_path / "tiny_model.py").write_text(model)
-        return path
+    def write(bootstrap: str, topic: str, extra: str = "", model: str = LINEAR) -> Path:
+        return write_pipeline(bootstrap, topic, CONFIG + extra, model)
 
     return write
-
-
-class Learner:
-    """A learner process that is killed at the end of its test."""
-
-    def __init__(self, config: Path, **environment: str) -> None:
-        self.state_dir = config.parent / "var"
-        self.log = config.parent / "learner.log"
-        with self.log.open("ab") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "learner", "-c", str(config), "--supervised"],
-                stdin=subprocess.PIPE,
-                stderr=said,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            )
-
-    def wait_for(self, condition: Callable[[LearnerReport], bool], patience: float = 60) -> LearnerReport:
-        """Wait until its report says so, for so many seconds at most."""
-        deadline = time.monotonic() + patience
-        while True:
-            report = read_report(self.state_dir)
-            if report is not None and report.pid == self.process.pid and condition(report):
-                return report
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, f"{report}\n{self.log.read_text()}"
-            threading.Event().wait(0.05)
-
-    def wait_and_read_log(self, times: int) -> str:
-        """Wait for a first report, and return what all processes so far said; `times` of them went on from a cut."""
-        self.wait_for(lambda _: True)
-        said = self.log.read_text()
-        assert said.count("going on from cut") == times, said
-        return said
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Learner]]:
-    started: list[Learner] = []
-
-    def begin(config: Path, **environment: str) -> Learner:
-        started.append(Learner(config, **environment))
-        return started[-1]
-
-    yield begin
-    for learner in started:
-        learner.process.kill()
-        learner.process.wait()
-        assert learner.process.stdin is not None
-        learner.process.stdin.close()
 
 
 def ended(config: Path, **environment: str) -> tuple[int, str]:
@@ -147,19 +73,12 @@ def ended(config: Path, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
 
-def events(count: int) -> list[dict[str, Any]]:
-    return [{"x": [float(i % 3 == k) for k in range(3)], "y": i % 3} for i in range(count)]
-
-
-def total(report: LearnerReport) -> int:
-    return sum(report.outcomes.values())
-
-
-def adds_up(report: LearnerReport) -> bool:
-    return all(
-        part.end - part.start == part.finished + part.passed + part.gaps + part.removed + part.pending
-        for part in report.partitions.values()
-    )
+def read_log(learner: Learner, times: int) -> str:
+    """Wait for a first report, and return what all processes so far said; `times` of them went on from a cut."""
+    learner.wait_for(lambda _: True)
+    said = learner.log.read_text()
+    assert said.count("going on from cut") == times, said
+    return said
 
 
 def test_a_stream_is_learned_accounted_for_and_published(
@@ -185,9 +104,7 @@ def test_a_stream_is_learned_accounted_for_and_published(
     assert report.accuracy["now"] > 0.9
     assert report.partitions[f"{topic}:0"].trained_through == 601
 
-    port = next(line for line in config.read_text().splitlines() if line.startswith("status")).split(":")[-1].strip('"')
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
-        metrics = reply.read().decode()
+    metrics = learner.get("/metrics")
     trained = [line for line in metrics.splitlines() if 'outcome="trained"' in line and "_total" in line]
     assert sum(float(line.split()[-1]) for line in trained) == report.outcomes["trained"]
     for figure in (
@@ -199,8 +116,7 @@ def test_a_stream_is_learned_accounted_for_and_published(
         "anabranch_learner_ill 0.0",
     ):
         assert figure in metrics
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as reply:
-        assert json.load(reply) == {"ok": True, "ill": []}
+    assert json.loads(learner.get("/healthz")) == {"ok": True, "ill": []}
 
     assert learner.stop() == 0
     versions = Versions(learner.state_dir / "versions")
@@ -288,12 +204,11 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
         report = learner.wait_for(lambda each: each.steps_since_start > 20 and each.cut is not None)
         assert report.steps < steps, "it is over before it is interrupted"
         if kill:
-            learner.process.kill()
-            learner.process.wait()
+            learner.kill()
         else:
             assert learner.stop() == 0
     learner = start(config, **environment)
-    learner.wait_and_read_log(2)
+    read_log(learner, 2)
     report = learner.wait_for(lambda each: each.steps == steps, patience=200)
     assert report.steps_since_start < steps
     assert learner.stop() == 0
@@ -328,10 +243,9 @@ def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
         produced += 302
         report = learner.wait_for(lambda each, n=produced: total(each) >= n // 2 and each.cut is not None)
         assert adds_up(report)
-        learner.process.kill()
-        learner.process.wait()
+        learner.kill()
         learner = start(config, **environment)
-        assert "going on from cut" in learner.wait_and_read_log(round_)
+        assert "going on from cut" in read_log(learner, round_)
     report = learner.wait_for(lambda each: total(each) == produced)
     assert adds_up(report)
     assert report.outcomes["dead_lettered"] == 8
@@ -461,7 +375,7 @@ def test_a_second_learner_on_the_same_state_directory_ends_with_2(
 @pytest.mark.parametrize(
     ("extra", "model", "sentence"),
     [
-        ("[nonsense]\n", MODEL, "unknown key nonsense"),
+        ("[nonsense]\n", LINEAR, "unknown key nonsense"),
         ("", "def build():\n    return 3\n", "returned int, not a torch.nn.Module"),
         ("", "from torch import nn\ndef build():\n    return nn.Linear(3, 4)\n", "needs floats of shape [3, 3]"),
         ("", "import no_such_library\n", "imports no_such_library, which is missing"),
@@ -500,13 +414,13 @@ def test_metrics_want_the_token_where_there_is_one(
     kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
     config = pipeline(kafka.bootstrap, make_topic())
-    start(config, ANABRANCH__SERVING__TOKENS__READ="secret").wait_for(lambda _: True)
-    port = next(line for line in config.read_text().splitlines() if line.startswith("status")).split(":")[-1].strip('"')
+    learner = start(config, ANABRANCH__SERVING__TOKENS__READ="secret")
+    learner.wait_for(lambda _: True)
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics")
+        learner.get("/metrics")
     with caught.value as refused:
         assert refused.code == 401
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": "Bearer secret"})
+    request = urllib.request.Request(f"http://{learner.status}/metrics", headers={"Authorization": "Bearer secret"})
     with urllib.request.urlopen(request) as reply:
         assert reply.status == 200
 
@@ -579,14 +493,8 @@ def test_events_are_compared_where_the_model_puts_them(
     learner = start(config, ANABRANCH__MODEL__EMBEDDING="1")
     produce(kafka.bootstrap, topic, events(800))
     learner.wait_for(lambda each: total(each) == 800)
-    address = tomllib.loads(config.read_text())["learner"]["status"]
-
-    def indexed() -> float:
-        with urllib.request.urlopen(f"http://{address}/metrics") as reply:
-            (line,) = re.findall(r"^anabranch_replay_index_rows (\S+)$", reply.read().decode(), re.MULTILINE)
-        return float(line)
-
-    learner.wait_for(lambda _: indexed() > 0)  # not all: the index declines what it has no time for
+    # Not all: the index declines what it has no time for.
+    learner.until(lambda: learner.metric("replay_index_rows") > 0)
     assert learner.stop() == 0
     resumed = start(config, ANABRANCH__MODEL__EMBEDDING="1")
     produce(kafka.bootstrap, topic, events(100))

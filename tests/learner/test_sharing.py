@@ -1,13 +1,11 @@
 """The learner gives way to requests: a real one, with marks that the test sets as a server does."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,33 +16,17 @@ import torch
 
 from learner.config import ShareSettings
 from learner.lease import Field, Servers, hold_learner, hold_server, learners
-from learner.report import LearnerReport, read_report
 from learner.sharing import Sharing, Terms, share
+from tests.pipelines import Learner, events
 
 SLO = timedelta(milliseconds=20)
 CONFIG = """
-name = "test"
-[stream]
-bootstrap_servers = "{bootstrap}"
-topics = ["{topic}"]
-[schema.features.x]
-dtype = "float32"
-shape = [3]
-[schema.label]
-name = "y"
-classes = 3
-[model]
-factory = "tiny_model:build"
-[learner]
 batch_size = 16
 micro_batch_size = 8
-status = "127.0.0.1:{port}"
-{learner}
 [serving]
 slo = "20ms"
 timeout = "30s"
 [share]
-{share}
 """
 SERVER = """
 import sys
@@ -57,66 +39,33 @@ with hold_server(Path(sys.argv[1]), timedelta(milliseconds=20)) as mark, mark.wa
     print("marked", flush=True)
     sys.stdin.readline()
 """
-EVENTS = [{"x": [float(i % 3 == k) for k in range(3)], "y": i % 3} for i in range(3000)]
+EVENTS = events(3000)
 
 
-class Learner:
-    """A learner on a stream that is long enough for the test."""
+def gives_way(learner: Learner) -> bool:
+    return any(rank[Field.YIELDING] for rank in learners(learner.state_dir))
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.state_dir, self._port, self._log = folder / "var", port, folder / "learner.log"
-        with self._log.open("wb") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "learner", "-c", str(folder / "pipeline.toml"), "--supervised"],
-                stdin=subprocess.PIPE,
-                stderr=said,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
 
-    def metric(self, name: str) -> float:
-        """Read a metric, which the learner tells also while it gives way."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as reply:
-            found = re.search(rf"^anabranch_{name} (\S+)$", reply.read().decode(), re.MULTILINE)
-        assert found, name
-        return float(found[1])
-
-    @property
-    def steps(self) -> float:
-        return self.metric("learner_steps_total")
-
-    @property
-    def report(self) -> LearnerReport | None:
-        report = read_report(self.state_dir)
-        return report if report is not None and report.pid == self.process.pid else None
-
-    def gives_way(self) -> bool:
-        return any(rank[Field.YIELDING] for rank in learners(self.state_dir))
-
-    def until(self, condition: Callable[[], Any], patience: float = 60.0) -> None:
-        deadline = time.monotonic() + patience
-        while not condition():
-            assert self.process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, self._log.read_text()
-            threading.Event().wait(0.01)
+def steps_of(learner: Learner) -> float:
+    """Read them from the metrics, which the learner tells also while it gives way."""
+    return learner.metric("learner_steps_total")
 
 
 @pytest.fixture
-def start(
+def begin(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
-    tmp_path: Path,
-    free_port: Callable[[], int],
+    write_pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
 ) -> Iterator[Callable[..., Learner]]:
     """Starts a learner and returns it once it has made a step; there is a stream until the test ends."""
-    started: list[Learner] = []
+    feeding: list[threading.Thread] = []
     ended = threading.Event()
 
-    def begin(share: str = "", learner: str = "") -> Learner:
-        topic, port = make_topic(), free_port()
-        document = {"bootstrap": kafka.bootstrap, "topic": topic, "port": port, "share": share, "learner": learner}
-        (tmp_path / "pipeline.toml").write_text(CONFIG.format(**document))
-        (tmp_path / "tiny_model.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n")
+    def begin(share: str = "") -> Learner:
+        topic = make_topic()
+        config = write_pipeline(kafka.bootstrap, topic, CONFIG + share)
 
         def feed() -> None:
             while not ended.is_set():
@@ -124,39 +73,33 @@ def start(
 
         feeding.append(threading.Thread(target=feed))
         feeding[-1].start()
-        started.append(Learner(tmp_path, port))
-        started[-1].until(lambda: (report := started[-1].report) is not None and report.steps > 0)
-        return started[-1]
+        learner = start(config)
+        learner.wait_for(lambda report: report.steps > 0)
+        return learner
 
-    feeding: list[threading.Thread] = []
     yield begin
     ended.set()
     for thread in feeding:
         thread.join()
-    for learner in started:
-        learner.process.kill()
-        learner.process.wait()
-        assert learner.process.stdin is not None
-        learner.process.stdin.close()
 
 
-def test_training_stands_still_while_a_request_is_answered(start: Callable[..., Learner]) -> None:
-    learner = start()
+def test_training_stands_still_while_a_request_is_answered(begin: Callable[..., Learner]) -> None:
+    learner = begin()
     with hold_server(learner.state_dir, SLO) as mark:
         learner.until(lambda: (report := learner.report) and report.share and report.share.servers == 1)
         with mark.waiting():
-            before = learner.steps
-            learner.until(lambda: learner.steps > before)  # a request whose batch is not full keeps no CPU busy
+            before = steps_of(learner)
+            learner.until(lambda: steps_of(learner) > before)  # a request whose batch is not full keeps no CPU busy
             mark.run()
-            learner.until(learner.gives_way)
-            steps, told = learner.steps, learner.report
+            learner.until(lambda: gives_way(learner))
+            steps, told = steps_of(learner), learner.report
             assert told is not None
             learner.until(lambda: (report := learner.report) is not None and report.time > told.time + 1)
-            assert learner.steps == steps
-            assert learner.gives_way()
+            assert steps_of(learner) == steps
+            assert gives_way(learner)
             assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == 19
             mark.rest()
-        learner.until(lambda: learner.steps > steps)
+        learner.until(lambda: steps_of(learner) > steps)
     learner.until(lambda: (report := learner.report) and report.share and report.share.servers == 0)
     report = learner.report
     assert report is not None
@@ -169,34 +112,34 @@ def test_training_stands_still_while_a_request_is_answered(start: Callable[..., 
     assert learner.metric("share_wait_duration_seconds_count") == 1, "a request is counted once"
 
 
-def test_training_goes_on_at_once_when_the_server_is_killed(start: Callable[..., Learner]) -> None:
-    learner = start()
+def test_training_goes_on_at_once_when_the_server_is_killed(begin: Callable[..., Learner]) -> None:
+    learner = begin()
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(learner.state_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert server.stdout is not None
     server.stdout.readline()
-    learner.until(learner.gives_way)
-    steps = learner.steps
+    learner.until(lambda: gives_way(learner))
+    steps = steps_of(learner)
     server.kill()
     server.communicate()
     killed = time.monotonic()
-    learner.until(lambda: learner.steps > steps)
+    learner.until(lambda: steps_of(learner) > steps)
     assert time.monotonic() - killed < 10, "serving.timeout is 30 s: it was not waited for"
 
 
-def test_a_learner_that_gives_way_stops_in_time_and_makes_its_last_cut(start: Callable[..., Learner]) -> None:
-    learner = start()
+def test_a_learner_that_gives_way_stops_in_time_and_makes_its_last_cut(begin: Callable[..., Learner]) -> None:
+    learner = begin()
     with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
         mark.run()
-        learner.until(learner.gives_way)
+        learner.until(lambda: gives_way(learner))
         learner.process.send_signal(signal.SIGTERM)
         assert learner.process.wait(30) == 0
     assert list((learner.state_dir / "cuts").glob("*/manifest.json"))
 
 
-def test_training_gets_its_fraction(start: Callable[..., Learner]) -> None:
-    learner = start('policy = "fraction"\nfraction = 0.4')
+def test_training_gets_its_fraction(begin: Callable[..., Learner]) -> None:
+    learner = begin('policy = "fraction"\nfraction = 0.4')
     with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
         mark.run()
         learner.until(lambda: (report := learner.report) and report.share and report.share.yielded_seconds > 4)
@@ -206,12 +149,12 @@ def test_training_gets_its_fraction(start: Callable[..., Learner]) -> None:
     assert 0.3 < report.share.training < 0.6
 
 
-def test_training_of_its_own_device_gives_way_to_nobody(start: Callable[..., Learner]) -> None:
-    learner = start('policy = "exclusive"')
+def test_training_of_its_own_device_gives_way_to_nobody(begin: Callable[..., Learner]) -> None:
+    learner = begin('policy = "exclusive"')
     with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
         mark.run()
-        steps = learner.steps
-        learner.until(lambda: learner.steps > steps + 50)
+        steps = steps_of(learner)
+        learner.until(lambda: steps_of(learner) > steps + 50)
     assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
     assert learners(learner.state_dir) == []
     assert learner.report is not None

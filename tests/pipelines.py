@@ -1,0 +1,157 @@
+"""What tests of whole processes share: a small pipeline on three numbers and three classes, and a process of it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+import urllib.request
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from learner.report import LearnerReport, read_report
+
+T = TypeVar("T")
+
+CONFIG = """
+name = "test"
+[stream]
+bootstrap_servers = "{bootstrap}"
+topics = ["{topic}"]
+{stream}
+[schema.features.x]
+dtype = "float32"
+shape = [{width}]
+[schema.label]
+name = "y"
+classes = 3
+[model]
+factory = "tiny_model:build"
+[learner]
+status = "{status}"
+"""
+LINEAR = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
+PATIENCE_SECONDS = 100.0
+
+
+def write_pipeline(
+    folder: Path, bootstrap: str, topic: str, rest: str, *, model: str, status: str, stream: str = "", width: int = 3
+) -> Path:
+    """Write `pipeline.toml` and the module of its model, and return the path of the former.
+
+    `rest` goes on from the first line of `[learner]`, `stream` from the first lines of `[stream]`; `width` is how many
+    numbers an event has.
+    """
+    path = folder / "pipeline.toml"
+    path.write_text(CONFIG.format(bootstrap=bootstrap, topic=topic, stream=stream, width=width, status=status) + rest)
+    (folder / "tiny_model.py").write_text(model)
+    return path
+
+
+class Part:
+    """`learner` or `serving` as a process of a pipeline; it ends also when the tests are killed."""
+
+    def __init__(self, name: str, config: Path, **environment: str) -> None:
+        self.state_dir = config.parent / "var"
+        self.log = config.parent / f"{name}.log"
+        with self.log.open("ab") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", name, "-c", str(config), "--supervised"],
+                stdin=subprocess.PIPE,
+                stderr=said,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            )
+
+    def until(self, look: Callable[[], T | None], patience: float = PATIENCE_SECONDS) -> T:
+        """Return the first true value of `look`; fail when the process ends before, or after so many seconds."""
+        deadline = time.monotonic() + patience
+        while not (found := look()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            threading.Event().wait(0.02)
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, patience: float = 30) -> int:
+        """SIGTERM, and return the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(patience)
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+        self.kill()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
+class Learner(Part):
+    """A learner, of one process or of ranks, and what it says of itself."""
+
+    def __init__(self, config: Path, **environment: str) -> None:
+        super().__init__("learner", config, **environment)
+        self.status = tomllib.loads(config.read_text())["learner"]["status"]
+
+    @property
+    def report(self) -> LearnerReport | None:
+        """Its newest report, not that of another process before it."""
+        report = read_report(self.state_dir)
+        return report if report is not None and self.process.pid in (report.pid, report.launcher) else None
+
+    def wait_for(
+        self, condition: Callable[[LearnerReport], Any], patience: float = PATIENCE_SECONDS, no_more: int = 0
+    ) -> LearnerReport:
+        """Wait until its report, not that of the rank of pid `no_more`, says so."""
+
+        def look() -> LearnerReport | None:
+            report = self.report
+            return report if report is not None and report.pid != no_more and condition(report) else None
+
+        try:
+            return self.until(look, patience)
+        except AssertionError as exc:
+            exc.add_note(str(self.report))
+            raise
+
+    def get(self, path: str) -> str:
+        """Return what it answers at its status address."""
+        with urllib.request.urlopen(f"http://{self.status}{path}", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    def metric(self, name: str) -> float:
+        """Return a metric that has no labels."""
+        found = re.search(rf"^anabranch_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+
+def events(count: int) -> list[dict[str, Any]]:
+    """Return events that a linear model learns."""
+    return [{"x": [float(i % 3 == k) for k in range(3)], "y": i % 3} for i in range(count)]
+
+
+def encoded(values: Iterable[Any]) -> list[bytes]:
+    """Return them as messages of JSON."""
+    return [json.dumps(value).encode() for value in values]
+
+
+def total(report: LearnerReport) -> int:
+    """Return how many events have an outcome."""
+    return sum(report.outcomes.values())
+
+
+def adds_up(report: LearnerReport) -> bool:
+    """Whether the offsets of every partition add up, and each event that is finished has one outcome."""
+    offsets = all(
+        part.end - part.start == part.finished + part.passed + part.gaps + part.removed + part.pending
+        for part in report.partitions.values()
+    )
+    return offsets and sum(report.skipped.values()) == report.outcomes.get("skipped", 0)
