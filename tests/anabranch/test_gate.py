@@ -9,30 +9,18 @@ import threading
 import numpy as np
 import pytest
 
+from anabranch.config import load_config
 from learner.report import read_report
 from learner.trained import parse_trained_through
 from learner.version import Versions
+from tests.pipelines import LINEAR
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 
 CONFIG = """
-name = "shapes"
-[stream]
-bootstrap_servers = "{bootstrap}"
-topics = ["{topic}"]
-[schema.features.x]
-dtype = "float32"
-shape = [3]
-[schema.label]
-name = "y"
-classes = 3
-[model]
-factory = "shapes_model:build"
-[learner]
 batch_size = 16
 strategy = "none"
 optimizer = {{name = "sgd", lr = {lr}}}
-status = "127.0.0.1:{status}"
 [versions]
 publish_every = "100ms"
 [cuts]
@@ -46,7 +34,6 @@ max_hold = "1s"
 [serving]
 port = {port}
 """
-LEARNING = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
 BREAKING = """
 import torch
 from torch import nn
@@ -106,7 +93,7 @@ class Pipeline:
         """Ask about all clean events at once; return the version that answered and how far it has learned."""
         flat = [number for each in self._x for number in each]
         inputs = [{"name": "x", "shape": [len(self._x), 3], "datatype": "FP32", "data": flat}]
-        status, body = self.get("/v2/models/shapes/infer", method="POST", body=json.dumps({"inputs": inputs}))
+        status, body = self.get("/v2/models/test/infer", method="POST", body=json.dumps({"inputs": inputs}))
         if status != 200:
             return None
         reply = json.loads(body)
@@ -160,24 +147,15 @@ def asked_all_the_while(pipeline):
 
 
 @pytest.fixture
-def start(spawn, kafka, make_topic, produce, free_port, tmp_path):
+def start(spawn, kafka, make_topic, produce, free_port, write_pipeline, tmp_path):
     """Starts a pipeline of a model."""
     started = []
 
     def begin(model, lr, min_rows):
-        topic, port, status = make_topic(1), free_port(), free_port()
-        (tmp_path / "shapes_model.py").write_text(model)
-        (tmp_path / "pipeline.toml").write_text(
-            CONFIG.format(
-                bootstrap=kafka.bootstrap,
-                topic=topic,
-                port=port,
-                status=status,
-                lr=lr,
-                min_rows=min_rows,
-                max_drop=MAX_DROP,
-            )
-        )
+        topic, port = make_topic(1), free_port()
+        rest = CONFIG.format(port=port, lr=lr, min_rows=min_rows, max_drop=MAX_DROP)
+        config = load_config(write_pipeline(kafka.bootstrap, topic, rest, model), {})
+        status = int(config.learner.status.rpartition(":")[2])
         environment = {"OMP_NUM_THREADS": "1"}
         started.append(spawn("-m", "anabranch", "up", environment=environment, cwd=tmp_path))
         return Pipeline(tmp_path, port, status, lambda values: produce(kafka.bootstrap, topic, values))
@@ -189,7 +167,7 @@ def start(spawn, kafka, make_topic, produce, free_port, tmp_path):
 
 
 def test_of_a_poisoned_stream_nothing_is_served_that_is_worse_and_an_alert_says_so(start, until):
-    pipeline = start(LEARNING, lr=0.1, min_rows=100)
+    pipeline = start(LINEAR, lr=0.1, min_rows=100)
     pipeline.send(2, 2000)
     began = until(pipeline.has_served_all, "a version that has learned all clean events")
     before = pipeline.accuracy[began]

@@ -1,13 +1,10 @@
 """`anabranch versions promote`, `rollback`, `pin` and `unpin`, with a serving process and without one."""
 
+import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,20 +17,9 @@ from ingest.schema import Schema
 from learner.trained import Trained
 from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 from serving.report import ServingReport, read_report, write_report
+from tests.pipelines import Part
 
 CONFIG = """
-name = "tiny"
-[stream]
-bootstrap_servers = "127.0.0.1:1"
-topics = ["events"]
-[schema.features.x]
-dtype = "float32"
-shape = [3]
-[schema.label]
-name = "y"
-classes = 3
-[model]
-factory = "tiny_model:build"
 [serving]
 port = 0
 tokens = {read = "lesen", admin = "verwalten"}
@@ -41,11 +27,8 @@ tokens = {read = "lesen", admin = "verwalten"}
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    (tmp_path / "tiny_model.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n")
-    path = tmp_path / "pipeline.toml"
-    path.write_text(CONFIG)
-    found = load_config(path)
+def config(write_pipeline: Callable[..., Path]) -> Config:
+    found = load_config(write_pipeline("127.0.0.1:1", "events", CONFIG))
     for number, verdict in enumerate(("pass", "pass", "fail"), start=1):
         publish(found, number, verdict)
     return found
@@ -76,21 +59,14 @@ def found(config: Config) -> Versions:
 @pytest.fixture
 def serving(config: Config) -> Iterator[ServingReport]:
     """A serving process, once it is ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "serving", "-c", str(config.path), "--supervised"],
-        stdin=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    deadline = time.monotonic() + 60
-    while (report := read_report(config.state_dir)) is None or not report.ready:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)
-    yield report
-    process.send_signal(signal.SIGTERM)
-    process.wait(30)
-    assert process.stdin is not None
-    process.stdin.close()
+    with contextlib.closing(Part("serving", config.path)) as process:
+
+        def look() -> ServingReport | None:
+            report = read_report(config.state_dir)
+            return report if report is not None and report.ready else None
+
+        yield process.until(look)
+        process.stop()
 
 
 def run(config: Config, *words: str) -> int:
