@@ -1,5 +1,6 @@
 """What the tests of serving share: tiny models, versions of them, and a server over loopback."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,6 +122,22 @@ MIXED = {
 }
 
 
+PIPELINE = """
+name = "tiny"
+[stream]
+topics = ["events"]
+[schema.features.x]
+dtype = "float32"
+shape = [4]
+[schema.label]
+name = "y"
+dtype = "float32"
+[model]
+factory = "{module}:{factory}"
+task = "regression"
+[serving]
+port = {port}
+"""
 TAGGED = {"features": LINEAR["features"], "label": {"name": "y", "classes": 3, "multi": True}}
 
 SCHEMAS = {
@@ -210,6 +227,19 @@ def deploy(models: Path, tmp_path: Path) -> Callable[..., Publisher]:
         return Publisher(Deployment("tiny", Schema(settings), model, models, state_dir, torch.device("cpu")))
 
     return make
+
+
+@pytest.fixture
+def pipeline(models: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Write a pipeline of one of the models that take `x` and answer a number, and return the path of its config."""
+
+    def write(port: int = 0, more: str = "", factory: str = "number") -> Path:
+        shutil.copy(models / f"{MODULE}.py", tmp_path)
+        path = tmp_path / "pipeline.toml"
+        path.write_text(PIPELINE.format(module=MODULE, factory=factory, port=port) + more)
+        return path
+
+    return write
 
 
 @pytest.fixture

@@ -20,22 +20,6 @@ from serving.listener import listen
 from serving.report import read_report
 
 ROOT = Path(__file__).parents[2]
-PIPELINE = """
-name = "tiny"
-[stream]
-topics = ["events"]
-[schema.features.x]
-dtype = "float32"
-shape = [4]
-[schema.label]
-name = "y"
-dtype = "float32"
-[model]
-factory = "anabranch_serving_test_models:number"
-task = "regression"
-[serving]
-port = {port}
-"""
 
 
 def start(*arguments: str) -> "subprocess.Popen[str]":
@@ -48,19 +32,6 @@ def start(*arguments: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.fixture
-def pipeline(models: Path, tmp_path: Path) -> Callable[..., Path]:
-    def write(port: int = 0, more: str = "") -> Path:
-        (tmp_path / "anabranch_serving_test_models.py").write_text(
-            (models / "anabranch_serving_test_models.py").read_text()
-        )
-        path = tmp_path / "pipeline.toml"
-        path.write_text(PIPELINE.format(port=port) + more)
-        return path
-
-    return write
 
 
 @contextmanager

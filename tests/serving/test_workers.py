@@ -20,23 +20,6 @@ from learner.version import RegistryState
 from serving.report import STOPPED, ServingReport, read_report
 
 ROOT = Path(__file__).parents[2]
-PIPELINE = """
-name = "tiny"
-[stream]
-topics = ["events"]
-[schema.features.x]
-dtype = "float32"
-shape = [4]
-[schema.label]
-name = "y"
-dtype = "float32"
-[model]
-factory = "anabranch_serving_test_models:{factory}"
-task = "regression"
-[serving]
-port = {port}
-workers = 2
-"""
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for the workers in /proc")
 
 
@@ -87,16 +70,12 @@ class Server:
 
 
 @pytest.fixture
-def crew(models: Path, tmp_path: Path) -> Callable[..., Any]:
+def crew(pipeline: Callable[..., Path]) -> Callable[..., Any]:
     """Start a server of two workers: `with crew(factory="number", port=0, **environment) as server`."""
 
     @contextmanager
     def start(factory: str = "number", port: int = 0, **environment: str) -> Iterator[Server]:
-        source = (models / "anabranch_serving_test_models.py").read_text()
-        (tmp_path / "anabranch_serving_test_models.py").write_text(source)
-        path = tmp_path / "pipeline.toml"
-        path.write_text(PIPELINE.format(factory=factory, port=port))
-        server = Server(path, environment)
+        server = Server(pipeline(port, "workers = 2\n", factory), environment)
         try:
             yield server
         finally:
