@@ -22,7 +22,8 @@ from ingest.rows import pack_rows, row_dtype
 from ingest.schema import Schema
 from tests.conftest import _consume_all
 from tests.faults.figures import Figures
-from tests.faults.pipeline import Pipeline, Supervised, adds_up, make_topic, send
+from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
+from tests.pipelines import adds_up
 
 FEATURES = {"x": {"dtype": "float32", "shape": [3]}, "n": {"dtype": "int8"}, "d": {"dtype": "float64", "shape": [2, 2]}}
 SETTINGS: dict[str, Any] = {

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from learner.cut import RANK, Cuts
 from learner.report import LearnerReport
 from tests.faults.figures import Figures
-from tests.faults.pipeline import Pipeline, Supervised, adds_up, make_topic, send, total
+from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
+from tests.pipelines import adds_up, total
 
 CODE = """
 import torch

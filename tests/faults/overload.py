@@ -17,7 +17,8 @@ import psutil
 
 from tests.conftest import START
 from tests.faults.figures import Figures
-from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, adds_up, make_topic, producer, total
+from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
+from tests.pipelines import adds_up, total
 
 CODE = """
 import time

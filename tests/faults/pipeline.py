@@ -191,20 +191,6 @@ class Supervised:
         return found
 
 
-def adds_up(report: LearnerReport) -> bool:
-    """Whether the offsets of every partition add up, and each event that is finished has one outcome."""
-    offsets = all(
-        part.end - part.start == part.finished + part.passed + part.gaps + part.removed + part.pending
-        for part in report.partitions.values()
-    )
-    return offsets and sum(report.skipped.values()) == report.outcomes.get("skipped", 0)
-
-
-def total(report: LearnerReport) -> int:
-    """Return how many events have an outcome."""
-    return sum(report.outcomes.values())
-
-
 def moments(seed: int, most: float) -> Iterator[float]:
     """Yield random waits, in seconds."""
     dice = random.Random(seed)

@@ -10,7 +10,8 @@ import numpy as np
 
 from ingest.producer import EventProducer
 from tests.faults.figures import Figures
-from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer, total
+from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
+from tests.pipelines import total
 
 CODE = "from torch import nn\ndef build():\n    return nn.Linear(784, 10)\n"
 TEXT = """

@@ -11,8 +11,8 @@ from pathlib import Path
 from anabranch.broker import free_port
 from tests.faults.figures import Figures
 from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
+from tests.pipelines import LINEAR
 
-CODE = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
 TEXT = """
 {{stream}}
 [schema.features.x]
@@ -128,7 +128,7 @@ def asked_while_the_learner_is_killed(folder: Path, bootstrap: str, kills: int, 
     """Kill the learner so many times, each a random while after its first step, and return what clients saw."""
     port = free_port()
     topic = make_topic(bootstrap, "asked")
-    pipeline = Pipeline(folder, bootstrap, topic, CODE, TEXT.format(port=port))
+    pipeline = Pipeline(folder, bootstrap, topic, LINEAR, TEXT.format(port=port))
     dice = random.Random(seed)
     with Supervised(pipeline, ("learner", "serving")) as parts, Trickle(bootstrap, topic):
         parts.until(lambda: ready(port), "a prediction")

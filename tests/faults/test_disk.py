@@ -1,7 +1,6 @@
 """A disk that takes no more: the last good cuts stay, it is said, and training goes on."""
 
 import contextlib
-import json
 import os
 import resource
 import subprocess
@@ -16,7 +15,8 @@ import psutil
 import pytest
 
 from learner.cut import Cuts
-from tests.faults.pipeline import Pipeline, Supervised, adds_up, make_topic, send, total
+from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
+from tests.pipelines import adds_up, encoded, events, total
 
 CODE = "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(3, 60_000), nn.Linear(60_000, 3))\n"
 TEXT = """
@@ -53,7 +53,7 @@ def test_training_goes_on_while_no_cut_can_be_written_and_a_crash_then_costs_wha
 
     def learn() -> None:
         nonlocal sent
-        messages = [json.dumps({"x": [float(i % 3 == k) for k in range(3)], "y": i % 3}).encode() for i in range(100)]
+        messages = encoded(events(100))
         send(kafka.bootstrap, topic, messages)
         sent += len(messages)
 
@@ -111,7 +111,7 @@ def test_training_goes_on_while_the_disk_is_full_to_the_last_byte(kafka: Any, tm
     text = TEXT.replace("[cuts]", "keep = 2\nkeep_hourly = 0\n[cuts]")
     text += '[replay]\ncapacity = 1000\ndevice_bytes = 0\ndisk = {bytes = "2MB"}\n'
     pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, CODE, text)
-    messages = [json.dumps({"x": [float(i % 3 == k) for k in range(3)], "y": i % 3}).encode() for i in range(200)]
+    messages = encoded(events(200))
     with Supervised(pipeline) as learner:
         send(kafka.bootstrap, topic, messages)
         before = learner.wait_for(lambda report: total(report) == len(messages) and report.cut is not None, "a cut")

@@ -16,8 +16,9 @@ import pytest
 
 from anabranch.broker import free_port
 from learner.version import Versions
-from tests.faults.pipeline import LOOK_SECONDS, Pipeline, adds_up, make_topic, send, total
-from tests.faults.serving_kills import CODE, TEXT, Clients, ready
+from tests.faults.pipeline import LOOK_SECONDS, Pipeline, make_topic, send
+from tests.faults.serving_kills import TEXT, Clients, ready
+from tests.pipelines import LINEAR, adds_up, encoded, events, total
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -77,10 +78,6 @@ def start() -> Iterator[Callable[..., Started]]:
         each.process.wait()
 
 
-def events(count: int) -> list[bytes]:
-    return [json.dumps({"x": [float(i % 3 == k) for k in range(3)], "y": i % 3}).encode() for i in range(count)]
-
-
 def pid_of(pipeline: Pipeline, part: str) -> int | None:
     try:
         return int(json.loads((pipeline.state_dir / f"{part}.json").read_text())["pid"])
@@ -92,9 +89,9 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(
     kafka: Any, tmp_path: Path, start: Callable[..., Started]
 ) -> None:
     port, topic = free_port(), make_topic(kafka.bootstrap, "parts")
-    pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, CODE, TEXT.format(port=port))
+    pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, TEXT.format(port=port))
     first = start(pipeline, "up")
-    send(kafka.bootstrap, topic, events(300))
+    send(kafka.bootstrap, topic, encoded(events(300)))
     first.until(lambda: ready(port) and total(pipeline.report()) == 300, "an outcome for each event")
     family = first.family()
     assert len(family) >= 4, "it is not all parts that are looked at"
@@ -102,7 +99,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(
     first.process.kill()
     second = start(pipeline, "up")
     assert psutil.wait_procs(family, 40)[1] == []
-    send(kafka.bootstrap, topic, events(300))
+    send(kafka.bootstrap, topic, encoded(events(300)))
 
     def learned() -> bool:
         report = pipeline.report()

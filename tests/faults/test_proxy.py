@@ -1,6 +1,5 @@
 """Whatever becomes of the way to the broker or to Redis: training goes on, and what is counted adds up."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,9 @@ import numpy as np
 import pytest
 
 from tests.faults.kills import CODE, ROW, TEXT, accounts
-from tests.faults.pipeline import Pipeline, Supervised, adds_up, make_topic, send, total
+from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.faults.proxy import Fault, Proxy
+from tests.pipelines import adds_up, encoded, total
 
 FAULTS = {
     "corrupted": Fault(corrupted=0.5),
@@ -77,9 +77,7 @@ def test_events_are_replayed_from_the_disk_whatever_becomes_of_the_way_to_redis(
     kafka: Any, mortal_redis: Any, tmp_path: Path
 ) -> None:
     topic, sent = make_topic(kafka.bootstrap, "redis"), 0
-    messages = [
-        json.dumps({"x": [float(i % 3 == k % 3) for k in range(64)], "y": i % 3}).encode() for i in range(EVENTS)
-    ]
+    messages = encoded({"x": [float(i % 3 == k % 3) for k in range(64)], "y": i % 3} for i in range(EVENTS))
     with Proxy(f"127.0.0.1:{mortal_redis.port}") as proxy:
         text = REPLAYING + f'redis = {{url = "redis://{proxy.address}/0", bytes = "20MB"}}\n'
         pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, text)

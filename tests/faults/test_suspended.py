@@ -13,7 +13,8 @@ import pytest
 
 from learner.report import LearnerReport
 from tests.faults.kills import CODE, ROW, TEXT, accounts
-from tests.faults.pipeline import Pipeline, Supervised, adds_up, make_topic, send, total
+from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
+from tests.pipelines import adds_up, total
 
 EVENTS = 400
 HALF = EVENTS // 2
