@@ -194,6 +194,7 @@ class Publisher:
             self.ill = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
             log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
             self._versions.clean()
+            self._progress = None  # so that it is tried again, also when nothing more is learned
             return
         self._learned = RecordTimes()
         self.jury.take(number, weights, scores_G, snapshot.guard, verdict)

@@ -155,7 +155,7 @@ def start(spawn, kafka, make_topic, produce, free_port, write_pipeline, tmp_path
         topic, port = make_topic(1), free_port()
         rest = CONFIG.format(port=port, lr=lr, min_rows=min_rows, max_drop=MAX_DROP)
         config = load_config(write_pipeline(kafka.bootstrap, topic, rest, model), {})
-        status = int(config.learner.status.rpartition(":")[2])
+        status = int(config.pipeline.learner.status.rpartition(":")[2])
         environment = {"OMP_NUM_THREADS": "1"}
         started.append(spawn("-m", "anabranch", "up", environment=environment, cwd=tmp_path))
         return Pipeline(tmp_path, port, status, lambda values: produce(kafka.bootstrap, topic, values))

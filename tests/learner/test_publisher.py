@@ -214,6 +214,20 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     assert bench.versions.manifest(3).learned == Learned(0, [])
 
 
+def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_is_learned(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, progress = make_bench(), (1, (Position(5),))
+    with monkeypatch.context() as patch:
+        patch.setattr("learner.files.os.fsync", _no_space)
+        bench.publisher.publish_last(progress, bench.snapshot, Deadline(SOON))
+    assert bench.versions.numbers() == []
+    for _ in range(2):
+        bench.publisher.publish_last(progress, bench.snapshot, Deadline(SOON))
+    assert bench.versions.numbers() == [2]
+    assert bench.publisher.ill is None
+
+
 def test_positions_that_moved_without_a_step_are_published(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     bench.publish()
