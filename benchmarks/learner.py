@@ -12,8 +12,9 @@ The learner reads a live topic of packed rows, replays one old event for each ne
 every 30 seconds. The bare loop trains the same model with the same optimizer on as many new and old rows a step. Both
 have one thread of torch on one and the same core, in turns: the learner, its ingest process and the producer are
 stopped by a signal while the bare loop has its turn, which waits while they have theirs. The broker, the ingest process
-and the producer are on the other cores. What the learner does in threads of its own counts against it, and so do its
-clocks, which go on while it is stopped: a version falls due at each turn's begin, and cuts come more often.
+and the producer are on the other cores, and so are the learner's threads but that of the loop: they publish and cut.
+What the loop waits for them counts against it, and so do its clocks, which go on while it is stopped: a version falls
+due at each turn's begin, and cuts come more often.
 """
 
 import sys
@@ -130,7 +131,7 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
     ):
         feed.watch(learner.state_dir)
         learner.wait_for(lambda report: sum(report.outcomes.values()) > _STORED)
-        learner.spare(OTHERS)
+        learner.spare(OTHERS, threads=True)
         feed.pause()
         learner.pause()
         yield Live(learner, feed, sizes)

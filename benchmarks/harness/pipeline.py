@@ -200,11 +200,16 @@ class LearnerProcess:
         times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)
 
-    def spare(self, cores: set[int] | None) -> None:
-        """Move its children, which read the stream, to these cores."""
-        for child in self._children() if cores is not None else ():
-            for thread in child.threads():
-                os.sched_setaffinity(thread.id, cores)
+    def spare(self, cores: set[int] | None, *, threads: bool = False) -> None:
+        """Move its children, which read the stream, to these cores; `threads`: and all its threads but the loop's."""
+        if cores is None:
+            return
+        pids = [thread.id for child in self._children() for thread in child.threads()]
+        if threads:
+            own = psutil.Process(self.process.pid).threads()
+            pids += [thread.id for thread in own if thread.id != self.process.pid]
+        for pid in pids:
+            os.sched_setaffinity(pid, cores)
 
     def _signal(self, number: int) -> None:
         for process in (psutil.Process(self.process.pid), *self._children()):
