@@ -364,6 +364,12 @@ def create_topic() -> Callable[..., None]:
 
 
 @pytest.fixture
+def make_anew() -> Callable[[str, str], None]:
+    """Deletes a topic of one partition, and creates it again, empty: `make_anew(bootstrap, topic)`."""
+    return _make_anew
+
+
+@pytest.fixture
 def make_topic(kafka: Broker, request: pytest.FixtureRequest) -> Callable[..., str]:
     """Makes a topic that no other test uses, and its `.dead`: `make_topic(partitions=1) -> name`."""
     stem = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:60].strip("-")
@@ -528,6 +534,26 @@ def _container() -> Iterator[str]:
 def _create_topics(bootstrap: str, topic: str, partitions: int = 1) -> None:
     with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
         admin.create_topics([NewTopic(topic, partitions, 1)], wait_for_metadata=True)
+
+
+def _make_anew(bootstrap: str, topic: str) -> None:
+    with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
+        admin.delete_topics([topic])
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return _create_topics(bootstrap, topic)
+        except KafkaError:
+            if _is_empty(bootstrap, topic):  # the embedded broker makes one for whoever asks, as a reader does
+                return None
+            assert time.monotonic() < deadline
+
+
+def _is_empty(bootstrap: str, topic: str) -> bool:
+    first = TopicPartition(topic, 0)
+    with contextlib.suppress(KafkaError), contextlib.closing(KafkaConsumer(bootstrap_servers=bootstrap)) as consumer:
+        return bool(consumer.end_offsets([first])[first] == 0)
+    return False
 
 
 def _produce(

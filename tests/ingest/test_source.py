@@ -171,7 +171,7 @@ class TestATopicThatIsMadeAnew:
         request: pytest.FixtureRequest,
         kafka: Any,
         make_topic: Callable[..., str],
-        create_topic: Callable[..., None],
+        make_anew: Callable[[str, str], None],
         produce: Callable[..., list[int]],
     ) -> Iterator[tuple[str, int, Callable[[], None]]]:
         """A topic of which three events can be read, how many the next one has, and what makes that."""
@@ -179,15 +179,7 @@ class TestATopicThatIsMadeAnew:
         produce(kafka.bootstrap, topic, [GOOD] * 3)
 
         def make() -> None:
-            with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
-                admin.delete_topics([topic])
-            deadline = time.monotonic() + 30
-            while True:
-                try:
-                    create_topic(kafka.bootstrap, topic)
-                    break
-                except KafkaError:
-                    assert time.monotonic() < deadline
+            make_anew(kafka.bootstrap, topic)
             produce(kafka.bootstrap, topic, [GOOD] * events)
 
         return topic, events, make

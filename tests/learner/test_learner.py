@@ -1,12 +1,10 @@
 """The learner as a process: what it learns, how it ends, and how it fails."""
 
-import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
-from kafka.errors import KafkaError
 from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
@@ -325,7 +321,7 @@ def test_it_ends_with_its_supervisor(
 def test_a_topic_that_was_made_anew_ends_it_with_2_or_is_read_from_its_beginning_as_on_gap_says(
     kafka: Any,
     make_topic: Callable[..., str],
-    create_topic: Callable[..., None],
+    make_anew: Callable[[str, str], None],
     produce: Callable[..., list[int]],
     pipeline: Callable[..., Path],
     start: Callable[..., Learner],
@@ -334,39 +330,18 @@ def test_a_topic_that_was_made_anew_ends_it_with_2_or_is_read_from_its_beginning
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
 
-    def topic_is_empty() -> bool:
-        first = TopicPartition(topic, 0)
-        with (
-            contextlib.suppress(KafkaError),
-            contextlib.closing(KafkaConsumer(bootstrap_servers=kafka.bootstrap)) as consumer,
-        ):
-            return bool(consumer.end_offsets([first])[first] == 0)
-        return False
-
-    def make_anew(count: int) -> None:
-        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
-            admin.delete_topics([topic])
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                create_topic(kafka.bootstrap, topic)
-                break
-            except KafkaError:
-                if topic_is_empty():  # the embedded broker makes one for whoever asks for it, as the learner does
-                    break
-                assert time.monotonic() < deadline
-        produce(kafka.bootstrap, topic, events(count))
-
     produce(kafka.bootstrap, topic, events(100))
     learner = start(config)
     learner.wait_for(lambda each: total(each) == 100)
     assert learner.stop() == 0
-    make_anew(60)
+    make_anew(kafka.bootstrap, topic)
+    produce(kafka.bootstrap, topic, events(60))
     code, sentence = ended(config)
     assert (code, "deleted and created again" in sentence) == (2, True), sentence
     learner = start(config, ANABRANCH__STREAM__ON_GAP="earliest")
     learner.wait_for(lambda each: total(each) == 160)
-    make_anew(30)
+    make_anew(kafka.bootstrap, topic)
+    produce(kafka.bootstrap, topic, events(30))
     report = learner.wait_for(lambda each: total(each) == 190)
     assert adds_up(report)
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 190
