@@ -241,7 +241,7 @@ def _offer(store: Store, events: Events, adds: int) -> tuple[list[float], list[f
 
     def offer() -> None:
         begin, own = time.perf_counter(), time.thread_time()
-        store.add(columns, PARTITIONS)
+        store.offer(columns, PARTITIONS)
         calls.append(time.perf_counter() - begin)
         busy.append(time.thread_time() - own)
 

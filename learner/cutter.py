@@ -77,7 +77,7 @@ class Cutter:
             self._due, now = time.monotonic() + self._every, standing()
             if now != self._written or self._many_slots_wait():
                 self._begin(take, now)
-        if self._store is not None and self._store.slots.free < self._store.burst:
+        if self._store is not None and not self._store.has_room():
             begin = time.perf_counter()
             self._free_slots(self._store, take, standing)
             self._metrics.cut_stall.inc(time.perf_counter() - begin)
@@ -91,7 +91,7 @@ class Cutter:
         for _ in range(self._keep + 1):
             self._background.wait()
             self._end()
-            if store.slots.free >= store.burst or self.ill is not None:
+            if store.has_room() or self.ill is not None:
                 return
             self._begin(take, standing())
 

@@ -150,7 +150,7 @@ class Loop:
             columns = _in_order(batch.new if outcome is Outcome.TRAINED else {}, stored_only)
             if columns:
                 embedding = columns.get(_EMBEDDING)
-                self._parts.store.add(columns, names, None if embedding is None else embedding.astype(np.float32))
+                self._parts.store.offer(columns, names, None if embedding is None else embedding.astype(np.float32))
             self._plan_ahead()
         self._parts.guard.add(batch.held_out, names)
         self._counters.meet(self.ledger.partitions)

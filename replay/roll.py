@@ -3,14 +3,14 @@
 Legend: N events offered, H events held, n events of a call, G quota groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array, TopicPartition
+from ingest.block import Array
 from ingest.identity import identity_hash
 from replay.admission import Admission, Offered, Quotas
 from replay.changes import Changes
@@ -30,7 +30,6 @@ class Offer:
         identity: uint64 `[N]`.
         priority: float64 `[N]`.
         group: int16 `[N]`.
-        columns: those of a block.
         entries: what the index holds of them: `label` is -1 for none and 0 where labels are no class indices, and
             `time_s` the record time.
     """
@@ -39,7 +38,6 @@ class Offer:
     identity: NDArray[np.uint64]
     priority: NDArray[np.float64]
     group: NDArray[np.int16]
-    columns: Mapping[str, Array]
     entries: Mapping[str, Array]
 
 
@@ -60,17 +58,13 @@ class Roll:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def offer(
-        self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition], cluster: NDArray[np.int16]
-    ) -> Offer:
+    def offer(self, columns: Mapping[str, Array], cluster: NDArray[np.int16]) -> Offer:
         """Take note of N events, and tell which are to be held: those that `admits` and that are not held already.
 
         Args:
-            columns: a block's columns, each `[N, ...]`.
-            partitions: the table that the column `partition` points into.
+            columns: a block's columns, each `[N, ...]`, of partitions that the entries have met.
             cluster: of each event's embedding; 0 where it is not known.
         """
-        self.entries.meet(partitions)
         # What has its dtype already is looked at and never written to.
         where, offset = (columns[name].astype(np.int64, copy=False) for name in ("partition", "offset"))
         row, weight = columns["row"].astype(np.int32, copy=False), columns["weight"].astype(np.float32, copy=False)
@@ -91,7 +85,7 @@ class Roll:
             self._count(group[new], weight[new])
             admits &= new
         known = {**columns, "label": label, "time_s": time_s}
-        return Offer(np.flatnonzero(admits), identity, priority, group, columns, known)
+        return Offer(np.flatnonzero(admits), identity, priority, group, known)
 
     def admits(self, offer: Offer, rows: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return which rows of an offer are still to be held; the thresholds may have fallen since."""
@@ -151,7 +145,8 @@ class Roll:
 
     def _count(self, group: NDArray[np.int16], weight: NDArray[np.float32]) -> None:
         self._offered += len(group) if len(self._offered) == 1 else np.bincount(group, minlength=len(self._offered))
-        self._weight += float(weight.sum())
+        # One after the other: a sum must not depend on how many were offered at once.
+        self._weight = float(np.cumsum(np.append(self._weight, weight))[-1])
 
     def _is_new(
         self, columns: Mapping[str, Array], priority: NDArray[np.float64], candidates: NDArray[np.bool_]

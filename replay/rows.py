@@ -64,9 +64,14 @@ class RowLayout:
         """The columns that a row holds."""
         return {name: (field.dtype, field.shape) for name, field in self._fields.items()}
 
-    def pack(self, columns: Mapping[str, Array], which: NDArray[np.intp]) -> NDArray[np.uint8]:
-        """Copy what n events have in columns `[N, ...]`, those in the places `which`, into rows, uint8 `[n, R]`."""
-        rows_nR = np.empty((len(which), self.row_bytes), np.uint8)
+    def pack(
+        self, columns: Mapping[str, Array], which: NDArray[np.intp], out: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
+        """Copy what n events have in columns `[N, ...]`, those in the places `which`, into rows, uint8 `[n, R]`.
+
+        The rows are `out`, where it is given.
+        """
+        rows_nR = np.empty((len(which), self.row_bytes), np.uint8) if out is None else out
         total = len(columns[next(iter(self._fields))])
         # Mostly all are wanted, in order: to pick them first would copy everything twice.
         every = len(which) == total and np.array_equal(which, np.arange(total))

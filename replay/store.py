@@ -28,12 +28,13 @@ from replay.rows import Fields, RowLayout
 from replay.slots import Slots
 from replay.tier import Tier
 from replay.tiers import Tiers
+from replay.waiting import Waiting
 
 AHEAD = 4
 """Steps that are planned at least: the time that slower tiers have to bring a draw."""
 
 BLOCK = 4
-"""Steps that are planned at once, where a choice can be dealt out among them."""
+"""Steps that are planned at once, where a choice can be dealt out among them; whose events are taken in at once."""
 
 MOST_INSERTED = 1024
 """Events that are inserted at once."""
@@ -70,6 +71,9 @@ class Store:
         self._plans: deque[Plan] = deque()
         self._first_cut: int | None = None
         self._leftovers: list[Callable[[], None]] = []
+        self._waiting = Waiting()
+        alone = not policies.sampler.divisible or policies.whereabouts is not None
+        self._together = 1 if alone else BLOCK
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -104,28 +108,69 @@ class Store:
         """Events that are kept when there is no end of them."""
         return self.roll.quotas.k
 
+    def has_room(self) -> bool:
+        """Return whether the events of a step would find slots; takes in what waits if need be."""
+        if self.slots.free - len(self._waiting) < self.burst:
+            self.take_in()
+        return self.slots.free - len(self._waiting) >= self.burst
+
     def add(
         self,
         columns: Mapping[str, Array],
         partitions: Sequence[TopicPartition],
         embedding: NDArray[np.float32] | None = None,
     ) -> int:
-        """Offer N events, and return how many were admitted.
+        """Offer N events and take them in at once; return how many were admitted, of those that waited too."""
+        self._put(columns, partitions, embedding)
+        return self.take_in()
+
+    def offer(
+        self,
+        columns: Mapping[str, Array],
+        partitions: Sequence[TopicPartition],
+        embedding: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Offer N events, which wait for some more, but are in the store before it is planned from, cut or forgotten.
+
+        What is held is the same as if each had been taken in at once; what an offer costs beside copying is shared.
 
         Args:
-            columns: a block's columns, each `[N, ...]`; they are copied.
+            columns: a block's columns, each `[N, ...]`; they must not change any more.
             partitions: the table that the column `partition` points into.
             embedding: of the model, float32 `[N, D]`, NaN where it is not known; None: of no event.
         """
+        self._put(columns, partitions, embedding)
+        if len(self._waiting.blocks) == self._together:
+            self.take_in()
+
+    def take_in(self) -> int:
+        """Take in the events that wait, and return how many were admitted."""
+        waiting, self._waiting = self._waiting, Waiting()
+        if not waiting.blocks:
+            return 0
         self._regroup()
-        offer = self.roll.offer(columns, partitions, self._clusters_of(embedding, len(columns["offset"])))
-        rows, count = offer.admitted, len(offer.admitted)
+        offer = self.roll.offer(waiting.columns(), self._clusters_of(waiting.embedding, len(waiting)))
+        if len(self) + len(offer.admitted) <= self.roll.quotas.limit:
+            return self._admit(offer, offer.admitted, waiting)
+        # Block by block where some have to leave, for what is held not to depend on how many waited.
+        parts = (self.roll.admits(offer, rows) for rows in waiting.parts(offer.admitted))
+        return sum(self._admit(offer, rows, waiting) for rows in parts)
+
+    def _put(
+        self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition], embedding: NDArray[np.float32] | None
+    ) -> None:
+        self.entries.meet(partitions)
+        self._waiting.put(columns, embedding)
+
+    def _admit(self, offer: Offer, rows: NDArray[np.intp], waiting: Waiting) -> int:
+        """Hold the given rows of an offer, and return how many were."""
+        count = len(rows)
         while len(rows):
             room = min(self.roll.quotas.at_once, self.slots.free)
             if not room:
                 self._holes.add(len(rows))
                 return count - len(rows)
-            self._insert(rows[:room], offer, embedding)
+            self._insert(rows[:room], offer, waiting)
             if (stays := self.roll.surplus()) is not None:
                 self._keep(stays)
             rows = self.roll.admits(offer, rows[room:])
@@ -173,6 +218,7 @@ class Store:
 
     def _plan(self, wanted: Sequence[tuple[int, int]]) -> list[Plan]:
         """Plan so many events for each of some steps, by (step, n)."""
+        self.take_in()
         self._regroup()
         total = sum(n for _, n in wanted)
         if total > len(self) and len(wanted) > 1:
@@ -230,6 +276,7 @@ class Store:
 
         What is copied is what came since the cut before, and one bit for each event of that one.
         """
+        self.take_in()
         self._first_cut = self._first_cut or number
         change, rolled = self.roll.hold(number)
         standing = Standing(
@@ -305,6 +352,7 @@ class Store:
 
         Also that of events which have left already. Returns how many of the events held were forgotten.
         """
+        self.take_in()
         covered, left = self.entries.covered(forgotten)
         slots = np.concatenate([self.entries.slots[covered], left])
         self.tiers.erase(slots.astype(np.int64))
@@ -357,12 +405,12 @@ class Store:
             self._grouped = training
             self.roll.regroup(self._whereabouts.clusters(self.entries.slots))
 
-    def _insert(self, rows: NDArray[np.intp], offer: Offer, embedding: NDArray[np.float32] | None) -> None:
+    def _insert(self, rows: NDArray[np.intp], offer: Offer, waiting: Waiting) -> None:
         slots = self.slots.take(len(rows))
         self.roll.append(slots, offer, rows)
-        self.tiers.write(slots.astype(np.int64), offer.identity[rows], self._layout.pack(offer.columns, rows))
-        if self._whereabouts is not None and embedding is not None:
-            self._whereabouts.come(slots, embedding[rows])
+        self.tiers.write(slots.astype(np.int64), offer.identity[rows], waiting.pack(self._layout, rows))
+        if self._whereabouts is not None and waiting.embedding is not None:
+            self._whereabouts.come(slots, waiting.embedding[rows])
         self._sampler.come(slots)
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:

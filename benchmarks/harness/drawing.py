@@ -93,7 +93,7 @@ class Steps:
             work()
             start = time.perf_counter()
             draw = store.draw(drawing.step, BATCH)
-            store.add(new, PARTITIONS)
+            store.offer(new, PARTITIONS)
             drawing.step += 1
             store.plan_ahead(drawing.step, BATCH)
             calls += time.perf_counter() - start

@@ -21,6 +21,7 @@ from replay.admission import exponentials
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCuts
+from replay.forgotten import ByRange, Forgotten
 from replay.redis_tier import RedisTier
 from replay.store import AHEAD, BLOCK, Store
 
@@ -149,6 +150,78 @@ def test_the_k_smallest_of_all_that_was_offered_are_held(
         assert len(contents) == len(store), "an event is held twice"
     drawn = everything(store)
     assert sorted(drawn["feature.n"].tolist()) == sorted(offset % 100 for _, offset in held(store))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 300), st.integers(1, 90), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(1, 120),
+    st.sampled_from(["reservoir", "class-balanced"]),
+)
+def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
+    schema: Schema, batches: list[tuple[int, int, int, bool, bool]], k: int, admission: str
+) -> None:
+    """Whenever a cut is made, and whether or not some have to leave; else a run that was killed would draw others."""
+    options = ReplaySettings.model_validate({"capacity": max(k, 5), "admission": admission})
+    at_once, waited = (build_store(options, schema, torch.device("cpu"), 0) for _ in range(2))
+    cuts = FakeCuts(waited)
+    for step, (partition, begin, count, backwards, is_cut) in enumerate(batches):
+        offsets = list(range(begin, begin + count))[:: -1 if backwards else 1]
+        label = [(0, 0, 0, 1, 2)[offset % 5] for offset in offsets]
+        columns = fake_columns(schema, offsets, partition=partition, label=label)
+        at_once.add(columns, PARTITIONS)
+        waited.offer(columns, PARTITIONS)
+        if is_cut:
+            cuts.cut(step + 1)
+        drawn = []
+        for store in (at_once, waited):
+            store.plan_ahead(step, 7)
+            drawn.append(store.draw(step, 7))
+        assert drawn[0].records.tobytes() == drawn[1].records.tobytes()
+        assert all(torch.equal(drawn[0].columns[name], drawn[1].columns[name]) for name in drawn[0].columns)
+    waited.take_in()
+    index, other = at_once.entries.copy(), waited.entries.copy()
+    assert all(np.array_equal(index[name], other[name]) for name in index.dtype.names if name != "slot")
+    assert at_once.roll.quotas.thresholds.tobytes() == waited.roll.quotas.thresholds.tobytes()
+
+
+def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_step(schema: Schema) -> None:
+    for sampling, waits in (("uniform", [10, 20, 30, 0]), ("recent", [0, 0, 0, 0])):
+        store = build_store(ReplaySettings(capacity=100, sampling=sampling), schema, torch.device("cpu"), 0)
+        seen = []
+        for turn in range(BLOCK):
+            store.offer(fake_columns(schema, range(10 * turn, 10 * turn + 10)), PARTITIONS)
+            seen.append(10 * (turn + 1) - len(store))
+        assert seen == waits
+        assert len(store) == 10 * BLOCK
+
+
+@pytest.mark.parametrize("look", ["cut", "plan", "forget"])
+def test_whoever_looks_at_the_store_finds_what_waits(schema: Schema, look: str) -> None:
+    store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), 0)
+    store.offer(fake_columns(schema, range(10)), PARTITIONS)
+    found = {
+        "cut": lambda: len(FakeCuts(store).cut(1).index),
+        "plan": lambda: len(store.plan(0, 20)),
+        "forget": lambda: store.forget(
+            Forgotten([ByRange(time=0, by="command", partition="events#0[0]", first=0, last=9)])
+        ),
+    }[look]()
+    assert found == 10
+
+
+def test_slots_that_events_wait_for_are_not_free(schema: Schema) -> None:
+    store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
+    store.offer(fake_columns(schema, range(store.slots.free - store.burst)), PARTITIONS)
+    assert store.has_room()
+    assert not len(store)
+    store.offer(fake_columns(schema, range(10_000, 10_001)), PARTITIONS)
+    assert store.has_room() == (store.slots.free >= store.burst)
+    assert len(store) > 1000, "what waits was not taken in"
 
 
 def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:
