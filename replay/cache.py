@@ -6,6 +6,7 @@ Legend: n rows of a call, S slots, C rows of the cache.
 """
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,10 +73,12 @@ class Cache:
         """Return how often events have left n slots, which tells whether a slot is still the same event's."""
         return self._generation[slots]
 
-    def keep(self, slots: NDArray[np.int64], rows_nR: Tensor) -> int:
+    def keep(self, slots: NDArray[np.int64], rows: Callable[[int], Tensor]) -> int:
         """Put the rows of n slots that are not there into the memory tier, as many as there is room; return how many.
 
-        Rows come from any device.
+        Args:
+            slots: `[n]`.
+            rows: returns those of the first so many, uint8 `[<= n, R]` on any device.
         """
         room = min(len(slots), self._free)
         self._free -= room
@@ -89,7 +92,7 @@ class Cache:
             self._place[slots[:n]] = places
             self._slot[places] = slots[:n]
             self._left[places] = False
-            self._memory.put(places.astype(np.int64), rows_nR[:n])
+            self._memory.put(places.astype(np.int64), rows(n))
         return n
 
     def takes(self, n: int) -> bool:

@@ -60,7 +60,7 @@ def move(
         found[chunk] = whole
         taken = slots.take(int(whole.sum()))
         events["slot"][whole] = taken
-        tiers.write(taken.astype(np.int64), identity[whole], rows_nR.numpy()[whole])
+        tiers.write(taken.astype(np.int64), identity[whole], rows_nR.numpy()[whole].__getitem__)
     return found
 
 

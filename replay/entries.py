@@ -135,14 +135,11 @@ class Entries:
         slots: NDArray[np.int32],
         priority: NDArray[np.float64],
         group: NDArray[np.int16] | int,
-        columns: Mapping[str, Array],
+        records: NDArray[np.void],
     ) -> None:
-        """Put n events after the others; of `columns`, all `[n]`, those of a record are taken."""
+        """Put n events after the others, RECORD `[n]`."""
         begin, end = self._held, self._held + len(slots)
         self._slot[begin:end], self._priority[begin:end], self._group[begin:end] = slots, priority, group
-        records = np.empty(len(slots), RECORD)
-        for name in FIELDS:
-            records[name] = columns[name]
         self._words[slots] = records.view(np.uint64).reshape(len(records), _WORDS)
         self._held = end
         self._count(self._group[begin:end], 1)
@@ -173,7 +170,7 @@ class Entries:
         self._records["offset"][self.slots] = FREE
         self._held, self.counts[:] = 0, 0
         self.bases = np.array(bases, np.uint64)
-        self.append(index["slot"], index["priority"], index["group"], {name: index[name] for name in FIELDS})
+        self.append(index["slot"], index["priority"], index["group"], records_of(index))
 
     def regroup(self, group: NDArray[np.int16]) -> None:
         """Put all events into other groups, `[H]`."""
@@ -189,6 +186,14 @@ class Entries:
     def nbytes(self) -> int:
         """Memory that the index takes."""
         return self._records.nbytes + sum(each.nbytes for each in (self._slot, self._priority, self._group))
+
+
+def records_of(columns: Mapping[str, Array] | NDArray[np.void]) -> NDArray[np.void]:
+    """Return what is known of n events, RECORD `[n]`, by columns or fields of these names, all `[n]`."""
+    records = np.empty(len(columns["offset"]), RECORD)
+    for name in FIELDS:
+        records[name] = columns[name]
+    return records
 
 
 def columns_of(records: NDArray[np.void]) -> dict[str, Array]:

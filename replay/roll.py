@@ -15,7 +15,7 @@ from ingest.identity import identity_hash
 from replay.admission import Admission, Offered, Quotas
 from replay.changes import Changes
 from replay.contents import Change, Standing
-from replay.entries import FIELDS, Entries
+from replay.entries import Entries, records_of
 from replay.watermarks import Watermarks
 
 _LATEST = 2**32 - 1
@@ -30,15 +30,15 @@ class Offer:
         identity: uint64 `[N]`.
         priority: float64 `[N]`.
         group: int16 `[N]`.
-        entries: what the index holds of them: `label` is -1 for none and 0 where labels are no class indices, and
-            `time_s` the record time.
+        records: what the index holds of them, RECORD `[N]`: `label` is -1 for none and 0 where labels are no class
+            indices, and `time_s` the record time.
     """
 
     admitted: NDArray[np.intp]
     identity: NDArray[np.uint64]
     priority: NDArray[np.float64]
     group: NDArray[np.int16]
-    entries: Mapping[str, Array]
+    records: NDArray[np.void]
 
 
 class Roll:
@@ -84,19 +84,19 @@ class Roll:
             new = self._is_new(columns, priority, admits)
             self._count(group[new], weight[new])
             admits &= new
-        known = {**columns, "label": label, "time_s": time_s}
-        return Offer(np.flatnonzero(admits), identity, priority, group, known)
+        records = records_of({**columns, "label": label, "time_s": time_s})
+        return Offer(np.flatnonzero(admits), identity, priority, group, records)
 
     def admits(self, offer: Offer, rows: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return which rows of an offer are still to be held; the thresholds may have fallen since."""
         if not len(rows):
             return rows
-        return rows[self.quotas.admits(offer.priority[rows], offer.group[rows])]
+        return rows[self.quotas.admits(offer.priority.take(rows), offer.group.take(rows))]
 
     def append(self, slots: NDArray[np.int32], offer: Offer, rows: NDArray[np.intp]) -> None:
         """Hold n events from now on, those in the rows of an offer, whose payload is in n slots."""
-        columns = {name: offer.entries[name][rows] for name in FIELDS}
-        self.entries.append(slots, offer.priority[rows], offer.group[rows], columns)
+        # By `take`, which has half the cost of an index.
+        self.entries.append(slots, offer.priority.take(rows), offer.group.take(rows), offer.records.take(rows))
 
     def surplus(self) -> NDArray[np.bool_] | None:
         """Return who stays, bool `[H]`, when there are too many; else None."""

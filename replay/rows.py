@@ -78,7 +78,7 @@ class RowLayout:
         for name, field in self._fields.items():
             column = np.ascontiguousarray(columns[name], field.dtype)
             bytes_NF = column.reshape(len(column), -1).view(np.uint8)
-            rows_nR[:, field.begin : field.end] = bytes_NF if every else bytes_NF[which]
+            rows_nR[:, field.begin : field.end] = bytes_NF if every else bytes_NF.take(which, axis=0)
             rows_nR[:, field.end : field.begin + field.room] = 0
         return rows_nR
 

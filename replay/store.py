@@ -120,7 +120,7 @@ class Store:
         partitions: Sequence[TopicPartition],
         embedding: NDArray[np.float32] | None = None,
     ) -> int:
-        """Offer N events and take them in at once; return how many were admitted, of those that waited too."""
+        """Offer N events as `offer` does, but take in at once; return how many were admitted, of all that waited."""
         self._put(columns, partitions, embedding)
         return self.take_in()
 
@@ -153,8 +153,7 @@ class Store:
         if len(self) + len(offer.admitted) <= self.roll.quotas.limit:
             return self._admit(offer, offer.admitted, waiting)
         # Block by block where some have to leave, for what is held not to depend on how many waited.
-        parts = (self.roll.admits(offer, rows) for rows in waiting.parts(offer.admitted))
-        return sum(self._admit(offer, rows, waiting) for rows in parts)
+        return sum(self._admit(offer, self.roll.admits(offer, rows), waiting) for rows in waiting.parts(offer.admitted))
 
     def _put(
         self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition], embedding: NDArray[np.float32] | None
@@ -408,7 +407,8 @@ class Store:
     def _insert(self, rows: NDArray[np.intp], offer: Offer, waiting: Waiting) -> None:
         slots = self.slots.take(len(rows))
         self.roll.append(slots, offer, rows)
-        self.tiers.write(slots.astype(np.int64), offer.identity[rows], waiting.pack(self._layout, rows))
+        pack = lambda part: waiting.pack(self._layout, rows[part])  # noqa: E731
+        self.tiers.write(slots.astype(np.int64), offer.identity.take(rows), pack)
         if self._whereabouts is not None and waiting.embedding is not None:
             self._whereabouts.come(slots, waiting.embedding[rows])
         self._sampler.come(slots)

@@ -30,6 +30,9 @@ from replay.tier import SlowTier, Tier
 Identify = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
 """Returns the identities of the events in n slots."""
 
+Pack = Callable[[slice], NDArray[np.uint8]]
+"""Returns the rows of some of n events, uint8 `[<= n, R]`; in any thread, and more than once."""
+
 _BYTES_A_SECOND = 64_000_000
 """At most so much is moved up between two tiers beside what is drawn."""
 
@@ -140,18 +143,19 @@ class Tiers:
         """Bytes that each tier may hold."""
         return {tier.name: tier.slots * tier.slot_bytes for tier in self._all}
 
-    def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
-        """Put the rows of n events into free slots; they must not change until the courier has written them."""
+    def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], pack: Pack) -> None:
+        """Put the rows of n events into free slots: those that memory takes now, all in the courier."""
         if self._courier is None or self._cache is None:
-            self._device.write(slots, identity, rows_nR)
+            self._device.write(slots, identity, pack(slice(None)))
             self._count("device", "written", len(slots))
             return
         generation = self._cache.generation(slots)
         self._in_redis += self._redis_share(slots)
-        self._count("device", "written", self._cache.keep(slots, torch.from_numpy(rows_nR)))
+        self._count("device", "written", self._cache.keep(slots, lambda n: torch.from_numpy(pack(slice(n)))))
         # Last, since the courier's thread competes for the interpreter from now on.
         self.stats.stall_seconds += self._courier.send(
-            lambda: self._bring_down(slots, identity, rows_nR, generation), rows_nR.nbytes
+            lambda: self._bring_down(slots, identity, pack(slice(None)), generation),
+            len(slots) * self._device.slot_bytes,
         )
 
     def stage(self, slots: NDArray[np.int64], identify: Identify) -> Staged:
@@ -183,7 +187,9 @@ class Tiers:
         keep = staged.brought & self._cache.keep_late(late.slots, late.generation)
         if self._cache.takes(int(keep.sum())):
             self._count(
-                "device", "written", self._cache.keep(late.slots[keep], staged.late_rows(keep, self._device.lies_on))
+                "device",
+                "written",
+                self._cache.keep(late.slots[keep], lambda n: staged.late_rows(keep, self._device.lies_on)[:n]),
             )
         return rows_nR
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from replay.admission import Offered, Quotas
 from replay.contents import ENTRY
-from replay.entries import FIELDS, Entries
+from replay.entries import FIELDS, Entries, records_of
 from replay.policies import ADMISSIONS, SAMPLERS, Company, Surroundings
 
 Floats = NDArray[np.float64]
@@ -149,7 +149,7 @@ def drawn(name: str, held: Events, around: Map) -> Ints:
     entries, slots = Entries(len(held), len(held), seed=0), np.arange(len(held), dtype=np.int32)
     columns = {field: np.zeros(len(held), ENTRY[field]) for field in FIELDS}
     columns |= {"offset": slots.astype(np.int64), "time_s": held.time_s, "label": held.label.astype(np.int32)}
-    entries.append(slots, np.zeros(len(held)), 0, columns)
+    entries.append(slots, np.zeros(len(held)), 0, records_of(columns))
     sampler = SAMPLERS[name](Company(entries, len(held), len(CLASSES), HALF_LIFE, around))  # type: ignore[arg-type]
     sampler.come(slots)
     sampler.learned(slots, losses(held.at))

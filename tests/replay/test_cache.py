@@ -26,7 +26,8 @@ class Model:
         self.keep(slots)
 
     def keep(self, slots: np.ndarray) -> None:
-        self.cache.keep(slots, torch.from_numpy(self.events[slots].view(np.uint8).reshape(len(slots), ROW)))
+        rows = torch.from_numpy(self.events[slots].view(np.uint8).reshape(len(slots), ROW))
+        self.cache.keep(slots, lambda n: rows[:n])
 
     def found(self, slots: np.ndarray) -> np.ndarray:
         """Return which slots are there; what is there is what was put."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ingest.block import TopicPartition
 from ingest.errors import SettingsError
-from replay.entries import Entries
+from replay.entries import Entries, records_of
 from replay.policies import SAMPLERS, Company
 from replay.sampler import Choice, Sampler
 
@@ -44,7 +44,7 @@ class Bench:
             **dict.fromkeys(("key_hash", "partition", "row"), zeros),
         }
         self._next += n
-        self.entries.append(slots, np.zeros(n), 0, columns)
+        self.entries.append(slots, np.zeros(n), 0, records_of(columns))
         self.sampler.come(slots)
         return slots
 

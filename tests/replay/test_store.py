@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ingest.block import TopicPartition
 from ingest.config import SchemaSettings
 from ingest.errors import SettingsError
-from ingest.fake import Columns, fake_columns
+from ingest.fake import fake_columns
 from ingest.identity import identity_hash, partition_base
 from ingest.schema import Schema
 from replay.admission import exponentials
@@ -359,15 +359,6 @@ def test_bytes_decide_where_they_hold_less_than_the_capacity(schema: Schema, cap
 def test_bytes_that_hold_no_event_are_refused(schema: Schema) -> None:
     with pytest.raises(SettingsError, match=r"replay.device_bytes = 1000 is too small"):
         build_store(ReplaySettings(device_bytes="1kB"), schema, torch.device("cpu"), 0)
-
-
-def test_columns_may_be_reused_after_they_were_added(schema: Schema, make_store: MakeStore) -> None:
-    store = make_store(10)
-    columns: Columns = fake_columns(schema, range(5))
-    store.add(columns, PARTITIONS)
-    for column in columns.values():
-        column[:] = 0
-    assert sorted(everything(store)["feature.n"].tolist()) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
