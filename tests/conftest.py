@@ -316,9 +316,12 @@ def free_port() -> Callable[[], int]:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """Writes a certificate of this host that is valid for some days from now on, and its key, and returns both."""
+    """Writes a certificate of this host that is valid for some days from now on, and its key, and returns both.
 
-    def make(days: int, name: str = "server") -> tuple[Path, Path]:
+    Its own key signs it, or that of an authority which is thrown away where it is to be `issued`.
+    """
+
+    def make(days: int, name: str = "server", issued: bool = False) -> tuple[Path, Path]:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
         names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
@@ -326,13 +329,13 @@ def certificate(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
         built = (
             x509.CertificateBuilder()
             .subject_name(subject)
-            .issuer_name(subject)
+            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")]) if issued else subject)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - timedelta(days=400))
             .not_valid_after(now + timedelta(days=days))
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .sign(key, hashes.SHA256())
+            .sign(ec.generate_private_key(ec.SECP256R1()) if issued else key, hashes.SHA256())
         )
         cert_path, key_path = tmp_path / f"{name}.crt", tmp_path / f"{name}.key"
         cert_path.write_bytes(built.public_bytes(serialization.Encoding.PEM))

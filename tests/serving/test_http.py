@@ -4,12 +4,10 @@ import asyncio
 import gc
 import json
 import ssl
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -496,17 +494,13 @@ def test_orders_are_obeyed_before_they_are_answered(
         assert order(nonsense).status_code == 404
 
 
-def test_tls_with_the_configured_certificate(numbers: Any, served: Served, tmp_path: Path) -> None:
-    folder = numbers.deployment.folder
-    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -keyout key.pem"
-    names = "-subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
-    command = f"openssl req -x509 -nodes -days 2 -out cert.pem {key} {names}"
-    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+def test_tls_with_the_configured_certificate(numbers: Any, served: Served, certificate: Any) -> None:
+    cert, key = certificate(2)
     numbers.publish(1)
-    with served(numbers, tls={"cert": "cert.pem", "key": "key.pem"}) as server:
+    with served(numbers, tls={"cert": str(cert), "key": str(key)}) as server:
         assert server.url.startswith("https://")
-        context = ssl.create_default_context(cafile=str(folder / "cert.pem"))
-        assert httpx.get(server.url + "/v2/health/ready", verify=context).status_code == 200
+        trust = ssl.create_default_context(cafile=str(cert))
+        assert httpx.get(server.url + "/v2/health/ready", verify=trust).status_code == 200
 
 
 def test_settings_that_cannot_work_end_the_start_with_their_key(numbers: Any, deploy: Any) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -15,18 +16,22 @@ from typing import Any
 import httpx
 import pytest
 
+from anabranch.config import load_config
 from anabranch.daemon import Exit
+from anabranch.orders import order
 from learner.version import RegistryState
 from serving.report import STOPPED, ServingReport, read_report
 
 ROOT = Path(__file__).parents[2]
+TLS = 'tls = {cert = "server.crt", key = "server.key"}\n'
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for the workers in /proc")
 
 
 class Server:
     """A server of two workers, and clients that open a connection for each request."""
 
-    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, trust: ssl.SSLContext | bool, environment: Mapping[str, str]) -> None:
+        self.trust = trust
         self.state_dir = path.parent / "var"
         self.log = path.parent / "log"
         with self.log.open("a") as log:
@@ -59,23 +64,28 @@ class Server:
         )
 
     def ask(self, body: dict[str, Any]) -> httpx.Response:
-        return httpx.post(f"{self.report.address}/v2/models/tiny/infer", json=body, timeout=30, verify=False)
+        return httpx.post(f"{self.report.address}/v2/models/tiny/infer", json=body, timeout=30, verify=self.trust)
 
     def order(self, number: int, action: str) -> httpx.Response:
         return httpx.post(f"{self.report.address}/api/versions/{number}:{action}", timeout=30)
 
     def count(self, name: str) -> float:
-        lines = httpx.get(f"{self.report.address}/metrics", timeout=30).text.splitlines()
+        lines = httpx.get(f"{self.report.address}/metrics", timeout=30, verify=self.trust).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 @pytest.fixture
 def crew(pipeline: Callable[..., Path]) -> Callable[..., Any]:
-    """Start a server of two workers: `with crew(factory="number", port=0, **environment) as server`."""
+    """Start a server of two workers: `with crew(factory="number", port=0, **environment) as server`.
+
+    `more` are lines of `[serving]`, `trust` is what its clients verify its certificate by.
+    """
 
     @contextmanager
-    def start(factory: str = "number", port: int = 0, **environment: str) -> Iterator[Server]:
-        server = Server(pipeline(port, "workers = 2\n", factory), environment)
+    def start(
+        factory: str = "number", port: int = 0, more: str = "", trust: ssl.SSLContext | bool = True, **environment: str
+    ) -> Iterator[Server]:
+        server = Server(pipeline(port, f"workers = 2\n{more}", factory), trust, environment)
         try:
             yield server
         finally:
@@ -216,6 +226,53 @@ def test_after_a_kill_of_the_one_that_listens_another_takes_the_port(crew: Any, 
             eventually(lambda: f"serving.port = {port} is taken" in second.log.read_text(), 60)
             os.kill(slow, signal.SIGCONT)
             eventually(lambda: second.serves(1), 60)
+
+
+@pytest.mark.slow
+def test_each_worker_speaks_tls_and_obeys_orders_that_come_over_it(
+    crew: Any, numbers: Any, body_of: Any, eventually: Any, certificate: Any
+) -> None:
+    cert, _ = certificate(2, issued=True)
+    trust = ssl.create_default_context(cafile=str(cert))
+    trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    numbers.publish(1)
+    with crew(more=TLS, trust=trust) as server, ThreadPoolExecutor(8) as clients:
+
+        def answers() -> set[int]:
+            replies = list(clients.map(lambda _: server.ask(body_of(1)), range(16)))
+            return {int(reply.json()["model_version"]) for reply in replies}
+
+        eventually(lambda: server.serves(1), 60)
+        assert server.report.address.startswith("https://")
+        first, second = sorted(server.workers)
+        for stopped in (first, second):  # the other one answers all
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                assert answers() == {1}
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(server.report.address.replace("https", "http"), timeout=30)
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(server.report.address, timeout=30)
+        numbers.publish(2)
+        eventually(lambda: server.serves(2))
+        assert order(load_config(server.state_dir.parent / "pipeline.toml"), "pin", 1).running
+        assert answers() == {1}
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: server.workers > {second})
+        eventually(lambda: server.serves(1), 60)
+        os.kill(second, signal.SIGSTOP)
+        try:
+            assert answers() == {1}
+        finally:
+            os.kill(second, signal.SIGCONT)
+
+
+def test_a_certificate_that_cannot_be_read_ends_it_with_2(crew: Any) -> None:
+    with crew(more=TLS) as server:
+        assert server.process.wait(60) == Exit.SETTINGS
+    assert "serving.tls: the certificate and key cannot be used" in server.log.read_text()
 
 
 def test_a_model_that_cannot_be_built_ends_it_with_2(crew: Any) -> None:
