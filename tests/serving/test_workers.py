@@ -20,7 +20,7 @@ from anabranch.config import load_config
 from anabranch.daemon import Exit
 from anabranch.orders import order
 from learner.version import RegistryState
-from serving.report import STOPPED, ServingReport, read_report
+from serving.report import STOPPED, ServingReport, ShadowReport, read_report
 
 ROOT = Path(__file__).parents[2]
 TLS = 'tls = {cert = "server.crt", key = "server.key"}\n'
@@ -267,6 +267,48 @@ def test_each_worker_speaks_tls_and_obeys_orders_that_come_over_it(
             assert answers() == {1}
         finally:
             os.kill(second, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_the_shadows_of_all_workers_are_told_as_one(crew: Any, numbers: Any, body_of: Any, eventually: Any) -> None:
+    numbers.publish(1)
+    numbers.publish(5, verdict="fail")
+    with crew(more="shadow = 1.0\n") as server, ThreadPoolExecutor(4) as clients:
+
+        def rows() -> float:
+            return float(server.count("anabranch_serving_shadow_rows_total"))
+
+        def ask(requests: int) -> None:
+            replies = list(clients.map(lambda _: server.ask(body_of(3)), range(requests)))
+            assert {reply.json()["model_version"] for reply in replies} == {"1"}
+
+        eventually(lambda: server.serves(1) and server.report.shadow, 60)
+        first, second = sorted(server.workers)
+        for stopped, asked in ((first, 10), (second, 20)):
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                ask(10)
+                eventually(lambda asked=asked: rows() == 3 * asked)
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+        compared = server.count('anabranch_serving_shadow_rows_total{outcome="compared"}')
+        assert compared > 0
+        assert server.count("anabranch_serving_shadow_disagreement_total") == 4 * compared
+        eventually(lambda: server.report.shadow == ShadowReport(version=5, rows=compared, disagreement=4.0))
+
+        # What a worker that died has compared stays counted, and the one in its place has a shadow too.
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: server.workers > {second})
+        eventually(lambda: server.serves(1), 60)
+        assert server.count('anabranch_serving_shadow_rows_total{outcome="compared"}') == compared
+        os.kill(second, signal.SIGSTOP)
+        try:
+            eventually(lambda: ask(1) or rows() > 60)
+        finally:
+            os.kill(second, signal.SIGCONT)
+        # A candidate that is older than what is served is none any more, for any worker.
+        numbers.publish(6)
+        eventually(lambda: server.serves(6) and server.report.shadow is None)
 
 
 def test_a_certificate_that_cannot_be_read_ends_it_with_2(crew: Any) -> None:
