@@ -317,13 +317,14 @@ function renderPartitions() {
 
 function renderParts() {
   const { learner, serving, twin } = status, ago = (time) => `${age(status.time - time)} ago`;
-  const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0;
+  const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0, { shadow } = serving;
   const parts = [
     ["Last cut", learner?.cut ? `number ${learner.cut}, ${known(learner.cut_time) ? ago(learner.cut_time) : "age not known"}` : "none yet"],
     ["Guard set", learner ? `${count(learner.guard_rows)} events` : NONE],
     ["Learner reported", learner ? ago(learner.time) : "never"],
     ...(twin ? [["Twin reported", ago(twin.time)]] : []),
     ["Swaps", `${count(swaps)}, ${count(refused)} refused`],
+    ...(shadow ? [["Shadow", shadow.failed ?? (shadow.rows ? `version ${shadow.version} disagrees by ${score(shadow.disagreement)}, over ${count(shadow.rows)} rows` : `version ${shadow.version}, nothing compared yet`)]] : []),
   ];
   $("parts").replaceChildren(...parts.flatMap(([name, told]) => [element("dt", {}, name), element("dd", {}, told)]));
 }

@@ -207,6 +207,31 @@ def test_in_a_browser_regression_shows_the_error(browser: Any, numbers: Any, ser
         page.close()
 
 
+def test_in_a_browser_the_shadow_is_told_while_there_is_a_candidate(
+    browser: Any, numbers: Any, served: Served, body_of: Any
+) -> None:
+    numbers.publish(1)
+    write_report(numbers.deployment.state_dir, learner_report(error={"now": 3.25, "old": 4.5}))
+
+    def await_shadow(words: str | None) -> None:
+        told = "[...document.querySelectorAll('#parts dt')].find(dt => dt.textContent === 'Shadow')?.nextSibling"
+        page.wait_for_function(f"words => ({told}?.textContent ?? null) === words", arg=words)
+
+    with served(numbers, shadow=1.0) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        await_shadow(None)
+        numbers.publish(5, verdict="fail")
+        await_shadow("version 5, nothing compared yet")
+        assert httpx.post(server.infer, json=body_of(3)).status_code == 200
+        await_shadow("version 5 disagrees by 4, over 3 rows")
+        numbers.publish(6, weights={"other": torch.zeros(3)}, verdict="fail")
+        numbers.publish(7)
+        await_shadow(None)
+        page.close()
+
+
 HOSTILE = '<img src=x onerror="window.hurt=1"></script><script>window.hurt=1</script>\'"`${hurt=1}&lt;'
 
 
