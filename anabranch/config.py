@@ -134,7 +134,7 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
     if not is_loopback(host) and not pipeline.serving.tokens.read.get_secret_value():
         sentence = f'{path}: learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
         faults.append(Fault(("learner", "status"), sentence))
-    for key, sentence in refused(point(pipeline.learner, pipeline.replay, pipeline.stream)):
+    for key, sentence in refused(point(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.share)):
         faults.append(Fault(tuple(key.split(".")), f"{path}: {sentence}"))
     return Examined(Config(pipeline, path), faults, set(secrets.values()))
 

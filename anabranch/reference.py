@@ -122,7 +122,7 @@ The design fixes the names that users build on. These were added to it:
   `serving.twin`, `serving.request_log`, `serving.workers`, `serving.shadow`,
   `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
   `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
-  `learner.profile.steps`, `share.fraction`, `share.stream_priority`,
+  `learner.profile.steps`, `share.fraction`, `share.yield_at`, `share.stream_priority`,
   `share.mps_percentage`, `share.sms`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
   `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,

@@ -232,6 +232,8 @@ class ShareSettings(Section):
     gets at least `fraction` of the time; with `exclusive` nobody, since each has a device or cores of its own."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """What training gets at least with `policy = "fraction"`, of the time in which it has something to do."""
+    yield_at: Literal["micro-batch", "layer"] = "micro-batch"
+    """Where training gives way: before each micro-batch, or at the borders of the model's layers within it too."""
     stream_priority: bool = True
     """On a CUDA device: whether serving's stream has the highest priority; between processes it counts under MPS."""
     mps_percentage: Annotated[int, Field(ge=1, le=100)] | None = None

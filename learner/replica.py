@@ -29,7 +29,8 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
             bench = prepare(deployment, device, place.rank)
             replicas = Replicas(deployment.learner, search=bench.leaves_some_out)
             trainer = Trainer(**bench.arguments, ranks=replicas)
-            trainer.give_way = sharing.give_way if sharing is not None else None
+            if sharing is not None:
+                sharing.attend(trainer)
             return trainer, replicas
 
         follow(channel, make)

@@ -165,7 +165,8 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         sharing = stack.enter_context(
             share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
         )
-        trainer.give_way = sharing.give_way if sharing is not None else None
+        if sharing is not None:
+            sharing.attend(trainer)
         source = Source(deployment.stream, deployment.events, hold_out)
         guard = GuardSet(schema, deployment.gate.guard_rows)
         cuts = Cuts(deployment.state_dir / "cuts", schema.digest, epoch)

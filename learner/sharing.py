@@ -1,4 +1,4 @@
-"""The learner's side of the share: it gives way to requests between micro-batches, and counts what that costs."""
+"""The learner's side of the share: it gives way to requests at borders of its work, and counts what that costs."""
 
 import contextlib
 import logging
@@ -16,6 +16,7 @@ from prometheus_client import Histogram
 
 from learner.ahead import Ahead
 from learner.config import ShareSettings
+from learner.layers import look_between_layers
 from learner.lease import Field, Servers, Slot, hold_learner
 from learner.pace import Allowance, Pace
 from learner.report import ShareReport
@@ -25,6 +26,8 @@ from learner.trainer import Trainer
 _LOOK_SECONDS = 1e-4
 _LONGEST_SECONDS = 30.0
 """Training gives way for so long at a stretch: a micro-batch now and then tells other ranks that this one is alive."""
+_LONGEST_WITHIN_SECONDS = 1.0
+"""The same within a micro-batch, all in all: meanwhile the process hears no signal, and other ranks wait in theirs."""
 _INTERVAL_SECONDS = 0.5
 _INTERVALS = 10
 _MOST_WAITS = 4096
@@ -76,21 +79,38 @@ class Sharing:
         self._pace = Pace(terms.slo.total_seconds())
         self._limit: int | None = None
         self._began: float | None = None
-        self._trained = self._yielded = 0.0
+        self._trained = self._yielded = self._within = 0.0
         self._marks = deque([(0.0, 0.0)], maxlen=_INTERVALS)
         self._times, self._longest, self._since = 0, 0.0, 0
         self._waits: deque[float] = deque(maxlen=_MOST_WAITS)
         self._counts = (0, 0)
         self._due = self._look_due = 0.0
 
+    def attend(self, trainer: Trainer) -> None:
+        """Have a trainer give way, where the settings say."""
+        trainer.give_way = self.give_way
+        if self._terms.settings.yield_at == "layer":
+            look_between_layers(trainer.model, self.give_way_within)
+
     def give_way(self) -> None:
         """Return when no request needs the device, or it is training's turn; called before each micro-batch."""
+        self._within = _LONGEST_WITHIN_SECONDS
+        self._give_way(_LONGEST_SECONDS)
+
+    def give_way_within(self) -> None:
+        """Do the same at a border within a micro-batch; by whatever thread goes through it, one at a time."""
+        before = self._yielded
+        self._give_way(self._within)
+        self._within -= self._yielded - before
+
+    def _give_way(self, longest: float) -> None:
         self._ahead.wait()
         self._count()
         if time.monotonic() >= self._look_due:
             self._look()
-        if self._allowance.left > 0 and not self._stop.is_set() and (since := self._servers.since(self._field)):
-            self._wait(since)
+        longest = min(longest, self._allowance.left)
+        if longest > 0 and not self._stop.is_set() and (since := self._servers.since(self._field)):
+            self._wait(since, longest)
         self._began = time.monotonic()
 
     def pause(self) -> None:
@@ -151,7 +171,7 @@ class Sharing:
             self._scheduling = step_back(nice_level(self._terms.settings.least))
             log.info("training waits for serving: %s", self._scheduling)
 
-    def _wait(self, since: int) -> None:
+    def _wait(self, since: int, longest: float) -> None:
         self._ahead.drain()
         begin = time.monotonic()
         self._slot[Field.YIELDING] = time.monotonic_ns()
@@ -159,7 +179,6 @@ class Sharing:
         if since != self._since:
             self._note(max(0.0, (self._slot[Field.YIELDING] - since) / 1e9))
         self._since = since
-        longest = min(_LONGEST_SECONDS, self._allowance.left)
         while self._servers.since(self._field) and time.monotonic() - begin < longest:
             if self._stop.wait(_LOOK_SECONDS):
                 break

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingest.config import StreamSettings
-from learner.config import LearnerSettings, StrategySettings
+from learner.config import LearnerSettings, ShareSettings, StrategySettings
 from replay.config import COMPARING, ReplaySettings
 
 Point = Mapping[str, Any]
@@ -76,6 +76,10 @@ def _stores_only(value: Any) -> bool:
     return bool(value == "store-only")
 
 
+def _at_layers(value: Any) -> bool:
+    return bool(value == "layer")
+
+
 def _draws_nothing(value: Any) -> bool:
     return not StrategySettings(name=value).replays
 
@@ -96,6 +100,7 @@ _OWN_EXCHANGE = "modules in parts exchange gradients in a way of their own"
 _ONE_SCALE = "replicas with parts of the gradients would scale losses differently"
 _ALL_RUN = "all replicas have to run a model in parts, and only the first tries it on old events"
 _HALF_RUN = "a model in parts runs as a whole only"
+_FUSED = "compiled code runs across the borders of layers"
 _SHAPES = "it keeps averages over rows and columns, which lie in parts of a weight"
 
 RULES = (
@@ -118,15 +123,23 @@ RULES = (
     Rule("replay.admission", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "reservoir"'),
     Rule("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
     Rule("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
+    Rule("share.yield_at", _at_layers, "learner.compile", _on, _FUSED, 'write "micro-batch"'),
     Rule("stream.lag_policy.action", _thins, "learner.deterministic", _on, _BY_CLOCK, 'write "train-all"'),
     Rule("stream.lag_policy.action", _stores_only, "learner.strategy", _draws_nothing, _NO_STORE, 'write "sample"'),
 )
 
 
-def point(learner: LearnerSettings, replay: ReplaySettings, stream: StreamSettings | None = None) -> Point:
+def point(
+    learner: LearnerSettings,
+    replay: ReplaySettings,
+    stream: StreamSettings | None = None,
+    share: ShareSettings | None = None,
+) -> Point:
     """Return what the rules look at."""
     named = {"strategy": learner.strategy.name, "optimizer": learner.optimizer.name}
     sections = {"learner": learner.model_dump() | named, "replay": replay.model_dump()}
+    if share is not None:
+        sections["share"] = share.model_dump()
     found = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     return found if stream is None else {**found, "stream.lag_policy.action": stream.lag_policy.action}
 

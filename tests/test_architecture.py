@@ -67,7 +67,7 @@ KEYS_ADDED = words("""
     learner.comm_hook learner.sync_every learner.sharding
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.twin serving.request_log serving.workers serving.shadow
-    share.fraction
+    share.fraction share.yield_at
     share.stream_priority share.mps_percentage share.sms
     replay.half_life replay.device_memory
 """)

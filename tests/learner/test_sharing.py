@@ -13,11 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from learner.config import ShareSettings
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner.config import LearnerSettings, ShareSettings
 from learner.lease import Field, Servers, hold_learner, hold_server, learners
+from learner.precision import choose_precision
 from learner.sharing import Sharing, Terms, share
-from tests.pipelines import Learner, events
+from learner.strategies import STRATEGIES
+from learner.task import Classification
+from learner.trainer import Trainer
+from tests.pipelines import LINEAR, Learner, events
 
 SLO = timedelta(milliseconds=20)
 CONFIG = """
@@ -38,6 +45,36 @@ with hold_server(Path(sys.argv[1]), timedelta(milliseconds=20)) as mark, mark.wa
     mark.run()
     print("marked", flush=True)
     sys.stdin.readline()
+"""
+MEETING = """
+import contextlib
+import threading
+from pathlib import Path
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+
+
+class Meeting(nn.Module):
+    def forward(self, x):
+        if torch.is_grad_enabled() and (HERE / "meet").exists():
+            (HERE / "within").touch()
+            while not (HERE / "go").exists():
+                threading.Event().wait(0.01)
+        return x
+
+
+class After(nn.Module):
+    def forward(self, x):
+        if (HERE / "go").exists():
+            with contextlib.suppress(FileExistsError):
+                (HERE / "after").touch(exist_ok=False)
+        return x
+
+
+def build():
+    return nn.Sequential(nn.Linear(3, 3), Meeting(), After())
 """
 EVENTS = events(3000)
 
@@ -63,9 +100,9 @@ def begin(
     feeding: list[threading.Thread] = []
     ended = threading.Event()
 
-    def begin(share: str = "") -> Learner:
+    def begin(share: str = "", model: str = LINEAR) -> Learner:
         topic = make_topic()
-        config = write_pipeline(kafka.bootstrap, topic, CONFIG + share)
+        config = write_pipeline(kafka.bootstrap, topic, CONFIG + share, model)
 
         def feed() -> None:
             while not ended.is_set():
@@ -161,6 +198,22 @@ def test_training_of_its_own_device_gives_way_to_nobody(begin: Callable[..., Lea
     assert learner.report.share is None
 
 
+def test_training_gives_way_within_a_step_for_a_second_where_the_config_says_so(begin: Callable[..., Learner]) -> None:
+    learner = begin('yield_at = "layer"', MEETING)
+    folder = learner.state_dir.parent
+    with hold_server(learner.state_dir, SLO) as mark:
+        learner.until(lambda: (report := learner.report) and report.share and report.share.servers == 1)
+        (folder / "meet").touch()
+        learner.until((folder / "within").exists)
+        with mark.waiting():
+            mark.run()
+            (folder / "go").touch()
+            learner.until((folder / "after").exists)
+        mark.rest()
+    waited = (folder / "after").stat().st_mtime - (folder / "go").stat().st_mtime
+    assert 0.9 < waited < 20, "a stretch between micro-batches takes 30 s"
+
+
 class FakeTrainer:
     """Has a size of micro-batches."""
 
@@ -209,3 +262,70 @@ def test_a_size_that_memory_has_set_is_not_exceeded(tmp_path: Path) -> None:
         sharing.steer(trainer, 64)  # type: ignore[arg-type]
         assert trainer.micro_batch_size == 16
         assert slot[Field.ROWS] == 16
+
+
+class Traced(nn.Module):
+    """A layer that says when it runs, forth and back."""
+
+    def __init__(self, name: str, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self._name, self._say = name, say
+
+    def forward(self, x: Tensor) -> Tensor:
+        name, say = self._name, self._say
+
+        class Trace(torch.autograd.Function):
+            @staticmethod
+            def forward(_ctx: Any, value: Tensor) -> Tensor:
+                say(f"{name} forth")
+                return value.clone()
+
+            @staticmethod
+            def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+                say(f"{name} back")
+                return gradient
+
+        traced: Tensor = Trace.apply(x * self.weight)  # type: ignore[no-untyped-call]
+        return traced
+
+
+@pytest.mark.parametrize(
+    ("yield_at", "asked", "before", "after"),
+    [
+        ("layer", "b forth", "b forth", "c forth"),
+        ("layer", "c back", "c back", "b back"),
+        ("micro-batch", "b forth", "a back", None),
+    ],
+)
+def test_a_request_is_given_way_to_at_the_next_border(
+    tmp_path: Path, yield_at: str, asked: str, before: str, after: str | None, schema: Schema
+) -> None:
+    said: list[str] = []
+    cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
+    terms = Terms(ShareSettings.model_validate({"yield_at": yield_at}), SLO, timedelta(seconds=10))
+    with hold_server(tmp_path, SLO) as mark, share(terms, tmp_path, cpu, threading.Event()) as sharing:
+        assert sharing is not None
+
+        def say(what: str) -> None:
+            said.append(what)
+            if what == asked:
+                mark.run()
+
+        def answer() -> None:
+            said.append("gives way")
+            mark.rest()
+
+        sharing.while_waiting = answer
+        model = nn.Sequential(*(Traced(name, say) for name in "abc"))
+        trainer = Trainer(*(model, Classification(), STRATEGIES["none"](), schema, LearnerSettings(), cpu, precision))
+        sharing.attend(trainer)
+        new = trainer.examples(fake_columns(schema, range(4), label=[0, 1, 2]))
+        trainer.step(new)
+        steps = len(said)
+        sharing.give_way()
+        assert sharing.report.times == 1
+    place = said.index("gives way")
+    assert said[place - 1] == before
+    assert said[place + 1 :][:1] == ([after] if after else [])
+    assert (place < steps) == (yield_at == "layer")

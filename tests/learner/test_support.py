@@ -13,7 +13,7 @@ from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner import compiled
-from learner.config import LearnerSettings
+from learner.config import LearnerSettings, ShareSettings
 from learner.precision import Precision, choose_precision
 from learner.session import Workbench, _trainer
 from learner.strategies import STRATEGIES
@@ -162,8 +162,20 @@ def test_what_does_not_go_together_is_one_sentence(
     assert any(f"; {verb} " in said for verb in ("set", "take", "write"))
 
 
+def test_compiled_code_has_no_layers_to_give_way_between() -> None:
+    share = ShareSettings.model_validate({"yield_at": "layer"})
+    assert list(refused(point(LearnerSettings(), ReplaySettings(), share=share))) == []
+    chosen = point(LearnerSettings.model_validate({"compile": True}), ReplaySettings(), share=share)
+    ((key, said),) = refused(chosen)
+    assert key == "share.yield_at"
+    assert said == (
+        'share.yield_at = "layer" does not go with learner.compile = true: '
+        'compiled code runs across the borders of layers; write "micro-batch"'
+    )
+
+
 def test_each_rule_is_of_keys_that_there_are() -> None:
-    known = set(point(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",))))
+    known = set(point(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",)), ShareSettings()))
     assert {key for rule in RULES for key in (rule.key, rule.other)} <= known
     assert list(refused(point(LearnerSettings(), ReplaySettings()))) == []
 
