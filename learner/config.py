@@ -239,7 +239,7 @@ class ShareSettings(Section):
     mps_percentage: Annotated[int, Field(ge=1, le=100)] | None = None
     """On a CUDA device under MPS: the part of its threads that training may take at most; absent: all."""
     sms: Annotated[int, Field(ge=1)] | None = None
-    """On a CUDA device: the multiprocessors that training is kept to, by a green context; absent: all."""
+    """On a CUDA device: the multiprocessors that steps are kept to, by a green context; absent: all."""
 
     @property
     def least(self) -> float:

@@ -2,13 +2,16 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ingest.errors import SettingsError
 from learner.config import ShareSettings
+
+Lane = Callable[[], contextlib.AbstractContextManager[object]]
+"""Returns what work for the device is given in."""
 
 _MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
@@ -22,14 +25,14 @@ def limit_threads(settings: ShareSettings) -> None:
 
 
 @contextlib.contextmanager
-def confined(settings: ShareSettings, device: torch.device) -> Iterator[None]:
-    """Keep what this thread starts on the device to some multiprocessors, for as long as the block runs.
+def confined(settings: ShareSettings, device: torch.device) -> Iterator[Lane]:
+    """Yield the lane of steps: what it gives the device keeps to some multiprocessors, where the config says so.
 
     Raises:
         SettingsError: `share.sms` is set, and the device or this torch cannot do that.
     """
     if settings.sms is None:
-        yield
+        yield contextlib.nullcontext
         return
     if fault := lacks_green_contexts(device):
         raise SettingsError(f"share.sms = {settings.sms} {fault}; take the key out")
@@ -38,13 +41,24 @@ def confined(settings: ShareSettings, device: torch.device) -> Iterator[None]:
     try:
         # What torch says of its type is less than it is.
         context: Any = GreenContext.create(num_sms=settings.sms, device_id=device.index or 0)
-        context.set_context()
+        # Not `set_context`: autograd goes backward in threads of its own, and follows streams into them, not contexts.
+        stream: torch.cuda.Stream = context.Stream()
     except RuntimeError as exc:
         raise SettingsError(f"share.sms = {settings.sms} is refused by {device}: {' '.join(str(exc).split())}") from exc
+    yield lambda: _on(stream, device)
+    stream.synchronize()  # before the context goes
+
+
+@contextlib.contextmanager
+def _on(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
+    """Give work to a stream, after what the current one has been given so far and before what it is given then."""
+    usual = torch.cuda.current_stream(device)
+    stream.wait_stream(usual)
     try:
-        yield
+        with torch.cuda.stream(stream):
+            yield
     finally:
-        context.pop_context()
+        usual.wait_stream(stream)
 
 
 def lacks_green_contexts(device: torch.device) -> str | None:
@@ -55,7 +69,7 @@ def lacks_green_contexts(device: torch.device) -> str | None:
         from torch.cuda import green_contexts
     except ImportError:
         return f"needs green contexts, which torch {torch.__version__} does not have"
-    if not green_contexts.SUPPORTED:
+    if not getattr(green_contexts, "SUPPORTED", True):  # later ones find out as they make one
         return f"needs green contexts, which this build of torch {torch.__version__} does not have"
     return None
 

@@ -20,7 +20,7 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
     with (
         bounded(stop, deployment.learner.stop_timeout),
         join_group(place, deployment.learner) as device,
-        confined(deployment.share.settings, device),
+        confined(deployment.share.settings, device) as lane,
         share(deployment.share, deployment.state_dir, device, stop) as sharing,
     ):
         channel = Channel(device)
@@ -29,6 +29,7 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
             bench = prepare(deployment, device, place.rank)
             replicas = Replicas(deployment.learner, search=bench.leaves_some_out)
             trainer = Trainer(**bench.arguments, ranks=replicas)
+            trainer.lane = lane
             if sharing is not None:
                 sharing.attend(trainer)
             return trainer, replicas

@@ -161,7 +161,7 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         publisher = Publisher(*(versions, deployment.versions, reference, schema, scorer, jury, epoch, metrics.learner))
         # After the scorer has copied the model, which cannot be done once ranks have parts of it.
         trainer = _trainer(bench, channel)
-        stack.enter_context(confined(deployment.share.settings, device))
+        trainer.lane = stack.enter_context(confined(deployment.share.settings, device))
         sharing = stack.enter_context(
             share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
         )

@@ -20,6 +20,7 @@ from learner.buffers import Buffers, Saved
 from learner.checkpointing import checkpoint_activations
 from learner.compiled import compiled
 from learner.config import LearnerSettings
+from learner.confinement import Lane
 from learner.embedding import Embeddings
 from learner.errors import CutError
 from learner.gradients import Gradients
@@ -96,6 +97,8 @@ class Trainer:
         """Events of a micro-batch; None: all of a step at once. May change between steps."""
         self.give_way: Callable[[], None] | None = None
         """Called before each micro-batch; may take its time."""
+        self.lane: Lane = contextlib.nullcontext
+        """What a step gives the device is given in it."""
         self.note: str | None = None
         """One sentence when micro-batches were made smaller for want of memory."""
         self._transfer = Transfer(device)
@@ -187,6 +190,10 @@ class Trainer:
         seen the events before it, and a second pass would cost a third of the step. So dropout, where the model has
         it, is on.
         """
+        with self.lane():
+            return self._step(new, old, rows)
+
+    def _step(self, new: Examples, old: Sequence[Examples], rows: int | None) -> StepResult:
         rows, drawn = len(new) if rows is None else rows, [len(each) for each in old]
         if len(new) == 1 and not sum(drawn):
             # Batch norm needs two: the event stands for another one of no weight.

@@ -104,17 +104,25 @@ def _share(share: ShareSettings, device: "torch.device") -> Iterator[Said]:
     """Say how the device is shared, and which refinements it lacks."""
     from learner.confinement import lacks_green_contexts, lacks_mps
 
-    if share.sms is not None and (fault := lacks_green_contexts(device)):
-        yield Said("share.refinement", f"share.sms = {share.sms} {fault}.")
-    if share.mps_percentage is not None and (fault := lacks_mps(device)):
-        yield Said("share.mps", f"share.mps_percentage = {share.mps_percentage} {fault}.")
+    also = ["; its threads run at a lower priority"] if device.type == "cpu" and share.policy != "exclusive" else []
+    if device.type == "cuda" and share.stream_priority:
+        also.append("; serving's kernels are taken first")
+    if share.sms is not None:
+        if fault := lacks_green_contexts(device):
+            yield Said("share.refinement", f"share.sms = {share.sms} {fault}.")
+        else:
+            also.append(f"; steps keep to {share.sms} multiprocessors")
+    if share.mps_percentage is not None:
+        if fault := lacks_mps(device):
+            yield Said("share.mps", f"share.mps_percentage = {share.mps_percentage} {fault}.")
+        else:
+            also.append(f"; training takes at most {share.mps_percentage} % of the device's threads")
     how = {
         "inference-first": f"Training gives way to requests on {device}",
         "fraction": f"Training gives way to requests on {device}, and gets at least {share.fraction:.0%} of it",
         "exclusive": "Training and serving do not share a device",
     }[share.policy]
-    also = "" if device.type != "cpu" or share.policy == "exclusive" else "; its threads run at a lower priority"
-    yield Said("", f"{how}{also}.")
+    yield Said("", f"{how}{''.join(also)}.")
 
 
 def _wanted(replay: ReplaySettings, columns: "Fields") -> int:

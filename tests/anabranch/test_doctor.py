@@ -36,7 +36,9 @@ from anabranch.doctor import examine as examination
 from anabranch.doctor.examine import CHECKS, examine, exit_code, summary
 from anabranch.doctor.finding import FINDINGS, Patient, found, ok
 from anabranch.doctor.machine import check_install
+from anabranch.doctor.probe import _share
 from ingest.schema import Schema
+from learner.config import ShareSettings
 from learner.cut import Cut, Cuts
 from learner.lock import hold_state_directory
 from learner.report import LearnerReport, write_report
@@ -247,6 +249,14 @@ class TestModel:
         told = {finding.kind: finding.matter for finding in diagnose("model")}
         assert told["share.refinement"] == "share.sms = 16 needs a CUDA device, but the device is cpu."
         assert told["share.mps"] == "share.mps_percentage = 50 needs a CUDA device, but the device is cpu."
+
+    def test_refinements_that_are_there_are_told(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+        (said,) = _share(ShareSettings(mps_percentage=30), torch.device("cuda"))
+        assert said.matter == (
+            "Training gives way to requests on cuda; serving's kernels are taken first; "
+            "training takes at most 30 % of the device's threads."
+        )
 
     def test_it_says_how_the_device_is_shared(self, diagnose, setting):
         setting("learner.device", "cpu")

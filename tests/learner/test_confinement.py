@@ -1,21 +1,53 @@
 """Refinements on a CUDA device, as far as they can be told without one."""
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from ingest.errors import SettingsError
-from learner.config import ShareSettings
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner.config import LearnerSettings, ShareSettings
 from learner.confinement import confined, lacks_green_contexts, lacks_mps
+from learner.precision import choose_precision
+from learner.strategies import STRATEGIES
+from learner.task import Classification
+from learner.trainer import Trainer
 
 CPU = torch.device("cpu")
 
 
 def test_training_is_not_confined_unless_somebody_says_so() -> None:
-    with confined(ShareSettings(), CPU):
-        pass
+    with confined(ShareSettings(), CPU) as lane:
+        assert lane is contextlib.nullcontext
+
+
+def test_all_passes_of_a_step_and_the_update_are_given_to_the_lane(schema: Schema) -> None:
+    model, given = nn.Linear(3, 3), []
+    trainer = Trainer(
+        *(model, Classification(), STRATEGIES["mir"](), schema, LearnerSettings(), CPU, choose_precision("fp32", CPU))
+    )
+
+    @contextlib.contextmanager
+    def lane() -> Iterator[None]:
+        given.append("begin")
+        yield
+        given.append("end")
+
+    trainer.lane = lane
+    model.register_forward_pre_hook(lambda *_: given.append("forward"))
+    model.weight.register_hook(lambda _: given.append("backward"))
+    before = model.weight.detach().clone()
+    new = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
+    trainer.step(new, [new] * len(trainer.strategy.draws(8)))
+    assert not torch.equal(model.weight, before)
+    assert {"forward", "backward"} <= set(given)
+    assert (given[0], given[-1], given.count("begin")) == ("begin", "end", 1)
 
 
 def test_multiprocessors_of_a_device_that_has_none_are_one_sentence() -> None:
@@ -43,7 +75,20 @@ def test_training_is_kept_to_some_multiprocessors() -> None:
     device = torch.device("cuda", 0)
     if lacks_green_contexts(device):
         pytest.skip("this torch has no green contexts")
-    with confined(ShareSettings(sms=8), device):
-        assert torch.ones(100, device=device).sum().item() == 100
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 3)).to(device), torch.randn(256, 64)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x.to(device)).square().sum().backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    usual = gradients()
+    with confined(ShareSettings(sms=8), device) as lane:
+        for _ in range(100):
+            with lane():
+                assert torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+                kept = gradients()
+            torch.testing.assert_close(kept, usual)
     with pytest.raises(SettingsError, match=r"share\.sms = 1000000 is refused"):
         confined(ShareSettings(sms=1_000_000), device).__enter__()
