@@ -33,8 +33,8 @@ from serving.tensor import Array, TensorSpec
 _LONGEST_SENTENCE = 400
 _MOST_SIZES = 256
 _WARM_UP = timedelta(seconds=1)
-_HIGHEST = -1
-"""Of the priorities of CUDA streams that torch knows."""
+_HIGHEST = -100
+"""Of the priorities of CUDA streams: torch takes the highest that the device has for any beyond it."""
 
 
 @dataclass(frozen=True)
