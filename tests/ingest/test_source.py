@@ -239,8 +239,6 @@ class TestATopicThatIsMadeAnew:
 def test_a_last_record_that_retention_has_taken_is_no_sign_of_another_topic(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
-    if kafka.kind == "embedded":
-        pytest.skip("the embedded broker cannot delete records")
     topic = make_topic()
     produce(kafka.bootstrap, topic, [GOOD] * 5)
     with opened(kafka.bootstrap, topic) as source:
@@ -551,8 +549,6 @@ class TestGaps:
     @pytest.fixture
     def shortened(self, kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]) -> str:
         """A topic with offsets 8 to 11, of which this pipeline has read 0 and 1."""
-        if kafka.kind == "embedded":
-            pytest.skip("the embedded broker cannot delete records")
         topic = make_topic()
         produce(kafka.bootstrap, topic, [GOOD] * 12)
         with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
