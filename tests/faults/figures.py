@@ -63,12 +63,6 @@ class Figures:
                 self.missed.append(key)
         print(f"  {key:34} {_short(value):>10}  {verdict:18} {note}".rstrip(), flush=True)
 
-    def leave_out(self, key: str, why: str) -> None:
-        """Say that a figure cannot be taken here; its target is not reached."""
-        self.found[key] = f"not taken: {why}"
-        self.missed.append(key)
-        print(f"  {key:34} {'-':>10}  {'NOT TAKEN':18} {why}", flush=True)
-
     def write(self, path: Path | None) -> None:
         """Write all keys as one JSON object, if there is a place for it."""
         self.found["seconds"] = round(time.monotonic() - self._begin)
