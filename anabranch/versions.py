@@ -58,7 +58,8 @@ def list_versions(config: Config, limit: int | None) -> list[Listed]:
     digest, state = Schema(config.pipeline.events).digest, versions.state()
     newest = versions.numbers()[::-1]
     listed = [_look(versions, number, state, digest) for number in newest[:limit]]
-    return [one for one in listed if versions.directory(one.number).exists()]  # the learner deletes old ones meanwhile
+    still = versions.numbers()
+    return [one for one in listed if one.number in still]  # the learner deletes old ones meanwhile
 
 
 def show_version(config: Config, which: Which) -> Listed:
@@ -186,7 +187,7 @@ def _refusal(manifest: Manifest, verdict: Verdict | None, digest: str, state: Re
 
 def _bytes(versions: Versions, number: int) -> int:
     try:
-        return sum(entry.stat().st_size for entry in versions.directory(number).iterdir())
+        return versions.size_bytes(number)
     except FileNotFoundError:
         return 0
 

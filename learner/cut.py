@@ -13,7 +13,6 @@ replaced, then the old file is deleted.
 
 import hashlib
 import logging
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,10 +26,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from learner.errors import CutError
-from learner.files import replace_file, write_durably
-from replay.files import sync_directory
+from learner.storage import MANIFEST, Folder, LocalStorage, Storage
 
-MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 3
 SEGMENT = "segment-"
@@ -91,15 +88,16 @@ class _Lazy(Mapping[str, Tensor]):
 class Cuts:
     """The directory `var/cuts`, written and read by the learner that holds the lock."""
 
-    def __init__(self, path: Path, schema: str, epoch: int) -> None:
+    def __init__(self, path: Path, schema: str, epoch: int, storage: Storage | None = None) -> None:
+        """Take the directory, or where cuts lie instead; the schema's digest; the epoch of the learner."""
         self.path = path
+        self._storage = storage or LocalStorage(path)
         self._schema = schema
         self._epoch = epoch
 
     def numbers(self) -> list[int]:
         """Return the numbers of all cuts, rising."""
-        names = [entry.name for entry in self.path.iterdir()] if self.path.exists() else []
-        return sorted(int(name) for name in names if name.isdigit() and (self.path / name / MANIFEST).exists())
+        return self._storage.numbers()
 
     def newest(self) -> tuple[int, Cut] | None:
         """Return the newest cut that is whole, or None when there is none; others are named in the log.
@@ -134,20 +132,18 @@ class Cuts:
         return None
 
     def write(self, number: int, cut: Cut, now: float) -> Path:
-        """Write a cut. After an error or a crash there is nothing, or a leftover that `clean` removes."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        temporary = self.path / f".tmp-{self._epoch}-{number}"
-        try:
-            (temporary / RANK).mkdir(parents=True)
-            files: dict[str, str] = {}
+        """Write a cut, all of it or nothing, and return its path."""
+        files: dict[str, str] = {}
+        with self._storage.publish(number, self._epoch) as folder:
             for part, tensors in cut.tensors.items():
                 payload = save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-                files[f"{RANK}/{part}.safetensors"] = _write(temporary / RANK / f"{part}.safetensors", payload)
+                name = f"{RANK}/{part}{SUFFIX}"
+                files[name] = _write(folder, name, payload)
             for part, source in cut.carried.items():
                 name, files_there = self.name(source, part), self.manifest(source).files
                 files[name] = files_there[name]
-                _link(self.path / str(source) / name, temporary / name)
-            files[f"{RANK}/{STATE}"] = _write(temporary / RANK / STATE, msgspec.json.encode(cut.state))
+                folder.link(name, self._storage.folder(source), name)
+            files[f"{RANK}/{STATE}"] = _write(folder, f"{RANK}/{STATE}", msgspec.json.encode(cut.state))
             manifest = CutManifest(
                 format=FORMAT,
                 number=number,
@@ -157,15 +153,8 @@ class Cuts:
                 schema=self._schema,
                 files=files,
             )
-            sync_directory(temporary / RANK)
-            write_durably(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-            sync_directory(temporary)
-            final = temporary.rename(self.path / str(number))
-        except (OSError, CutError):
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        sync_directory(self.path)
-        return final
+            folder.write(MANIFEST, _pretty(manifest))
+        return self.path / str(number)
 
     def part(self, number: int, part: str) -> dict[str, Tensor]:
         """Read one part of a cut; raises CutError when it is not what was written."""
@@ -179,55 +168,60 @@ class Cuts:
         Raises:
             CutError: a file cannot be read.
         """
-        folder, parts = self.path / str(manifest.number), dict[str, Mapping[str, Tensor]]()
+        folder, parts = self._storage.folder(manifest.number), dict[str, Mapping[str, Tensor]]()
         try:
             for name in manifest.files:
                 try:
                     if name.endswith(SUFFIX):
-                        parts[part_of(name)] = _Lazy(folder / name)
+                        parts[part_of(name)] = _Lazy(folder.local(name))
                 except (OSError, SafetensorError):
                     if not part_of(name).startswith(SEGMENT):
                         raise
-            return parts, msgspec.json.decode((folder / RANK / STATE).read_bytes())
+            return parts, msgspec.json.decode(folder.read(f"{RANK}/{STATE}"))
         except (OSError, SafetensorError, msgspec.MsgspecError) as exc:
             raise CutError(f"cut {manifest.number}: a part of it cannot be read: {exc}") from exc
 
     def replace(
-        self, manifest: CutManifest, parts: Mapping[str, Mapping[str, Tensor]], known: dict[str, tuple[Path, str]]
+        self, manifest: CutManifest, parts: Mapping[str, Mapping[str, Tensor]], known: dict[str, tuple[int, str, str]]
     ) -> None:
         """Put other tensors in place of parts of a cut, so that a crash leaves the old cut or the new one.
 
         Args:
             manifest: of the cut.
             parts: the new tensors.
-            known: new files and their digests, by the digest of the old one, which cuts may share; more are added.
+            known: cut, name and digest of new files by the digest of the old one, which cuts may share; more are added.
 
         Raises:
             OSError: it cannot be written.
         """
-        folder = self.path / str(manifest.number)
-        files = dict(manifest.files)
+        folder, files = self._storage.folder(manifest.number), dict(manifest.files)
         for part, tensors in parts.items():
             old = self.name(manifest.number, part)
             digest, name = files.pop(old), _next_name(folder, part)
             if (same := known.get(digest)) is not None:
-                _link(same[0], folder / name)
-                files[name] = same[1]
+                number, other, files[name] = same
+                folder.link(name, self._storage.folder(number), other)
             else:
                 payload = save_tensors({key: tensor.contiguous() for key, tensor in tensors.items()})
-                files[name] = _write(folder / name, payload)
-                known[digest] = folder / name, files[name]
-        sync_directory(folder / RANK)
+                files[name] = _write(folder, name, payload)
+                known[digest] = manifest.number, name, files[name]
         changed = msgspec.structs.replace(manifest, files=files)
-        replace_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(changed), indent=1))
+        folder.replace(MANIFEST, _pretty(changed))
         self.sweep(changed)
 
     def sweep(self, manifest: CutManifest) -> None:
         """Delete what is in a cut's directory and not in its manifest."""
-        folder = self.path / str(manifest.number)
-        for entry in (folder / RANK).iterdir():
-            if f"{RANK}/{entry.name}" not in manifest.files:
-                entry.unlink()
+        folder = self._storage.folder(manifest.number)
+        for name in folder.files().keys() - manifest.files - {MANIFEST}:
+            folder.remove(name)
+
+    def remove(self, number: int, name: str) -> None:
+        """Delete a file of a cut, if it is there."""
+        self._storage.folder(number).remove(name)
+
+    def delete(self, number: int) -> None:
+        """Delete a cut."""
+        self._storage.delete(number)
 
     def name(self, number: int, part: str) -> str:
         """Return the name of the file that has a part of a cut; raises CutError when there is none."""
@@ -237,19 +231,13 @@ class Cuts:
         raise CutError(f"cut {number}: it has no part {part}")
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep`; what a crash leaves of one that was renamed is for `clean`."""
+        """Delete all but the newest `keep`."""
         for number in self._by_age()[:-keep]:
-            discarded = (self.path / str(number)).rename(self.path / f".tmp-deleted-{number}")
-            shutil.rmtree(discarded, ignore_errors=True)
+            self.delete(number)
 
     def clean(self) -> None:
         """Remove what a crash left half-written or half-deleted."""
-        if self.path.exists():
-            for entry in self.path.iterdir():
-                if entry.is_dir() and not (entry / MANIFEST).exists():
-                    shutil.rmtree(entry, ignore_errors=True)
-            for leftover in self.path.glob(".tmp-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        self._storage.clean()
 
     def _by_age(self) -> list[int]:
         """Return the numbers of all cuts, the newest last: by epoch, then by number."""
@@ -264,11 +252,10 @@ class Cuts:
 
     def manifest(self, number: int) -> CutManifest:
         """Read what a cut says of itself; raises CutError when it cannot be read."""
-        path = self.path / str(number) / MANIFEST
         try:
-            return msgspec.json.decode(path.read_bytes(), type=CutManifest)
+            return msgspec.json.decode(self._storage.folder(number).read(MANIFEST), type=CutManifest)
         except (OSError, msgspec.MsgspecError) as exc:
-            raise CutError(f"cut {number}: {path} cannot be read: {exc}") from exc
+            raise CutError(f"cut {number}: {self.path / str(number) / MANIFEST} cannot be read: {exc}") from exc
 
     def _verified(self, manifest: CutManifest, *, lenient: bool) -> dict[str, bytes]:
         contents: dict[str, bytes] = {}
@@ -285,7 +272,7 @@ class Cuts:
         """Read a file of a cut; raises CutError when it does not have its digest."""
         path = self.path / str(manifest.number) / name
         try:
-            contents = path.read_bytes()
+            contents = self._storage.folder(manifest.number).read(name)
         except OSError as exc:
             raise CutError(f"cut {manifest.number}: cannot read {path}: {exc}") from exc
         if hashlib.sha256(contents).hexdigest() != manifest.files[name]:
@@ -298,24 +285,19 @@ def part_of(name: str) -> str:
     return name.removeprefix(f"{RANK}/").partition(".")[0]
 
 
-def _next_name(folder: Path, part: str) -> str:
+def _next_name(folder: Folder, part: str) -> str:
     """Return a name for a part that no file has yet."""
-    return next(name for n in count(1) if not (folder / (name := f"{RANK}/{part}.{n}{SUFFIX}")).exists())
+    taken = folder.files()
+    return next(name for n in count(1) if (name := f"{RANK}/{part}.{n}{SUFFIX}") not in taken)
 
 
-def _write(path: Path, payload: bytes) -> str:
-    write_durably(path, payload)
+def _write(folder: Folder, name: str, payload: bytes) -> str:
+    folder.write(name, payload)
     return hashlib.sha256(payload).hexdigest()
 
 
-def _link(source: Path, target: Path) -> None:
-    """Link to a file, or copy it where the file system has no links."""
-    try:
-        target.hardlink_to(source)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        write_durably(target, source.read_bytes())
+def _pretty(manifest: CutManifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
 
 
 def _parse(manifest: CutManifest, contents: Mapping[str, bytes]) -> Cut:

@@ -1,7 +1,6 @@
 """Takes what is forgotten out of all cuts that lie on the disk, and out of the disk tier's files."""
 
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +39,7 @@ class Eraser:
         self._cuts = cuts
         self._folder = folder
         self._forgotten = forgotten
-        self._known: dict[str, tuple[Path, str]] = {}
+        self._known: dict[str, tuple[int, str, str]] = {}
 
     def run(self, current: str | None = None) -> Erased:
         """Rewrite all cuts that have forgotten events; a cut of which that cannot be told is deleted.
@@ -59,7 +58,7 @@ class Eraser:
                 self._rewrite(self._cuts.manifest(number), done)
             except CutError as exc:
                 log.error("%s; it is deleted, since what was forgotten may be in it", exc)  # noqa: TRY400
-                shutil.rmtree(self._cuts.path / str(number))
+                self._cuts.delete(number)
         for path in sorted(self._folder.glob("*.rows")):
             _erase_unnamed(path, done.named, current)
         return done
@@ -72,7 +71,7 @@ class Eraser:
         tensors, state = self._cuts.open(manifest)
         for name in manifest.files:
             if part_of(name).startswith(SEGMENT) and part_of(name) not in tensors:
-                (self._cuts.path / str(manifest.number) / name).unlink(missing_ok=True)
+                self._cuts.remove(manifest.number, name)
         changed = without(tensors, state, self._forgotten)
         file = state.get("replay", {}).get("file")
         if changed:
@@ -96,7 +95,7 @@ class Eraser:
             if not part.startswith(SEGMENT):
                 raise
             log.error("%s; it is deleted, since what was forgotten is in it", exc)  # noqa: TRY400
-            (self._cuts.path / str(manifest.number) / self._cuts.name(manifest.number, part)).unlink()
+            self._cuts.remove(manifest.number, self._cuts.name(manifest.number, part))
             return None
 
 

@@ -56,6 +56,8 @@ class Cutter:
         self._written: object = None
         self.number = self._highest = max(cuts.numbers(), default=0)
         """The newest cut; numbers only grow."""
+        self.time = _time_of(cuts, self.number)
+        """When it was made, in seconds since 1970; None when there is none, or it does not say."""
         self.ill: str | None = None
         """One sentence when the last cut could not be written."""
 
@@ -139,10 +141,10 @@ class Cutter:
     def _write(self, number: int, moment: Moment, standing: object) -> None:
         """Write and prune. A full or read-only disk costs this cut, never the training nor the cuts before."""
         try:
-            begin = time.perf_counter()
-            self._cuts.write(number, self._cut(moment), time.time())
+            begin, now = time.perf_counter(), time.time()
+            self._cuts.write(number, self._cut(moment), now)
             self._metrics.cut.observe(time.perf_counter() - begin)  # not of one that failed: the count is of whole cuts
-            self.number, self._written = number, standing
+            self.number, self.time, self._written = number, now, standing
             self._segments = self._next_segments
             self._cuts.prune(self._keep)
         except (OSError, CutError) as exc:
@@ -162,3 +164,10 @@ class Cutter:
         self._next_segments = part.segments
         tensors, state = {**moment.tensors, **part.tensors}, {**moment.state, "replay": part.state}
         return Cut(moment.step, tensors, state, part.carried)
+
+
+def _time_of(cuts: Cuts, number: int) -> float | None:
+    try:
+        return cuts.manifest(number).time
+    except CutError:
+        return None

@@ -6,10 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from ingest.source import Source
-from learner.cut import MANIFEST, CutManifest
 from learner.cutter import Cutter
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
@@ -64,7 +61,6 @@ class Reporter:
         self._classification = classification
         self._sharing = sharing
         self._launcher = os.getppid() if launched else None
-        self._cut: tuple[int, float | None] = (0, None)
         self._started = time.time()
         self._ill: str | None = None
         self._due = 0.0
@@ -119,7 +115,7 @@ class Reporter:
             steps=loop.steps,
             steps_since_start=loop.steps - self._resumed_at,
             cut=self._cutter.number or None,
-            cut_time=self._cut_time(self._cutter.number),
+            cut_time=self._cutter.time,
             ill=self.ill(),
             notes=self.notes(),
             outcomes=loop.ledger.outcomes,
@@ -176,16 +172,6 @@ class Reporter:
     def _losses(self) -> dict[str, float]:
         now, overall = self._loop.prequential.loss, self._loop.prequential.overall_loss
         return {} if now is None or overall is None else {"now": now, "overall": overall}
-
-    def _cut_time(self, number: int) -> float | None:
-        """Return when a cut was made; its manifest is read once."""
-        if self._cut[0] != number:
-            try:
-                content = (self._state_dir / "cuts" / str(number) / MANIFEST).read_bytes()
-                self._cut = (number, msgspec.json.decode(content, type=CutManifest).time)
-            except (OSError, msgspec.MsgspecError):
-                self._cut = (number, None)
-        return self._cut[1]
 
     def _rates(self) -> dict[str, float]:
         then, now = self._marks[0], self._mark()

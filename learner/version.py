@@ -16,23 +16,22 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
 from learner.errors import VersionError
-from learner.files import replace_file, write_durably
+from learner.files import replace_file
+from learner.storage import MANIFEST, LocalStorage, Storage
 from learner.trained import Learned, Trained
-from replay.files import sync_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _T = TypeVar("_T")
-MANIFEST = "manifest.json"
 VERDICT = "verdict.json"
 STATE = "state.json"
 STATE_LOCK = "state.lock"
@@ -93,8 +92,10 @@ class RegistryState(msgspec.Struct, frozen=True):
 class Versions:
     """The directory `var/versions`. The learner writes it, serving reads it; several readers may be at work."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, storage: Storage | None = None) -> None:
+        """Take the directory, and where versions lie if that is elsewhere than `state.json`."""
         self.path = path
+        self._storage = storage or LocalStorage(path)
 
     def directory(self, number: int) -> Path:
         """Return the path of a version."""
@@ -102,38 +103,35 @@ class Versions:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all versions, rising."""
-        try:
-            names = [entry.name for entry in self.path.iterdir()]
-        except FileNotFoundError:
-            return []
-        return sorted(int(name) for name in names if name.isdigit() and (self.path / name / MANIFEST).exists())
+        return self._storage.numbers()
 
     def highest(self) -> int:
         """Return the highest number of any directory, whole or not; 0 when there is none."""
-        names = [entry.name for entry in self.path.iterdir()] if self.path.exists() else []
-        return max((int(name) for name in names if name.isdigit()), default=0)
+        return self._storage.highest()
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest; raises VersionError when it is missing or no manifest."""
-        path = self.directory(number) / MANIFEST
-        manifest = _read(path, Manifest)
+        manifest = self._document(number, MANIFEST, Manifest)
         if manifest.number != number:
-            raise VersionError(f"{path} is that of version {manifest.number}")
+            raise VersionError(f"{self.directory(number) / MANIFEST} is that of version {manifest.number}")
         return manifest
 
     def verdict(self, number: int) -> Verdict | None:
         """Read a verdict; None when there is none yet."""
-        path = self.directory(number) / VERDICT
-        return _read(path, Verdict) if path.exists() else None
+        return self._document(number, VERDICT, Verdict) if self.verdict_stamp(number) is not None else None
+
+    def verdict_stamp(self, number: int) -> object:
+        """Return what tells a version's verdict from a later one; None when there is none yet."""
+        return self._storage.folder(number).stamp(VERDICT)
 
     def write_verdict(self, number: int, verdict: Verdict) -> None:
         """Replace a verdict atomically; raises OSError, FileNotFoundError where the version has been deleted."""
-        replace_file(self.directory(number) / VERDICT, msgspec.json.encode(verdict))
+        self._storage.folder(number).replace(VERDICT, msgspec.json.encode(verdict))
 
     def state(self) -> RegistryState:
         """Read what serving serves; the empty state when nothing was written yet."""
         path = self.path / STATE
-        return _read(path, RegistryState) if path.exists() else RegistryState()
+        return _decoded(path, path.read_bytes, RegistryState) if path.exists() else RegistryState()
 
     def write_state(self, state: RegistryState) -> None:
         """Replace `state.json` atomically."""
@@ -156,11 +154,11 @@ class Versions:
 
     def contents(self, manifest: Manifest) -> dict[str, bytes]:
         """Read a version's files; raises VersionError unless all are there and have their digests."""
-        directory = self.directory(manifest.number)
+        directory, folder = self.directory(manifest.number), self._storage.folder(manifest.number)
         contents: dict[str, bytes] = {}
         for name, digest in manifest.files.items():
             try:
-                contents[name] = (directory / name).read_bytes()
+                contents[name] = folder.read(name)
             except OSError as exc:
                 raise VersionError(f"version {manifest.number}: cannot read {directory / name}: {exc}") from exc
             if hashlib.sha256(contents[name]).hexdigest() != digest:
@@ -181,53 +179,40 @@ class Versions:
             raise VersionError(f"version {manifest.number}: {directory / WEIGHTS} is not safetensors: {exc}") from exc
 
     def write(self, weights: Mapping[str, "Tensor"], manifest: Manifest, verdict: Verdict) -> Path:
-        """Write a version: files, fsync, manifest last, one rename. `manifest.files` is filled in here.
-
-        A crash before the rename leaves a temporary directory that the next `clean` removes; after it, the version
-        exists whole.
-        """
+        """Write a version, all of it or nothing, and return its path. `manifest.files` is filled in here."""
         from safetensors.torch import save as save_tensors
 
-        self.path.mkdir(parents=True, exist_ok=True)
-        temporary = self.path / f".tmp-{manifest.epoch}-{manifest.number}"
-        final = self.directory(manifest.number)
         payload = save_tensors(_apart(weights))
         files = {WEIGHTS: hashlib.sha256(payload).hexdigest()}
-        try:
-            temporary.mkdir()
-            write_durably(temporary / WEIGHTS, payload)
-            write_durably(temporary / VERDICT, msgspec.json.encode(verdict))
-            write_durably(temporary / MANIFEST, _pretty(msgspec.structs.replace(manifest, files=files)))
-            sync_directory(temporary)
-            temporary.rename(final)
-        except OSError:
-            # A disk that is full should not stay so.
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        sync_directory(self.path)
-        return final
+        with self._storage.publish(manifest.number, manifest.epoch) as folder:
+            folder.write(WEIGHTS, payload)
+            folder.write(VERDICT, msgspec.json.encode(verdict))
+            folder.write(MANIFEST, _pretty(msgspec.structs.replace(manifest, files=files)))
+        return self.directory(manifest.number)
+
+    def size_bytes(self, number: int) -> int:
+        """Return how much a version takes; 0 when there is none."""
+        return sum(self._storage.folder(number).files().values())
 
     def clean(self) -> None:
         """Remove what a crash left half-written. Only the learner that holds the lock may call it."""
-        if self.path.exists():
-            for leftover in self.path.glob(".tmp-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        self._storage.clean()
 
     def delete(self, number: int) -> None:
-        """Remove a version: by one rename it does not exist, and what a crash leaves of it then is for `clean`."""
-        discarded = self.path / f".tmp-deleted-{number}"
-        with contextlib.suppress(FileNotFoundError):
-            self.directory(number).rename(discarded)
-        shutil.rmtree(discarded, ignore_errors=True)
+        """Remove a version, if it is there."""
+        self._storage.delete(number)
+
+    def _document(self, number: int, name: str, kind: type[_T]) -> _T:
+        return _decoded(self.directory(number) / name, partial(self._storage.folder(number).read, name), kind)
 
 
 def _pretty(value: msgspec.Struct) -> bytes:
     return json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False).encode()
 
 
-def _read(path: Path, kind: type[_T]) -> _T:
+def _decoded(path: Path, read: Callable[[], bytes], kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read(), type=kind)
     except FileNotFoundError as exc:
         raise VersionError(f"{path} does not exist") from exc
     except (msgspec.MsgspecError, OSError) as exc:

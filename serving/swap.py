@@ -17,7 +17,7 @@ import msgspec
 
 from learner.errors import VersionError
 from learner.trained import Trained
-from learner.version import MANIFEST, Manifest, RegistryState
+from learner.version import Manifest, RegistryState
 from serving.choice import Choice
 from serving.errors import ConflictError
 from serving.freshness import Unserved
@@ -169,7 +169,7 @@ class Swap:
 
         `back` says that it may have learned less than what is served.
         """
-        stamp = self._choice.verdict_stamp(number)
+        stamp = self._versions.verdict_stamp(number)
         if self._passed_over.get(number, ()) == stamp:
             return False
         version = self._load(number, back=back)
@@ -220,7 +220,7 @@ class Swap:
             self._check(manifest, number, back=back)
             return load_version(self._deployment, manifest, self._max_batch)
         except (VersionError, OSError) as exc:
-            if (self._versions.directory(number) / MANIFEST).exists():  # else the learner has just deleted it
+            if number in self._versions.numbers():  # else the learner has just deleted it
                 self._metrics.swap("refused")
                 self._complain("version", f"a version is refused: {exc}")
                 self._refuse(number, str(exc))

@@ -35,7 +35,7 @@ from learner.config import (
     ShareSettings,
     VersionsSettings,
 )
-from learner.cut import MANIFEST, Cuts
+from learner.cut import Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.embedding import Embedding
@@ -52,6 +52,7 @@ from learner.replay_cut import unpack
 from learner.scorer import Scorer
 from learner.session import Deployment, learn
 from learner.sharing import Terms
+from learner.storage import MANIFEST
 from learner.strategies import STRATEGIES
 from learner.strategies.der import DarkReplayPlus
 from learner.strategy import Examples, Strategy, kept

@@ -11,7 +11,7 @@ import torch
 from ingest.block import TopicPartition
 from ingest.fake import fake_columns
 from ingest.schema import Schema
-from learner import cut as cut_module
+from learner import storage
 from learner.cut import Cut, Cuts
 from learner.cut_eraser import Eraser
 from learner.forgotten_cut import named_slots, remembered
@@ -153,8 +153,8 @@ def test_a_crash_at_any_moment_leaves_cuts_that_can_be_read(
         return act
 
     with monkeypatch.context() as patched:
-        patched.setattr(cut_module, "write_durably", dying(cut_module.write_durably))
-        patched.setattr(cut_module, "replace_file", dying(cut_module.replace_file))
+        patched.setattr(storage, "write_durably", dying(storage.write_durably))
+        patched.setattr(storage, "replace_file", dying(storage.replace_file))
         with pytest.raises(OSError, match="No space"):
             pipeline.erase()
     for number in pipeline.cuts.numbers():

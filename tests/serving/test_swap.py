@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from learner.files import replace_file
+from learner.storage import MANIFEST
 from learner.trained import Learned
-from learner.version import MANIFEST, VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
+from learner.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
 from serving import notice, served
 from serving.errors import ConflictError, UnknownError
 from serving.metrics import Metrics

@@ -1,0 +1,264 @@
+"""What every storage of cuts and versions promises, whatever it is made of; and that nothing goes round it."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner import storage as storage_module
+from learner.cut import Cut, Cuts
+from learner.errors import CutError, VersionError
+from learner.storage import MANIFEST, Folder, LocalStorage, Storage
+from learner.version import Manifest, ModelReference, Verdict, Versions
+
+Objects = dict[str, tuple[int, bytes]]
+"""Contents by name, each with what tells it from what was there before."""
+
+
+class MemoryFolder:
+    """Objects of one prefix; what is read in parts is copied to a file first."""
+
+    def __init__(self, objects: Objects, stamps: Iterator[int], fetched: Path) -> None:
+        self._objects, self._stamps, self._fetched = objects, stamps, fetched
+
+    def files(self) -> Mapping[str, int]:
+        return {name: len(content) for name, (_, content) in self._objects.items()}
+
+    def stamp(self, name: str) -> object:
+        return self._objects[name][0] if name in self._objects else None
+
+    def read(self, name: str) -> bytes:
+        if name not in self._objects:
+            raise FileNotFoundError(name)
+        return self._objects[name][1]
+
+    def local(self, name: str) -> Path:
+        path = self._fetched / f"{self.stamp(name)}"
+        path.write_bytes(self.read(name))
+        return path
+
+    def write(self, name: str, content: bytes) -> None:
+        self._objects[name] = next(self._stamps), content
+
+    def link(self, name: str, source: Folder, other: str) -> None:
+        self.write(name, source.read(other))
+
+    def replace(self, name: str, content: bytes) -> None:
+        if not self._objects:
+            raise FileNotFoundError(name)
+        self.write(name, content)
+
+    def remove(self, name: str) -> None:
+        self._objects.pop(name, None)
+
+
+class MemoryStorage:
+    """An object store in miniature: it has neither renames nor links, and a folder is there once its manifest is."""
+
+    def __init__(self, fetched: Path) -> None:
+        fetched.mkdir()
+        self._folders: dict[int, Objects] = {}
+        self._stamps, self._fetched = itertools.count(), fetched
+
+    def numbers(self) -> list[int]:
+        return sorted(number for number, objects in self._folders.items() if MANIFEST in objects)
+
+    def highest(self) -> int:
+        return max(self._folders, default=0)
+
+    def folder(self, number: int) -> MemoryFolder:
+        return MemoryFolder(self._folders.get(number, {}), self._stamps, self._fetched)
+
+    @contextlib.contextmanager
+    def publish(self, number: int, epoch: int) -> Iterator[Folder]:
+        if number in self._folders:
+            raise FileExistsError(str(number))
+        objects: Objects = {}
+        yield MemoryFolder(objects, self._stamps, self._fetched)
+        self._folders[number] = objects
+
+    def delete(self, number: int) -> None:
+        self._folders.pop(number, None)
+
+    def clean(self) -> None:
+        for number in {*self._folders} - {*self.numbers()}:
+            self.delete(number)
+
+
+MAKERS: dict[str, Callable[[Path], Storage]] = {
+    "local": lambda path: LocalStorage(path / "local"),
+    "memory": lambda path: MemoryStorage(path / "fetched"),
+}
+
+
+@pytest.fixture(params=MAKERS.values(), ids=MAKERS)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    made: Storage = request.param(tmp_path)
+    return made
+
+
+def publish(storage: Storage, number: int, **files: bytes) -> Folder:
+    with storage.publish(number, 1) as folder:
+        for name, content in files.items():
+            folder.write(name, content)
+        folder.write(MANIFEST, b"{}")
+    return storage.folder(number)
+
+
+def test_nothing_is_there_at_first(storage: Storage) -> None:
+    assert (storage.numbers(), storage.highest(), storage.folder(1).files()) == ([], 0, {})
+    assert storage.folder(1).stamp(MANIFEST) is None
+    storage.delete(1)
+    storage.clean()
+
+
+def test_a_folder_is_there_when_it_is_published_and_not_before(storage: Storage) -> None:
+    with storage.publish(10, 1) as folder:
+        folder.write("rank-0/a", b"one")
+        folder.write(MANIFEST, b"{}")
+        assert storage.numbers() == []
+        assert storage.folder(10).files() == {}
+    assert storage.numbers() == [10]
+    assert storage.folder(10).files() == {"rank-0/a": 3, MANIFEST: 2}
+    assert storage.folder(10).read("rank-0/a") == storage.folder(10).local("rank-0/a").read_bytes() == b"one"
+    publish(storage, 9)
+    assert storage.numbers() == [9, 10]
+    assert storage.highest() == 10
+
+
+def test_an_error_leaves_nothing_and_the_number_can_be_given_again(storage: Storage) -> None:
+    with contextlib.suppress(ZeroDivisionError), storage.publish(1, 1) as folder:
+        folder.write(MANIFEST, b"{}")
+        raise ZeroDivisionError
+    assert (storage.numbers(), storage.highest()) == ([], 0)
+    publish(storage, 1)
+    assert storage.numbers() == [1]
+
+
+def test_a_number_is_given_once(storage: Storage) -> None:
+    publish(storage, 1, a=b"first")
+    with pytest.raises(OSError, match="1"):
+        publish(storage, 1, a=b"second")
+    assert storage.folder(1).read("a") == b"first"
+
+
+def test_writers_of_two_epochs_do_not_disturb_each_other(storage: Storage) -> None:
+    with storage.publish(1, 1) as stale, storage.publish(2, 2) as folder:
+        stale.write("a", b"stale")
+        folder.write("a", b"new")
+        for each in (stale, folder):
+            each.write(MANIFEST, b"{}")
+    assert [storage.folder(number).read("a") for number in (1, 2)] == [b"stale", b"new"]
+
+
+def test_what_is_linked_stays_when_its_source_is_deleted_or_replaced(storage: Storage) -> None:
+    source = publish(storage, 1, a=b"shared")
+    with storage.publish(2, 1) as folder:
+        folder.link("rank-0/a", source, "a")
+        folder.write(MANIFEST, b"{}")
+    source.replace("a", b"changed")
+    assert storage.folder(2).read("rank-0/a") == b"shared"
+    storage.delete(1)
+    assert storage.numbers() == [2]
+    assert storage.folder(2).read("rank-0/a") == b"shared"
+    with pytest.raises(FileNotFoundError):
+        storage.folder(2).link("b", storage.folder(1), "a")
+
+
+def test_a_file_that_takes_the_place_of_another_is_told_from_it(storage: Storage) -> None:
+    folder = publish(storage, 1, a=b"old")
+    before = folder.stamp("a")
+    assert before == folder.stamp("a") is not None
+    folder.replace("a", b"new")
+    assert folder.read("a") == b"new"
+    assert folder.stamp("a") not in (before, None)
+
+
+def test_what_is_not_there_is_an_error_to_read_and_to_replace_and_none_to_remove(storage: Storage) -> None:
+    folder = publish(storage, 1)
+    folder.remove("a")
+    with pytest.raises(FileNotFoundError):
+        folder.read("a")
+    storage.delete(1)
+    with pytest.raises(FileNotFoundError):
+        storage.folder(1).replace(MANIFEST, b"{}")
+    assert storage.numbers() == []
+
+
+def test_a_folder_that_lost_its_manifest_does_not_exist_and_is_cleaned_away(storage: Storage) -> None:
+    publish(storage, 1)
+    publish(storage, 2, a=b"half").remove(MANIFEST)
+    assert (storage.numbers(), storage.highest()) == ([1], 2)
+    storage.clean()
+    assert (storage.numbers(), storage.highest()) == ([1], 1)
+
+
+def test_a_cut_and_those_that_carry_its_parts_are_read_back(storage: Storage, tmp_path: Path) -> None:
+    def events(begin: int) -> dict[str, torch.Tensor]:
+        return {"index": torch.arange(begin, begin + 9)}
+
+    cuts = Cuts(tmp_path / "nowhere", "digest", 3, storage)
+    cuts.write(1, Cut(10, {"model": {"w": torch.ones(9)}, "segment-1": events(0)}, {"steps": 10}), 1.0)
+    cuts.write(2, Cut(20, {"model": {"w": torch.zeros(9)}}, {"steps": 20}, {"segment-1": 1}), 2.0)
+    cuts.prune(1)
+    found = cuts.newest()
+    assert found is not None
+    assert (found[0], found[1].step, found[1].state) == (2, 20, {"steps": 20})
+    assert found[1].tensors["segment-1"]["index"].tolist() == list(range(9))
+    manifest = cuts.manifest(2)
+    cuts.replace(manifest, {"segment-1": events(100)}, {})
+    tensors, state = cuts.open(cuts.manifest(2))
+    assert state == {"steps": 20}
+    assert tensors["segment-1"]["index"].tolist() == list(range(100, 109))
+    assert set(storage.folder(2).files()) == {*cuts.manifest(2).files, MANIFEST}
+    storage.folder(2).replace("rank-0/model.safetensors", b"torn")
+    with pytest.raises(CutError, match="does not have its digest"):
+        cuts.part(2, "model")
+    assert cuts.newest() is None
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_version_is_judged_anew_and_deleted(storage: Storage, tmp_path: Path) -> None:
+    versions = Versions(tmp_path / "nowhere", storage)
+    manifest = Manifest(
+        number=1,
+        epoch=3,
+        parent=None,
+        time=1.0,
+        step=10,
+        trained_through={},
+        metrics={},
+        schema="digest",
+        encoders={},
+        model=ModelReference("m:build", {}, "regression"),
+        files={},
+    )
+    versions.write({"w": torch.ones(9)}, manifest, Verdict("abstain"))
+    assert versions.weights(versions.manifest(1))["w"].tolist() == [1.0] * 9
+    assert versions.size_bytes(1) > 36
+    before = versions.verdict_stamp(1)
+    versions.write_verdict(1, Verdict("pass"))
+    assert versions.verdict(1) == Verdict("pass")
+    assert versions.verdict_stamp(1) != before
+    versions.delete(1)
+    assert (versions.numbers(), versions.verdict(1), versions.size_bytes(1)) == ([], None, 0)
+    with pytest.raises(VersionError, match="does not exist"):
+        versions.manifest(1)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_where_there_are_no_links_a_file_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    storage = LocalStorage(tmp_path / "local")
+    source = publish(storage, 1, a=b"shared")
+    monkeypatch.setattr(storage_module.Path, "hardlink_to", refused)
+    with storage.publish(2, 1) as folder:
+        folder.link("a", source, "a")
+        folder.write(MANIFEST, b"{}")
+    assert storage.folder(2).read("a") == b"shared"
+    assert storage.folder(2).stamp("a") != source.stamp("a")
