@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from learner.errors import CutError
 from learner.storage import MANIFEST, Folder, LocalStorage, Storage
+from learner.tensor_file import Piece, digest_of, pieces_of
 
 STATE = "state.json"
 FORMAT = 3
@@ -136,9 +136,8 @@ class Cuts:
         files: dict[str, str] = {}
         with self._storage.publish(number, self._epoch) as folder:
             for part, tensors in cut.tensors.items():
-                payload = save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
                 name = f"{RANK}/{part}{SUFFIX}"
-                files[name] = _write(folder, name, payload)
+                files[name] = _write(folder, name, *_pieces(tensors))
             for part, source in cut.carried.items():
                 name, files_there = self.name(source, part), self.manifest(source).files
                 files[name] = files_there[name]
@@ -202,8 +201,7 @@ class Cuts:
                 number, other, files[name] = same
                 folder.link(name, self._storage.folder(number), other)
             else:
-                payload = save_tensors({key: tensor.contiguous() for key, tensor in tensors.items()})
-                files[name] = _write(folder, name, payload)
+                files[name] = _write(folder, name, *_pieces(tensors))
                 known[digest] = manifest.number, name, files[name]
         changed = msgspec.structs.replace(manifest, files=files)
         folder.replace(MANIFEST, _pretty(changed))
@@ -291,9 +289,13 @@ def _next_name(folder: Folder, part: str) -> str:
     return next(name for n in count(1) if (name := f"{RANK}/{part}.{n}{SUFFIX}") not in taken)
 
 
-def _write(folder: Folder, name: str, payload: bytes) -> str:
-    folder.write(name, payload)
-    return hashlib.sha256(payload).hexdigest()
+def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    return pieces_of({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _write(folder: Folder, name: str, *pieces: Piece) -> str:
+    folder.write(name, *pieces)
+    return digest_of(pieces)
 
 
 def _pretty(manifest: CutManifest) -> bytes:

@@ -6,10 +6,11 @@ from pathlib import Path
 from replay.files import sync_directory
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, *pieces: bytes | memoryview) -> None:
     """Write a file and fsync it."""
     with path.open("wb") as file:
-        file.write(content)
+        for piece in pieces:
+            file.write(piece)
         file.flush()
         os.fsync(file.fileno())
 

@@ -37,7 +37,7 @@ class Folder(Protocol):
         """Return a file of this host with the same contents, to read parts of."""
         ...
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
         """Write a file that is not there yet; it survives a crash once the folder is published or one replaced."""
         ...
 
@@ -114,9 +114,9 @@ class LocalFolder:
         """Return the file itself."""
         return self.path / name
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
         """Write a file and fsync it."""
-        write_durably(self._place(name), content)
+        write_durably(self._place(name), *pieces)
 
     def link(self, name: str, source: Folder, other: str) -> None:
         """Make a hard link, or a copy where the file system has no links."""

@@ -180,12 +180,12 @@ class Versions:
 
     def write(self, weights: Mapping[str, "Tensor"], manifest: Manifest, verdict: Verdict) -> Path:
         """Write a version, all of it or nothing, and return its path. `manifest.files` is filled in here."""
-        from safetensors.torch import save as save_tensors
+        from learner.tensor_file import digest_of, pieces_of
 
-        payload = save_tensors(_apart(weights))
-        files = {WEIGHTS: hashlib.sha256(payload).hexdigest()}
+        pieces = pieces_of(_apart(weights))
+        files = {WEIGHTS: digest_of(pieces)}
         with self._storage.publish(manifest.number, manifest.epoch) as folder:
-            folder.write(WEIGHTS, payload)
+            folder.write(WEIGHTS, *pieces)
             folder.write(VERDICT, msgspec.json.encode(verdict))
             folder.write(MANIFEST, _pretty(msgspec.structs.replace(manifest, files=files)))
         return self.directory(manifest.number)

@@ -144,11 +144,11 @@ def test_a_crash_at_any_moment_leaves_cuts_that_can_be_read(
     writes: list[Path] = []
 
     def dying(write: Callable[..., None]) -> Callable[..., None]:
-        def act(path: Path, content: bytes) -> None:
+        def act(path: Path, *pieces: bytes) -> None:
             if len(writes) == crash:
                 raise OSError(28, "No space left on device")
             writes.append(path)
-            write(path, content)
+            write(path, *pieces)
 
         return act
 

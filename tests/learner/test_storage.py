@@ -40,8 +40,8 @@ class MemoryFolder:
         path.write_bytes(self.read(name))
         return path
 
-    def write(self, name: str, content: bytes) -> None:
-        self._objects[name] = next(self._stamps), content
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        self._objects[name] = next(self._stamps), b"".join(pieces)
 
     def link(self, name: str, source: Folder, other: str) -> None:
         self.write(name, source.read(other))
