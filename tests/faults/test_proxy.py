@@ -1,5 +1,6 @@
 """Whatever becomes of the way to the broker or to Redis: training goes on, and what is counted adds up."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.faults.kills import CODE, ROW, TEXT, accounts
-from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
+from tests.faults.pipeline import Pipeline, Supervised, make_topic, producer, send
 from tests.faults.proxy import Fault, Proxy
 from tests.pipelines import adds_up, encoded, total
 
@@ -39,7 +40,18 @@ capacity = 3000
 device_bytes = 0
 disk = {bytes = "4MB"}
 """
-LINEAR = "from torch import nn\ndef build():\n    return nn.Linear(64, 3)\n"
+PICKY = """
+from torch import nn
+
+class Picky(nn.Linear):
+    def forward(self, x):
+        if not ((x == 0) | (x == 1)).all():
+            raise ValueError("a row that no event had")
+        return super().forward(x)
+
+def build():
+    return Picky(64, 3)
+"""
 
 
 @pytest.mark.slow
@@ -64,8 +76,9 @@ def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_brok
                 wanted = (place + 1) * EVENTS
                 report = learner.wait_for(lambda report, n=wanted: total(report) == n, f"all events of {fault}")
                 proxy.heal()
-            learner.wait_for(lambda report: not report.ill, "health")
+            report = learner.wait_for(lambda report: not report.ill, "health")
             assert proxy.connections > 3
+    assert report.steps == report.steps_since_start, "it was started again"
     assert adds_up(report)
     assert report.outcomes["trained"] == wanted
     assert (accounts(pipeline) == 1).all()
@@ -80,7 +93,7 @@ def test_events_are_replayed_from_the_disk_whatever_becomes_of_the_way_to_redis(
     messages = encoded({"x": [float(i % 3 == k % 3) for k in range(64)], "y": i % 3} for i in range(EVENTS))
     with Proxy(f"127.0.0.1:{mortal_redis.port}") as proxy:
         text = REPLAYING + f'redis = {{url = "redis://{proxy.address}/0", bytes = "20MB"}}\n'
-        pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, text)
+        pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, PICKY, text)
         with Supervised(pipeline) as learner:
             for name, fault in {"none": Fault(), **FAULTS}.items():
                 proxy.suffer(fault)
@@ -99,3 +112,23 @@ def test_events_are_replayed_from_the_disk_whatever_becomes_of_the_way_to_redis(
     assert adds_up(report)
     assert report.outcomes["trained"] == report.replay_rows["disk"] == sent
     assert report.replay_lost == 0
+
+
+def test_an_event_whose_acknowledgement_is_lost_is_sent_again_and_is_there_once(
+    kafka: Any, consume_all: Callable[..., list[Any]]
+) -> None:
+    topic = make_topic(kafka.bootstrap, "acknowledged")
+    with Proxy(kafka.bootstrap) as proxy, producer(proxy.address, topic) as sender:
+        sender.send(b"first")
+        sender.flush()
+        connections = proxy.connections
+        proxy.suffer(Fault(delay_seconds=2))
+        sender.send(b"second")
+        assert len(consume_all(kafka.bootstrap, topic, 2)) == 2
+        proxy.suffer(Fault(cut=True))
+        assert sender.acknowledged == 1, "the acknowledgement was not late enough"
+        proxy.heal()
+        sender.flush()
+        assert sender.acknowledged == 2
+        assert proxy.connections > connections
+    assert [record.value for record in consume_all(kafka.bootstrap, topic, 2)] == [b"first", b"second"]
