@@ -89,6 +89,8 @@ class Publisher:
         """Of the newest version of this process."""
         self._highest = max(versions.highest(), *(n or 0 for n in _remembered(versions)))
         self._scored: tuple[GuardRows, Mapping[str, Tensor]] | None = None
+        self._hours: dict[int, int] = {}
+        """Of versions beyond `keep`, counted from 1970."""
         self.evaluation = Evaluation()
         """Of the newest version, whatever its verdict."""
         self.retention = Retention()
@@ -246,10 +248,11 @@ class Publisher:
                 self._versions.delete(number)
 
     def _hourly(self, numbers: list[int]) -> set[int]:
-        """Return the last version of each of the newest `keep_hourly` hours among `numbers`."""
-        last: dict[int, int] = {}
-        for number in numbers:
-            last[int(self._versions.manifest(number).time // 3600)] = number
+        """Return the last version of each of the newest `keep_hourly` hours; each manifest is read once."""
+        self._hours = {
+            number: self._hours.get(number) or int(self._versions.manifest(number).time // 3600) for number in numbers
+        }
+        last = {hour: number for number, hour in self._hours.items()}
         return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
 
 

@@ -191,6 +191,18 @@ def test_the_last_version_of_an_hour_is_kept(make_bench: Callable[..., Bench], m
     assert bench.versions.numbers()[-2:] == [9, 10]
 
 
+def test_the_manifest_of_an_old_version_is_read_once(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, read, manifest = make_bench(keep=2, keep_hourly=2), list[int](), Versions.manifest
+    bench.versions.write_state(RegistryState(serving=2, previous=3))
+    monkeypatch.setattr(Versions, "manifest", lambda self, number: (read.append(number), manifest(self, number))[1])
+    for _ in range(6):
+        bench.publish()
+    assert {1, 2, 3} < set(read)
+    assert len(read) == len(set(read))
+
+
 def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
