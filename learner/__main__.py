@@ -1,6 +1,7 @@
 """`python -m learner -c pipeline.toml`: the learner by itself. Exit codes are those of `anabranch.daemon.Exit`.
 
-With `learner.replicas` it launches so many ranks of itself, each of which is told the folder where they meet.
+With `learner.replicas` or `learner.hosts` it launches ranks of itself, each of which is told a folder that says where
+they meet.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     codes: list[int | None] = []
 
     def learn_or_launch(config: "Config", stop: threading.Event) -> None:
-        if config.pipeline.learner.replicas == 1:
+        if config.pipeline.learner.replicas == config.pipeline.learner.hosts == 1:
             codes.append(0)
             learn_config(config, stop)
         else:
@@ -48,21 +49,30 @@ def learn_config(config: "Config", stop: threading.Event) -> None:
 
 
 def _launch(config: "Config", stop: threading.Event) -> int | None:
-    """Run all ranks; return the exit code that rank 0 has told."""
+    """Run all ranks of this host; return the exit code that rank 0 has told."""
+    # Torch writes a page of C++ frames when a host is gone, of which we say one sentence.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from learner.hosts import meet_hosts
     from learner.launcher import launch
 
     settings = config.pipeline.learner
     command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path))
-    return launch(settings.replicas, command, stop, settings.stop_timeout)
+    with meet_hosts(settings, _alike(config)) as hosts:
+        return launch(settings, hosts, command, stop)
+
+
+def _alike(config: "Config") -> "dict[str, object]":
+    """Return what ranks take from other sections than the learner's, so that it is to be the same on all hosts."""
+    pipeline = config.pipeline
+    replay = pipeline.replay.model_dump(mode="json", include={"admission", "sampling"})
+    sections = {"[schema]": pipeline.events, "[model]": pipeline.model}
+    whole = {name: section.model_dump(mode="json") for name, section in sections.items()}
+    return {"name": pipeline.name, "seed": pipeline.seed, "[replay]": replay, **whole}
 
 
 def _rank(group: Path, arguments: list[str]) -> int:
-    """Be the rank that the agent's environment says, and return the exit code by which the agent restarts or not."""
-    from learner.launcher import MEETING, REFUSED, stop_with_launcher, write_outcome
-    from learner.replicas import Place
-
-    rank, starts = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
-    place = Place(rank, int(os.environ["WORLD_SIZE"]), group / f"{MEETING}-{starts}")
+    """Be one of the ranks that the launcher starts, and return the exit code by which it starts all again or not."""
+    from learner.launcher import REFUSED, stop_with_launcher, take_place, write_outcome
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
         from learner.errors import RankLostError
@@ -70,14 +80,15 @@ def _rank(group: Path, arguments: list[str]) -> int:
         from learner.session import learn
 
         stop_with_launcher(stop)
+        place = take_place(group, config.pipeline.learner)
         try:
-            (learn if rank == 0 else follow_leader)(_deployment(config), stop, place)
+            (learn if place.rank == 0 else follow_leader)(_deployment(config), stop, place)
         except RankLostError as exc:
-            log.error("rank %d ends: %s", rank, exc)  # noqa: TRY400 the sentence says all
+            log.error("rank %d ends: %s", place.rank, exc)  # noqa: TRY400 the sentence says all
             sys.exit(1)
 
     code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
-    if rank == 0 or code in REFUSED:
+    if os.environ["RANK"] == "0" or code in REFUSED:
         write_outcome(group, code)
     return 0 if code in REFUSED else code
 

@@ -155,6 +155,16 @@ class LearnerSettings(Section):
     """Whether the model goes through torch's compiler; where that fails, it runs as it is, with a warning."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
     """Processes on this host that train the model together, each on a CUDA device of its own, or all on the CPU."""
+    hosts: Annotated[int, Field(ge=1, le=256)] = 1
+    """Hosts that train the model together, each with its `replicas`."""
+    host_rank: Annotated[int, Field(ge=0)] = 0
+    """Which of the hosts this one is, from 0 on: host 0 reads the stream and has the state directory, and leads."""
+    rendezvous: Annotated[str, AfterValidator(_host_and_port)] | None = None
+    """Address of host 0, as `HOST:PORT`, at which it listens for the others; wanted with `hosts` above 1."""
+    interface: str | None = None
+    """Network interface of this host over which replicas talk to those of other hosts, such as `eth0`; likewise."""
+    join_timeout: PositiveDuration = timedelta(minutes=1)
+    """How long a start waits for hosts that are not there, before it goes on with those that are."""
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """How replicas compress the gradients that they exchange: `bf16` and `fp16` halve them, `powersgd` sends factors
     of them."""
@@ -177,10 +187,14 @@ class LearnerSettings(Section):
     status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"
     """Address of the learner's `/metrics` and `/healthz`; off loopback `serving.tokens.read` is required."""
 
-    @property
-    def step_size(self) -> int:
-        """New events a step, of all replicas."""
-        return self.batch_size * self.replicas
+    @model_validator(mode="after")
+    def _hosts_can_meet(self) -> Self:
+        if self.host_rank >= self.hosts:
+            raise ValueError(f"host_rank = {self.host_rank}, but hosts = {self.hosts}: it is below that")
+        if self.hosts > 1 and (self.rendezvous is None or self.interface is None):
+            lacking = "rendezvous" if self.rendezvous is None else "interface"
+            raise ValueError(f"hosts = {self.hosts} needs {lacking}")
+        return self
 
 
 class VersionsSettings(Section):

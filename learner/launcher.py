@@ -1,18 +1,22 @@
 """Starts the ranks of a learner under torch's elastic agent, which is what torchrun runs.
 
-The agent starts all ranks again when one dies, a few times; they go on from the newest cut. It runs in a thread: a
-signal is for the launcher, which then writes into the pipe that is stdin of every rank: rank 0 stops in order, and
-tells the others. Where the pipe ends without a word the launcher was killed, and all ranks end at once, as it did:
-whoever starts it again finds none of them in the way.
+When a rank dies the agent ends the others of this host, and all are started again, a few times; they go on from the
+newest cut. So are they when a host is gone, or comes. The agent runs in a thread: a signal is for the launcher, which
+then writes into the pipe that is stdin of every rank: rank 0 stops in order, and tells the others. Where the pipe ends
+without a word the launcher was killed, and all ranks end at once, as it did: whoever starts it again finds none of them
+in the way.
 """
 
+import json
 import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -20,13 +24,23 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from learner.config import LearnerSettings
+from learner.hosts import Change, Hosts
+from learner.replicas import Meeting, Place
+from learner.voice import Round
+
 _RESTARTS = 3
+_IN_A_ROW = timedelta(minutes=10)
+"""Ranks that have lived for so long have not died in a row with those before them."""
 _NOWHERE = "127.0.0.1"
-"""The agent wants an address at which ranks may meet; they meet at a file."""
+"""The agent wants an address at which ranks may meet; they meet elsewhere."""
 _LOOK_SECONDS = 0.1
 _BEYOND_STOP_TIMEOUT = timedelta(seconds=3)
+_PATIENCE = timedelta(seconds=10)
+"""In which ranks see for themselves that others are gone."""
 _ENOUGH = 4096
-MEETING = "meeting"
+_MEETING = "meeting"
+_SEAT = "seat.json"
 OUTCOME = "outcome"
 REFUSED = frozenset({2, 3})
 """Exit codes that starting again cannot mend."""
@@ -34,23 +48,86 @@ REFUSED = frozenset({2, 3})
 log = logging.getLogger(__name__)
 
 
-def launch(ranks: int, command: Sequence[str], stop: threading.Event, stop_timeout: timedelta) -> int | None:
-    """Run N ranks of `command --group FOLDER` until they end by themselves, or `stop` is set.
+class _End(NamedTuple):
+    """How a round ended on this host."""
+
+    code: int | None
+    """Which rank 0 left, or one that refused; None: there is none, or ranks died."""
+    change: Change
+    """What ended it, if not a rank."""
+    over: bool
+    """Whether no rank is left."""
+
+
+def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop: threading.Event) -> int | None:
+    """Run the ranks of this host, each as `command --group FOLDER`, until they end by themselves or `stop` is set.
 
     Returns:
         The exit code that a rank left in the folder; None when none did, or ranks died too often.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // settings.replicas)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="anabranch-") as folder, _Lifeline() as lifeline:
-        agent = _Agent(ranks, (*command, "--group", folder), stop_timeout)
-        agent.start()
-        while agent.is_alive() and not stop.wait(_LOOK_SECONDS) and read_outcome(Path(folder)) not in REFUSED:
-            pass  # a rank that refuses to go on ends all: others may wait for it, and would be started again
-        lifeline.say_stop()
-        agent.join((stop_timeout + _BEYOND_STOP_TIMEOUT).total_seconds())
-        code = None if agent.is_alive() else read_outcome(Path(folder))
-        return code if code or not agent.failed else None
+    deaths = 0
+    while (dealt := hosts.gather(stop)) is not None:
+        began = time.monotonic()
+        end = _run(settings, hosts, dealt, command, stop)
+        hosts.over()
+        if stop.is_set() or end.code in REFUSED or not end.over:
+            return end.code
+        if not hosts.leads:
+            continue
+        if end.code is None:
+            deaths = deaths + 1 if time.monotonic() - began < _IN_A_ROW.total_seconds() else 1
+            if deaths > _RESTARTS:
+                log.error("ranks have died %d times in a row", deaths)
+                return None
+        elif end.change is Change.NONE:
+            return end.code
+    return 0
+
+
+def _run(settings: LearnerSettings, hosts: Hosts, dealt: Round, command: Sequence[str], stop: threading.Event) -> _End:
+    """Run the ranks of this host for one round."""
+    change, stop_timeout = Change.NONE, settings.stop_timeout
+    with tempfile.TemporaryDirectory(prefix="anabranch-") as name:
+        folder = Path(name)
+        _write_seat(folder, settings, dealt)
+        with _Lifeline() as lifeline:
+            agent = _Agent(settings.replicas, (*command, "--group", name), stop_timeout)
+            agent.start()
+            # A rank that refuses to go on ends all: others may wait for it, and would be started again.
+            while agent.is_alive() and read_outcome(folder) not in REFUSED and not stop.wait(_LOOK_SECONDS):
+                change = hosts.change()
+                if change is not Change.NONE:
+                    break
+            if stop.is_set():
+                hosts.leave()
+            if change is not Change.LOST:
+                lifeline.say_stop()
+            patience = _PATIENCE if change is Change.LOST else stop_timeout + _BEYOND_STOP_TIMEOUT
+            agent.join(patience.total_seconds())
+        agent.join(_PATIENCE.total_seconds())  # what was left of them ended with the pipe
+        code = None if agent.is_alive() else read_outcome(folder)
+        return _End(code if code or not agent.failed else None, change, not agent.is_alive())
+
+
+def _write_seat(folder: Path, settings: LearnerSettings, dealt: Round) -> None:
+    """Leave word for the ranks of this host of what place they have among all."""
+    absent = [host for host in range(settings.hosts) if host not in dealt.seats]
+    seat = {"name": dealt.name, "size": dealt.size, "first": dealt.seats[settings.host_rank].first, "absent": absent}
+    (folder / _SEAT).write_text(json.dumps(seat))
+
+
+def take_place(folder: Path, settings: LearnerSettings) -> Place:
+    """Return the place of this rank, which torch's agent tells its number on this host."""
+    seat = json.loads((folder / _SEAT).read_text())
+    meeting: Path | Meeting = folder / _MEETING
+    if settings.hosts > 1:
+        assert settings.rendezvous is not None
+        assert settings.interface is not None
+        meeting = Meeting(settings.rendezvous, seat["name"], settings.interface)
+    first = int(seat["first"])
+    return Place(first + int(os.environ["RANK"]), seat["size"], meeting, first, tuple(seat["absent"]))
 
 
 def write_outcome(folder: Path, code: int) -> None:
@@ -98,7 +175,7 @@ class _Lifeline:
 
 
 class _Rendezvous(RendezvousHandler):
-    """Where the agents of all hosts would meet, of which there is one.
+    """Where the agents of all hosts would meet: each knows of none but itself, since the launchers meet.
 
     Torch's own listens on every interface, and unpickles what it is told there.
     """
@@ -143,7 +220,7 @@ class _Agent(threading.Thread):
             rdzv_handler=_Rendezvous(),
             entrypoint=program,
             args=tuple(arguments),
-            max_restarts=_RESTARTS,
+            max_restarts=0,
             master_addr=_NOWHERE,
         )
         self._agent = LocalElasticAgent(
@@ -152,8 +229,8 @@ class _Agent(threading.Thread):
         self.failed = True
 
     def run(self) -> None:
-        """Start the ranks, and again when one dies; end when all have ended well, or died too often."""
+        """Start the ranks; end when all have ended well, or one has died."""
         result = self._agent.run()
         self.failed = result.is_failed()
         for rank, failure in result.failures.items():
-            log.error("rank %d ended with %d after the last of %d starts", rank, failure.exitcode, _RESTARTS + 1)
+            log.error("rank %d of this host ended with %d", rank, failure.exitcode)

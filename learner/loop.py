@@ -71,17 +71,20 @@ class Metrics:
 class Loop:
     """One rank. `run` returns when the stop event is set; `finish` then publishes and commits what was learned."""
 
-    def __init__(self, settings: LearnerSettings, parts: Parts, metrics: Metrics, *, bounded: bool = True) -> None:
-        """Begin at step 0; `bounded` says that the task's scores lie between 0 and 1."""
+    def __init__(
+        self, settings: LearnerSettings, parts: Parts, metrics: Metrics, *, bounded: bool = True, ranks: int = 1
+    ) -> None:
+        """Begin at step 0, with so many ranks; `bounded` says that the task's scores lie between 0 and 1."""
         self._settings = settings
+        self._step_size = settings.batch_size * ranks
         self._parts = parts
         self._metrics = metrics
         self._counters = OutcomeCounters(metrics.ingest.rows)
         self._trained_new, self._trained_old = (metrics.learner.rows.labels(source) for source in ("new", "replay"))
         self._batches = (
-            RoundRobin(parts.source, settings.step_size, self._settled)
+            RoundRobin(parts.source, self._step_size, self._settled)
             if settings.deterministic
-            else Batches(parts.source, settings.step_size, settings.max_delay, parts.lag.settle)
+            else Batches(parts.source, self._step_size, settings.max_delay, parts.lag.settle)
         )
         self._replay_debt = 0.0
         self._next_commit = 0.0
@@ -246,7 +249,7 @@ class Loop:
 
     def _plan_ahead(self) -> None:
         if self._parts.store is not None:
-            most = sum(self._parts.trainer.strategy.draws(int(self._settings.step_size * self.replay_ratio) + 1))
+            most = sum(self._parts.trainer.strategy.draws(int(self._step_size * self.replay_ratio) + 1))
             probing = max(most, self._settings.batch_size)
             self._parts.store.plan_ahead(self.steps, lambda step: probing if self._probe.drawn(step) else most)
 

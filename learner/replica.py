@@ -1,9 +1,10 @@
 """The ranks but the first: they compute what the leader deals, and touch neither the stream nor the state directory."""
 
 import threading
+from dataclasses import replace
 
 from learner.confinement import confined, limit_threads
-from learner.replicas import Place, Replicas, join_group
+from learner.replicas import Meeting, Place, Replicas, join_group
 from learner.session import Deployment, bounded, prepare
 from learner.sharing import share
 from learner.team import Channel, follow
@@ -16,6 +17,8 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
     Raises:
         RankLostError: the leader is gone.
     """
+    if isinstance(place.meeting, Meeting) and place.first:
+        deployment = _unshared(deployment)
     limit_threads(deployment.share.settings)
     with (
         bounded(stop, deployment.learner.stop_timeout),
@@ -35,3 +38,9 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
             return trainer, replicas
 
         follow(channel, make)
+
+
+def _unshared(deployment: Deployment) -> Deployment:
+    """Return that of a host without servers: the lease of the share is of one host's memory and locks."""
+    settings = deployment.share.settings.model_copy(update={"policy": "exclusive"})
+    return replace(deployment, share=replace(deployment.share, settings=settings))

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ingest.source import Source
@@ -43,6 +43,7 @@ class Reporter:
         strategy: str,
         classification: bool,
         launched: bool = False,
+        absent: Sequence[int] = (),
         sharing: Sharing | None = None,
     ) -> None:
         self._state_dir = state_dir
@@ -60,6 +61,11 @@ class Reporter:
         self._strategy = strategy
         self._classification = classification
         self._sharing = sharing
+        self._absent = (
+            f"learner.hosts: {', '.join(f'host {host}' for host in absent)} did not come; learning goes on without it"
+            if absent
+            else None
+        )
         self._launcher = os.getppid() if launched else None
         self._started = time.time()
         self._ill: str | None = None
@@ -81,6 +87,7 @@ class Reporter:
             replay,
             self._ill,
             self._spoiled(),
+            self._absent,
         )
         return [sentence for sentence in parts if sentence]
 

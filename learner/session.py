@@ -194,13 +194,15 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         keyed = deployment.events.key is not None
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=keyed)
         parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting, lag)
-        loop = Loop(deployment.learner, parts, metrics, bounded=schema.label.classes is not None)
+        bounded_scores, ranks = schema.label.classes is not None, place.size if place is not None else 1
+        loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
         _resume(loop, cuts, found)
         reporter = Reporter(
             *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, lag, metrics),
             strategy=deployment.learner.strategy.name,
-            classification=schema.label.classes is not None,
+            classification=bounded_scores,
             launched=place is not None,
+            absent=place.absent if place is not None else (),
             sharing=sharing,
         )
         port = stack.enter_context(

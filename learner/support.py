@@ -48,6 +48,10 @@ def _fsdp(value: Any) -> bool:
     return bool(value == "fsdp")
 
 
+def _zero1(value: Any) -> bool:
+    return bool(value == "zero1")
+
+
 def _needs_whole(value: Any) -> bool:
     return value not in {"none", "er", "er-ace", "der", "der++"}
 
@@ -91,6 +95,7 @@ _COMPILED = "what the compiler makes may differ from one start to the next"
 _TWICE = "compiled code is gone through once for a gradient, and this strategy takes two of one pass"
 _APART = "sums over replicas are rounded in another way than those of one process"
 _NO_GRADIENTS = "replicas that average weights now and then exchange no gradients"
+_UNPICKLES = "torch unpickles what replicas send each other for it, which is not to come from another host"
 _BY_CLOCK = "whether the learner is behind is told by a clock"
 _NO_STORE = "that strategy has no store"
 _NO_SCALE = "the scale of losses is agreed on where gradients are"
@@ -124,6 +129,8 @@ RULES = (
     Rule("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
     Rule("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
     Rule("share.yield_at", _at_layers, "learner.compile", _on, _FUSED, 'write "micro-batch"'),
+    Rule("learner.hosts", _many, "learner.deterministic", _on, _APART, "set it to 1"),
+    Rule("learner.sharding", _zero1, "learner.hosts", _many, _UNPICKLES, 'write "none" or "fsdp"'),
     Rule("stream.lag_policy.action", _thins, "learner.deterministic", _on, _BY_CLOCK, 'write "train-all"'),
     Rule("stream.lag_policy.action", _stores_only, "learner.strategy", _draws_nothing, _NO_STORE, 'write "sample"'),
 )

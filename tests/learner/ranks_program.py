@@ -1,6 +1,8 @@
 """One of N ranks that play through what `test_ranks.py` compares: `RANK SIZE FOLDER SCENARIO...`, each as JSON.
 
-Alone it trains as one rank does. What came out is written to `FOLDER/<number of the scenario>.safetensors`.
+Alone it trains as one rank does. What came out is written to `FOLDER/<number of the scenario>.safetensors`. Where there
+is a file `FOLDER/address` they meet there, as ranks of several hosts do, and rank 1 writes its weights to
+`FOLDER/led-<number>.safetensors`.
 """
 
 import json
@@ -20,7 +22,7 @@ from ingest.schema import Schema
 from learner.config import LearnerSettings
 from learner.embedding import Embedding
 from learner.precision import choose_precision
-from learner.replicas import Place, Replicas, join_group
+from learner.replicas import Meeting, Place, Replicas, join_group
 from learner.strategies import STRATEGIES
 from learner.strategy import Examples
 from learner.task import Classification
@@ -115,7 +117,10 @@ def main() -> None:
         for number, scenario in enumerate(scenarios):
             save(folder, number, play(Trainer(**arguments_of(scenario)), scenario))
         return
-    with join_group(Place(rank, size, folder / "meeting"), settings_of({})) as device:
+    address, interface = folder / "address", "lo0" if sys.platform == "darwin" else "lo"
+    abroad = address.exists()
+    meeting = Meeting(address.read_text(), "ranks", interface) if abroad else folder / "meeting"
+    with join_group(Place(rank, size, meeting), settings_of({})) as device:
         for number, scenario in enumerate(scenarios):
             channel, replicas = Channel(device), Replicas(settings_of(scenario))
             arguments = arguments_of(scenario)
@@ -126,9 +131,11 @@ def main() -> None:
                     save(folder, number, found | {"seconds": torch.tensor(time.monotonic() - begin)})
             else:
                 follow(channel, lambda given=arguments, its=replicas: (Trainer(**given, ranks=its), its))
+                if abroad:
+                    save(folder, f"led-{number}", arguments["model"].state_dict())
 
 
-def save(folder: Path, number: int, found: dict[str, torch.Tensor]) -> None:
+def save(folder: Path, number: int | str, found: dict[str, torch.Tensor]) -> None:
     safetensors.torch.save_file(found, folder / f"{number}.safetensors")
 
 
