@@ -1,6 +1,7 @@
 """`python -m ingest --connection FD --ring FD`: the ingest process, started by the learner and not by hand."""
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -13,44 +14,67 @@ from ingest.clients import CLIENTS
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import AnabranchError, SettingsError
 from ingest.messages import Begin, Failed, receive_in_ingest, send
+from ingest.remote import CarryingRing, end_with_parent, learners, relay
 from ingest.ring import Ring
 from ingest.schema import Schema
 from ingest.worker import StoppedError, Worker
 
 
 def main() -> int:
-    """Serve one learner until it says stop or is gone."""
+    """Serve one learner until it says stop or is gone; with `--listen`, one of another host after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--connection", type=int, required=True)
-    parser.add_argument("--ring", type=int, required=True)
+    parser.add_argument("--connection", type=int)
+    parser.add_argument("--ring", type=int)
+    parser.add_argument("--relay")
+    parser.add_argument("--listen", type=int)
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
     # Ctrl-C, and the SIGTERM of many a service manager, reach the whole group; the learner decides when ingest ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if arguments.listen is not None:
+        stream = StreamSettings.model_validate_json(sys.stdin.readline())
+        end_with_parent()
+        for connection, begin in learners(arguments.listen):
+            ring = CarryingRing(_layout(begin), int(stream.buffer_bytes))
+            _read(connection, begin, stream, ring)
+            ring.close()
     connection = Connection(arguments.connection)
-    begin = receive_in_ingest(connection)
-    assert isinstance(begin, Begin)
-    stream = StreamSettings.model_validate_json(begin.stream)
-    schema = Schema(SchemaSettings.model_validate_json(begin.schema))
+    asked = receive_in_ingest(connection)
+    assert isinstance(asked, Begin)
+    stream = StreamSettings.model_validate_json(asked.stream)
     try:
-        client = CLIENTS[stream.client](stream)
+        shared = Ring(_layout(asked), int(stream.buffer_bytes), arguments.ring)
     except SettingsError as exc:
         send(connection, Failed(type(exc).__name__, str(exc)))
         return 0
-    try:
-        assembler = Assembler(schema, stream, HoldOut.model_validate_json(begin.hold_out))
-        ring = Ring(BlockLayout(schema), int(stream.buffer_bytes), arguments.ring)
-        Worker(stream, client, assembler, ring, connection).run(begin.positions, begin.marks)
-    except (StoppedError, BrokenPipeError, ConnectionError):
-        return 0
-    except AnabranchError as exc:
-        send(connection, Failed(type(exc).__name__, str(exc)))
-        return 0
-    finally:
-        client.close()
+    if arguments.relay is not None:
+        relay(arguments.relay, connection, shared, asked)
+    else:
+        _read(connection, asked, stream, shared)
     return 0
+
+
+def _layout(begin: Begin) -> BlockLayout:
+    return BlockLayout(Schema(SchemaSettings.model_validate_json(begin.schema)))
+
+
+def _read(connection: Connection, begin: Begin, stream: StreamSettings, ring: Ring) -> None:
+    """Read for a learner until it says stop or is gone, or tell it why not."""
+    schema = Schema(SchemaSettings.model_validate_json(begin.schema))
+    with contextlib.ExitStack() as stack:
+        try:
+            client = CLIENTS[stream.client](stream)
+            stack.callback(client.close)
+            assembler = Assembler(schema, stream, HoldOut.model_validate_json(begin.hold_out))
+            worker = Worker(stream, client, assembler, ring, connection, begin.elsewhere, alone=begin.alone)
+            worker.run(begin.positions, begin.marks)
+        except (StoppedError, BrokenPipeError, ConnectionError):
+            pass
+        except AnabranchError as exc:
+            with contextlib.suppress(BrokenPipeError, ConnectionError):
+                send(connection, Failed(type(exc).__name__, str(exc)))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     hold_out: str
     positions: list[tuple[TopicPartition, Position]]
     marks: list[Mark]
+    elsewhere: list[int] = []
+    """Indexes of partitions that another process reads."""
+    alone: bool = True
+    """Whether partitions that are added, or made anew, are this process' to take up."""
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -116,8 +120,20 @@ def receive_in_ingest(connection: Connection) -> ToIngest:
 
 def receive_in_learner(connection: Connection) -> FromIngest:
     """Receive what the ingest process says; raises EOFError when it is gone."""
-    message: FromIngest = _from_ingest.decode(connection.recv_bytes())
-    return message
+    return from_ingest(connection.recv_bytes())
+
+
+def from_ingest(message: bytes) -> FromIngest:
+    """Decode what the ingest process says."""
+    decoded: FromIngest = _from_ingest.decode(message)
+    return decoded
+
+
+def revealed(stream: StreamSettings) -> str:
+    """Return the section as JSON, with its secrets."""
+    values = stream.model_dump(mode="json")
+    values["properties"] = {name: value.get_secret_value() for name, value in stream.properties.items()}
+    return msgspec.json.encode(values).decode()
 
 
 def begin(
@@ -126,14 +142,17 @@ def begin(
     hold_out: HoldOut,
     positions: list[tuple[TopicPartition, Position]],
     marks: list[Mark],
+    elsewhere: list[int],
+    *,
+    alone: bool,
 ) -> Begin:
     """Write the settings into the first message."""
-    revealed = stream.model_dump(mode="json")
-    revealed["properties"] = {name: value.get_secret_value() for name, value in stream.properties.items()}
     return Begin(
-        stream=msgspec.json.encode(revealed).decode(),
+        stream=revealed(stream),
         schema=schema.model_dump_json(),
         hold_out=hold_out.model_dump_json(),
         positions=positions,
         marks=marks,
+        elsewhere=elsewhere,
+        alone=alone,
     )

@@ -8,6 +8,7 @@ pass slots to and fro, so there is nothing to lock.
 import mmap
 import os
 import tempfile
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -39,6 +40,9 @@ class Ring:
         """Copy rows `[begin, end)` of the columns into a slot."""
         for name, view in self.views(slot, end - begin).items():
             np.copyto(view, columns[name][begin:end])
+
+    def carry(self, connection: Connection, slot: int, rows: int) -> None:
+        """Bring a slot's rows to the other side, which shares the memory: nothing is to be done."""
 
     def close(self) -> None:
         """Close the descriptor; the memory itself goes when the last view of it does."""

@@ -73,7 +73,13 @@ class Source:
     or comes twice.
     """
 
-    def __init__(self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut) -> None:
+    def __init__(
+        self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, address: str | None = None
+    ) -> None:
+        """With an address, that of an ingest process on another host which reads in the place of one here."""
+        self._address = address
+        self._elsewhere: Sequence[int] = ()
+        self._alone = True
         self._stream = stream
         self._schema = schema
         self._hold_out = hold_out
@@ -104,6 +110,9 @@ class Source:
         stop: threading.Event | None = None,
         timeout: timedelta = timedelta(seconds=60),
         marks: Mapping[TopicPartition, Mark] | None = None,
+        elsewhere: Sequence[int] = (),
+        *,
+        alone: bool = True,
     ) -> None:
         """Start reading and wait until the partitions are known, or `stop` is set.
 
@@ -112,12 +121,16 @@ class Source:
             stop: ends the waiting.
             timeout: for the broker to tell its partitions.
             marks: what the partitions that are known from before are known again by.
+            elsewhere: partitions that another source reads, by their place in `positions`.
+            alone: whether partitions that are added are this source's.
 
         Raises:
             BrokerError: the broker cannot be reached, refuses the credentials or lacks a topic.
             RecreatedError: a topic is another one of the same name, and `stream.on_gap` is `fail`.
             SettingsError: the format cannot hold the schema, or the buffer is too small.
         """
+        self._opened, self._backoff = False, 0.0
+        self._elsewhere, self._alone = elsewhere, alone
         self._received = dict(positions or {})
         self._marks = dict(marks or {})
         self._table = list(self._received)
@@ -139,6 +152,16 @@ class Source:
             else Partition(name, self._starts[name], self._received[name].offset)
             for i, name in enumerate(self._table)
         ]
+
+    @property
+    def received(self) -> Mapping[TopicPartition, tuple[Position, Mark]]:
+        """Where another source would have to go on, and what the partitions are known again by."""
+        return {name: (self._received[name], self._marks[name]) for name in self._table}
+
+    @property
+    def connection(self) -> Connection | None:
+        """What becomes readable when the process says something; None while there is no process."""
+        return self._connection
 
     def poll(self, timeout: timedelta) -> Block | None:
         """Return the next block, or None when none comes in time.
@@ -189,6 +212,7 @@ class Source:
         """End the process, within a few seconds."""
         self._say(Stop())
         self._drop(_STOP_SECONDS if self._opened else 0)
+        self._passing = False
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -196,15 +220,17 @@ class Source:
         with theirs:
             # -P: a folder named ingest where the user stands must not take this package's place.
             command = [sys.executable, "-P", "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
+            command += [str(ring.descriptor), *(("--relay", self._address) if self._address else ())]
             self._process = subprocess.Popen(
-                [*command, str(ring.descriptor)],
+                command,
                 pass_fds=(theirs.fileno(), ring.descriptor),
                 stdin=subprocess.DEVNULL,
             )
         self._ring, self._connection = ring, Connection(ours.detach())
         positions = [(name, self._received[name]) for name in self._table]
         marks = [self._marks.get(name, Mark()) for name in self._table]
-        self._say(begin(self._stream, self._schema, self._hold_out, positions, marks))
+        settings = self._stream, self._schema, self._hold_out
+        self._say(begin(*settings, positions, marks, list(self._elsewhere), alone=self._alone))
         if self._paused:
             self._say(Pause())
         if self._passing:
@@ -215,7 +241,8 @@ class Source:
         try:
             message = receive_in_learner(self._connection)
         except (EOFError, OSError):
-            self._restart_later("the ingest process died; another one is started")
+            here = "the ingest process died; another one is started"
+            self._restart_later(f"no ingest process answers at {self._address}" if self._address else here)
             return None
         return self._take(message)
 

@@ -62,8 +62,19 @@ class Worker:
     """One loop: listen to the learner, poll the broker, hand over blocks."""
 
     def __init__(
-        self, stream: StreamSettings, client: Client, assembler: Assembler, ring: Ring, connection: Connection
+        self,
+        stream: StreamSettings,
+        client: Client,
+        assembler: Assembler,
+        ring: Ring,
+        connection: Connection,
+        elsewhere: Sequence[int] = (),
+        *,
+        alone: bool = True,
     ) -> None:
+        """Leave the partitions `elsewhere` to others, and those that are added too unless `alone`."""
+        self._elsewhere = frozenset(elsewhere)
+        self._alone = alone
         self._stream = stream
         self._client = client
         self._assembler = assembler
@@ -145,10 +156,10 @@ class Worker:
         Whether some were is looked up when partitions were added, or `due`. Return whether there are more than before.
         """
         there, known = self._client.partitions(), current(self._table)
-        added = [p for p in there if (p.topic, p.partition) not in known]
+        added = [p for p in there if (p.topic, p.partition) not in known and self._alone]
         if not added and not due:
             return False
-        anew = self._made_anew()
+        anew = self._made_anew() if self._alone else []
         moment = self._stream.start_time if start == self._stream.start else None
         offsets = self._client.first_offsets(added, start, moment) if added else {}
         offsets |= self._client.first_offsets(anew, "earliest", None) if anew else {}
@@ -162,7 +173,9 @@ class Worker:
         self._read = [
             place
             for name, place in current(self._table).items()
-            if name[0] in self._stream.topics and (name[0] not in topics or name in names)
+            if name[0] in self._stream.topics
+            and (name[0] not in topics or name in names)
+            and place not in self._elsewhere
         ]
         ids = self._client.topic_ids()
         for place in self._read:
@@ -257,6 +270,7 @@ class Worker:
             self._ring.write(slot, assembled.columns, begin, end)
             coverage = tuple(self._cover(incoming, assembled, begin, end, last=end == total))
             send(self._connection, Filled(slot, end - begin, coverage, unknown))
+            self._ring.carry(self._connection, slot, end - begin)
             unknown = 0
 
     def _moves(self, each: Incoming) -> bool:

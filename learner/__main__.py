@@ -57,17 +57,18 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
 
     settings = config.pipeline.learner
     command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path))
-    with meet_hosts(settings, _alike(config)) as hosts:
+    with meet_hosts(settings, config.pipeline.stream, _alike(config)) as hosts:
         return launch(settings, hosts, command, stop)
 
 
 def _alike(config: "Config") -> "dict[str, object]":
-    """Return what ranks take from other sections than the learner's, so that it is to be the same on all hosts."""
+    """Return what is to be the same on all hosts, of other sections than the learner's."""
     pipeline = config.pipeline
     replay = pipeline.replay.model_dump(mode="json", include={"admission", "sampling"})
     sections = {"[schema]": pipeline.events, "[model]": pipeline.model}
     whole = {name: section.model_dump(mode="json") for name, section in sections.items()}
-    return {"name": pipeline.name, "seed": pipeline.seed, "[replay]": replay, **whole}
+    stream = pipeline.stream.model_dump(mode="json", exclude={"bootstrap_servers", "properties"})
+    return {"name": pipeline.name, "seed": pipeline.seed, "[stream]": stream, "[replay]": replay, **whole}
 
 
 def _rank(group: Path, arguments: list[str]) -> int:

@@ -10,18 +10,21 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from enum import Enum
 from hashlib import sha256
 from typing import Protocol
 
+import msgspec
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ingest.config import StreamSettings
 from ingest.errors import SettingsError
+from ingest.remote import Remote
 from learner.config import LearnerSettings
-from learner.voice import Round, Seat, Voice, Word, listen, reach, read_word
+from learner.voice import Round, Seat, Voice, Word, listen, own_address, reach, read_word
 
 _LOOK_SECONDS = 0.1
 _OWN = {
@@ -164,7 +167,7 @@ class Leading:
     def _deal(self, ready: Mapping[int, Word]) -> Round:
         seats, size = {0: Seat(self._voice.word.id, 0)}, self._ranks
         for host, word in ready.items():
-            seats[host] = Seat(word.id, size)
+            seats[host] = Seat(word.id, size, word.reads_at)
             size += word.ranks
         self._round, self._within = Round(str(uuid.uuid4()), size, seats), set()
         self._voice.say(dealt=self._round)
@@ -177,10 +180,11 @@ class Led:
 
     leads = False
 
-    def __init__(
-        self, connect: Callable[[threading.Event], Store | None], settings: LearnerSettings, alike: dict[str, str]
-    ) -> None:
-        self._connect = connect
+    def __init__(self, settings: LearnerSettings, stream: StreamSettings, alike: dict[str, str]) -> None:
+        assert settings.rendezvous is not None
+        self._address = settings.rendezvous
+        self._stream = stream
+        self._remote: Remote | None = None
         self._host = settings.host_rank
         self._word = Word(str(uuid.uuid4()), settings.replicas, alike)
         self._voice: Voice | None = None
@@ -217,8 +221,9 @@ class Led:
 
     def over(self) -> None:
         """Be ready for another round."""
+        self._read_anew()
         if self._voice is not None:
-            self._voice.say(within=None)
+            self._voice.say(within=None, reads_at=self._word.reads_at)
 
     def leave(self) -> None:
         """Let host 0 deal without this one."""
@@ -227,6 +232,8 @@ class Led:
 
     def close(self) -> None:
         """Leave at once."""
+        if self._remote is not None:
+            self._remote.close()
         if self._voice is not None:
             self._voice.say(leaving=True, within=None)
             self._voice.close()
@@ -235,7 +242,7 @@ class Led:
         if self._voice is not None:
             self._voice.close()
             self._voice = None
-        store = self._connect(stop)
+        store = reach(self._address, stop)
         if store is None:
             return
         before = read_word(store, self._host)
@@ -244,7 +251,17 @@ class Led:
             now = read_word(store, self._host)
             if now is not None and now.beat != before.beat:
                 raise SettingsError(f"learner.host_rank = {self._host}: another launcher is host {self._host} already")
+        self._read_anew()
         self._voice = Voice(store, self._host, self._word, range(1))
+
+    def _read_anew(self) -> None:
+        """Start another ingest process: the one before may wait for a learner that is gone."""
+        if self._remote is not None:
+            self._remote.close()
+            self._remote = None
+        with suppress(OSError):  # host 0 is gone, and is to be met again
+            self._remote = Remote(self._stream, own_address(self._address))
+        self._word = msgspec.structs.replace(self._word, reads_at=self._remote.address if self._remote else "")
 
     def _check(self, leader: Word) -> None:
         ours, theirs = self._word.settings, leader.settings
@@ -256,11 +273,12 @@ class Led:
 
 
 @contextmanager
-def meet_hosts(settings: LearnerSettings, others: Mapping[str, object]) -> Iterator[Hosts]:
+def meet_hosts(settings: LearnerSettings, stream: StreamSettings, others: Mapping[str, object]) -> Iterator[Hosts]:
     """Yield what deals the rounds of this host.
 
     Args:
         settings: of this host's learner.
+        stream: of which this host reads a part.
         others: what else has to be the same on all hosts, by name.
 
     Raises:
@@ -281,10 +299,7 @@ def meet_hosts(settings: LearnerSettings, others: Mapping[str, object]) -> Itera
     alike = {name: _digest(values) for name, values in {**others, "[learner]": learner}.items()}
     alike["torch"] = torch.__version__.partition("+")[0]
     hosts: Leading | Led
-    if settings.host_rank == 0:
-        hosts = Leading(listen(address), settings, alike)
-    else:
-        hosts = Led(lambda stop: reach(address, stop), settings, alike)
+    hosts = Leading(listen(address), settings, alike) if settings.host_rank == 0 else Led(settings, stream, alike)
     try:
         yield hosts
     finally:

@@ -67,8 +67,10 @@ class Arrivals:
 class Stream(Protocol):
     """What the policy looks at and acts on; `ingest.source.Source` is one."""
 
-    told: float | None
-    """When the broker last told the ends of partitions, by the clock."""
+    @property
+    def told(self) -> float | None:
+        """When the broker last told the ends of partitions, by the clock."""
+        ...
 
     @property
     def partitions(self) -> Sequence[Partition]:

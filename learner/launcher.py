@@ -71,9 +71,9 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
     while (dealt := hosts.gather(stop)) is not None:
         began = time.monotonic()
         end = _run(settings, hosts, dealt, command, stop)
-        hosts.over()
         if stop.is_set() or end.code in REFUSED or not end.over:
             return end.code
+        hosts.over()
         if not hosts.leads:
             continue
         if end.code is None:
@@ -114,7 +114,13 @@ def _run(settings: LearnerSettings, hosts: Hosts, dealt: Round, command: Sequenc
 def _write_seat(folder: Path, settings: LearnerSettings, dealt: Round) -> None:
     """Leave word for the ranks of this host of what place they have among all."""
     absent = [host for host in range(settings.hosts) if host not in dealt.seats]
-    seat = {"name": dealt.name, "size": dealt.size, "first": dealt.seats[settings.host_rank].first, "absent": absent}
+    seat = {
+        "name": dealt.name,
+        "size": dealt.size,
+        "first": dealt.seats[settings.host_rank].first,
+        "absent": absent,
+        "readers": [each.reads_at for each in dealt.seats.values() if each.reads_at],
+    }
     (folder / _SEAT).write_text(json.dumps(seat))
 
 
@@ -127,7 +133,13 @@ def take_place(folder: Path, settings: LearnerSettings) -> Place:
         assert settings.interface is not None
         meeting = Meeting(settings.rendezvous, seat["name"], settings.interface)
     first = int(seat["first"])
-    return Place(first + int(os.environ["RANK"]), seat["size"], meeting, first, tuple(seat["absent"]))
+    return Place(
+        first + int(os.environ["RANK"]),
+        seat["size"],
+        meeting,
+        first,
+        *(tuple(seat[name]) for name in ("absent", "readers")),
+    )
 
 
 def write_outcome(folder: Path, code: int) -> None:

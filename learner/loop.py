@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ingest.block import Array, Outcome, SkipReason
 from ingest.metrics import IngestMetrics
 from ingest.source import Source
+from ingest.sources import Sources
 from learner.batches import Batch, Batches
 from learner.config import LearnerSettings
 from learner.counting import OutcomeCounters
@@ -27,6 +28,7 @@ from learner.metrics import LearnerMetrics
 from learner.prequential import Prequential, Scored
 from learner.probe import Probe
 from learner.publisher import Progress, Publisher, Snapshot
+from learner.rates import Rates
 from learner.ratio import Tally, make_ratio
 from learner.retention import retention_of
 from learner.rng import restore_rng, rng_tensors, rng_values
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 class Parts:
     """What the loop composes; each is used by the loop's thread alone."""
 
-    source: Source
+    source: Source | Sources
     trainer: Trainer
     store: Store | None
     guard: GuardSet
@@ -89,6 +91,7 @@ class Loop:
         self._replay_debt = 0.0
         self._next_commit = 0.0
         self.ledger = Ledger(parts.publisher.published_through())
+        self.rates = Rates()
         self.prequential = Prequential(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
         self.ratio = make_ratio(settings, bounded=bounded)
@@ -298,6 +301,7 @@ class Loop:
         parts.trainer.restore(cut.tensors, state["trainer"])
         parts.guard.restore(cut.tensors["guard"])
         self.ledger.restore(state["ledger"])
+        self.rates.restore(state.get("rates", {}), self.ledger.partitions)
         self.prequential.restore(state["prequential"])
         self.drift.restore(state["drift"])
         self.ratio.restore(state["ratio"])
@@ -312,9 +316,11 @@ class Loop:
     def _moment(self, number: int) -> Moment:
         """Copy all that cut `number` is made from; called between steps."""
         parts = self._parts
+        self.rates.measure(self.ledger.partitions)
         state = {
             "trainer": parts.trainer.state(),
             "ledger": self.ledger.state(),
+            "rates": self.rates.state(),
             "prequential": self.prequential.state(),
             "drift": self.drift.state(),
             "ratio": self.ratio.state(),

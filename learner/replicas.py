@@ -59,6 +59,8 @@ class Place:
     """The first rank on this host."""
     absent: tuple[int, ...] = ()
     """Hosts that did not come."""
+    readers: tuple[str, ...] = ()
+    """Addresses of the ingest processes of other hosts."""
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ingest.source import Source
+from ingest.sources import Sources
 from learner.cutter import Cutter
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
@@ -31,7 +32,7 @@ class Reporter:
         state_dir: Path,
         epoch: int,
         loop: Loop,
-        source: Source,
+        source: Source | Sources,
         store: Store | None,
         guard: GuardSet,
         publisher: Publisher,

@@ -20,6 +20,7 @@ from ingest.errors import GapError, SettingsError
 from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
 from ingest.source import Source
+from ingest.sources import Sources
 from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
 from learner.confinement import confined, limit_threads
 from learner.cut import RANK, Cut, Cuts
@@ -167,7 +168,7 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         )
         if sharing is not None:
             sharing.attend(trainer)
-        source = Source(deployment.stream, deployment.events, hold_out)
+        source = _source(deployment, hold_out, place)
         guard = GuardSet(schema, deployment.gate.guard_rows)
         cuts = Cuts(deployment.state_dir / "cuts", schema.digest, epoch)
         cuts.clean()
@@ -209,6 +210,8 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
             serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
         )
         stack.callback(source.close)
+        if isinstance(source, Sources):
+            source.rates = loop.rates.now
         source.open(loop.ledger.positions, stop, marks=loop.ledger.marks)
         if stop.is_set():
             return
@@ -224,6 +227,8 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
 
         def at_boundary() -> None:
             reporter.report_if_due()
+            if isinstance(source, Sources):
+                source.look(loop.rates.now)
             tracing.look(loop.steps)
             if sharing is not None:
                 sharing.steer(trainer, loop.rows_of_step)
@@ -251,6 +256,12 @@ def _check_columns(number: int, cut: Cut, wanted: list[int] | None, strategy: st
 
 def _output(shape: list[int] | None) -> str:
     return "no output of the model" if shape is None else f"an output of shape {shape}"
+
+
+def _source(deployment: Deployment, hold_out: HoldOut, place: Place | None) -> Source | Sources:
+    """Make what reads the stream, on other hosts too where they do."""
+    settings = deployment.stream, deployment.events, hold_out
+    return Sources(*settings, place.readers) if place is not None and place.readers else Source(*settings)
 
 
 def _trainer(bench: Workbench, channel: Channel | None) -> Trainer:

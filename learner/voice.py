@@ -29,6 +29,8 @@ class Seat(msgspec.Struct, frozen=True):
 
     id: str
     first: int
+    reads_at: str = ""
+    """Where its ingest process listens."""
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -49,6 +51,8 @@ class Word(msgspec.Struct, frozen=True):
     beat: int = 0
     within: str | None = None
     """Name of the round that its ranks are in; None: it is ready for another."""
+    reads_at: str = ""
+    """Where its ingest process listens for the learner of a round."""
     leaving: bool = False
     dealt: Round | None = None
     """Host 0's word alone has it."""
@@ -161,6 +165,13 @@ def reach(address: str, stop: threading.Event) -> Store | None:
                 told = True
             stop.wait(_TICK_SECONDS)
     return None
+
+
+def own_address(address: str) -> str:
+    """Return the address of this host by which it reaches host 0; raises OSError."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS) as connected:
+        return str(connected.getsockname()[0])
 
 
 def connect(address: str, patience: timedelta) -> Store:

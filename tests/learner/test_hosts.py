@@ -100,36 +100,47 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
     start: Start,
     second: Start,
 ) -> None:
-    """All events are of one partition: the hosts' ranks do not depend on where they come from."""
+    """At first all events are of one partition, then of two, which are dealt to both hosts."""
     topic = make_topic(partitions=2)
+
+    sent, halves = 0, "partitions that each host reads: 1, 1"
+
+    def learn(partitions: tuple[int, ...] = (0, 1), no_more: int = 0) -> LearnerReport:
+        """Send 300 events, and wait until a rank 0 that is not `no_more` has learned all."""
+        nonlocal sent
+        sent += 300
+        for partition in partitions:
+            produce(kafka.bootstrap, topic, events(300 // len(partitions)), partition=partition)
+        report = leader.wait_for(lambda each: total(each) == sent and each.cut is not None, no_more=no_more)
+        assert whole(report, sent)
+        return report
+
     config = pipeline(topic, join_timeout="4s")
     other = second(config, ANABRANCH__LEARNER__REPLICAS="2")
     other.until(lambda: "waiting for host 0" in other.log.read_text())
     leader = start(config)
-    produce(kafka.bootstrap, topic, events(300), partition=1)
-    report = leader.wait_for(lambda each: total(each) == 300 and each.cut is not None)
-    assert whole(report, 300)
+    report = learn(partitions=(1,))
     assert "2 of 2 hosts take part, with 3 ranks" in leader.log.read_text()
 
-    ranks(other)[1].kill()
-    produce(kafka.bootstrap, topic, events(300), partition=1)
-    report = leader.wait_for(lambda each: total(each) == 600, no_more=report.pid)
-    assert whole(report, 600)
-    assert leader.log.read_text().count("with 3 ranks") == 2
+    while halves not in leader.log.read_text():
+        learn()
+    report = learn()
 
-    orphans = ranks(other)
+    ranks(other)[1].kill()
+    report = learn(no_more=report.pid)
+    assert leader.log.read_text().count("with 3 ranks") == 2
+    assert leader.log.read_text().rpartition("with 3 ranks")[2].count(halves), "by the rates that the cut has"
+
+    orphans = psutil.Process(other.process.pid).children()
+    assert len(orphans) == 3, "two ranks, and ingest"
     other.kill()
     assert psutil.wait_procs(orphans, 20)[1] == []
-    produce(kafka.bootstrap, topic, events(300), partition=1)
-    report = leader.wait_for(lambda each: total(each) == 900, no_more=report.pid)
-    assert whole(report, 900)
+    report = learn(no_more=report.pid)
     assert report.ill == ["learner.hosts: host 1 did not come; learning goes on without it"]
 
     other = second(config)
     report = leader.wait_for(lambda each: not each.ill, no_more=report.pid)
-    produce(kafka.bootstrap, topic, events(300), partition=1)
-    report = leader.wait_for(lambda each: total(each) == 1200)
-    assert whole(report, 1200)
+    report = learn()
     assert report.accuracy["now"] > 0.8
     assert "2 of 2 hosts take part, with 2 ranks" in leader.log.read_text()
     assert not (other.log.parent / "var").exists(), "a host that does not lead has no state"

@@ -1,0 +1,117 @@
+"""An ingest process on another host: what it reads comes over TCP, and is the learner's as if it were read here.
+
+There it listens, and serves one learner at a time. Here a process of its own stands in for it: to the learner it is an
+ingest process, with a ring of the same form, into which it puts the rows that come. Neither side unpickles anything.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+
+import msgspec
+import numpy as np
+
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError
+from ingest.messages import Begin, Failed, Filled, from_ingest, receive_in_ingest, revealed, send
+from ingest.ring import Ring
+
+_CONNECT_SECONDS = 5.0
+_LONGEST_MESSAGE = 100_000_000
+
+log = logging.getLogger(__name__)
+
+
+class CarryingRing(Ring):
+    """A ring whose other side is on another host: what a slot holds follows the message that says so."""
+
+    def carry(self, connection: Connection, slot: int, rows: int) -> None:
+        """Send a slot's rows, column by column."""
+        for column in self.views(slot, rows).values():
+            if column.nbytes:
+                connection.send_bytes(column.reshape(-1).view(np.uint8).data)
+
+
+def learners(descriptor: int) -> Iterator[tuple[Connection, Begin]]:
+    """Yield who connects to a listening socket and says at once what to read, one after the other."""
+    with socket.socket(fileno=descriptor) as listening:
+        while True:
+            connected, _ = listening.accept()
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with Connection(connected.detach()) as connection:
+                try:
+                    begin = receive_in_ingest(connection) if connection.poll(_CONNECT_SECONDS) else None
+                except (EOFError, OSError, msgspec.MsgspecError):
+                    continue
+                if isinstance(begin, Begin):
+                    yield connection, begin
+
+
+def relay(address: str, learner: Connection, ring: Ring, begin: Begin) -> None:
+    """Pass on what learner and ingest process say, and put the rows into the ring, until either is gone.
+
+    The other host has the settings of the stream itself, so that no secret goes there.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        connected = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+    except OSError as exc:
+        send(learner, Failed(BrokerError.__name__, f"no ingest process answers at {address}: {exc.strerror or exc}"))
+        return
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    other = Connection(connected.detach())
+    try:
+        send(other, msgspec.structs.replace(begin, stream=""))
+        while True:
+            for ready in wait([learner, other]):
+                if ready is learner:
+                    other.send_bytes(learner.recv_bytes())
+                    continue
+                message = other.recv_bytes(_LONGEST_MESSAGE)
+                said = from_ingest(message)
+                if isinstance(said, Filled):
+                    for column in ring.views(said.slot, said.rows).values():
+                        if column.nbytes:
+                            other.recv_bytes_into(column.reshape(-1).view(np.uint8).data)
+                learner.send_bytes(message)
+    except (EOFError, OSError):
+        log.debug("the learner, or the ingest process at %s, is gone", address)
+
+
+class Remote:
+    """An ingest process for a learner on another host, which lives no longer than this object's."""
+
+    def __init__(self, stream: StreamSettings, host: str) -> None:
+        """Start it, to listen on a free port of that one address of this host."""
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+            self.address = f"{host}:{listening.getsockname()[1]}"
+            # -P: a folder named ingest where the user stands must not take this package's place.
+            command = [sys.executable, "-P", "-m", "ingest", "--listen", str(listening.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=(listening.fileno(),), stdin=subprocess.PIPE)
+        assert self._process.stdin is not None
+        self._process.stdin.write(revealed(stream).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+def end_with_parent() -> None:
+    """End this process when its stdin does."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

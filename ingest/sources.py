@@ -1,0 +1,198 @@
+"""One stream that several hosts read: each partition is read by one of them."""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+from ingest.block import Block, TopicPartition
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import BrokerError, RecreatedError
+from ingest.messages import Mark, Position
+from ingest.shares import far_off, share_out
+from ingest.source import Partition, Source
+
+_NOW = timedelta(0)
+_REST_SECONDS = 0.05
+_PATIENCE = timedelta(seconds=30)
+
+Received = Mapping[TopicPartition, tuple[Position, Mark]]
+
+log = logging.getLogger(__name__)
+
+
+class Sources:
+    """A source of which other hosts read a part. Used by one thread, as a source is.
+
+    The one of this host finds partitions, and reads those that are not dealt to others. Where that of another host
+    ends, its partitions are dealt anew to those that are left. Partitions keep their index, so that blocks and
+    positions are the same whoever reads.
+    """
+
+    def __init__(
+        self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, addresses: Sequence[str]
+    ) -> None:
+        """Take the addresses of ingest processes on other hosts."""
+        self._stream = stream
+        self._first = Source(stream, schema, hold_out)
+        self._others = [Source(stream, schema, hold_out, address) for address in addresses]
+        self._readers = [self._first]
+        self._shares: list[int] = []
+        self._stop: threading.Event | None = None
+        self._lost: str | None = None
+        self._turn = 0
+        self.rates: Sequence[float] = ()
+        """Of the partitions that are known from before, as `look` was told last."""
+
+    def open(
+        self,
+        positions: Mapping[TopicPartition, Position],
+        stop: threading.Event,
+        marks: Mapping[TopicPartition, Mark],
+    ) -> None:
+        """Start reading, each partition where `rates` have it; raises what the source of this host raises."""
+        self._stop = stop
+        self._begin({name: (position, marks[name]) for name, position in positions.items()})
+
+    @property
+    def partitions(self) -> Sequence[Partition]:
+        """All partitions, in the order of the index that blocks carry."""
+        found = list(self._first.partitions)
+        told = [reader.partitions for reader in self._readers]
+        for place, reader in enumerate(self._shares):
+            if reader:
+                found[place] = replace(found[place], end=told[reader][place].end)
+        return found
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        """Return the next block of any of them, in turn, or None when none comes in time; raises as a source does."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            busy = [self._readers[number] for number in sorted({*self._shares} - {0})]
+            dead = [reader for reader in busy if reader.connection is None]
+            if dead:
+                self._go_on_without(dead)
+            left = max(0.0, deadline - time.monotonic())
+            if self._first.connection is None:
+                left = min(left, _REST_SECONDS)
+            ready = wait([each.connection for each in self._readers if each.connection is not None], left)
+            for _ in self._readers:
+                self._turn = (self._turn + 1) % len(self._readers)
+                reader = self._readers[self._turn]
+                if reader is self._first or reader.connection in ready:
+                    block = self._poll(reader)
+                    if block is not None:
+                        return block
+            if time.monotonic() >= deadline:
+                return None
+
+    def release(self, block: Block) -> None:
+        """Give a block's slot back; its columns must not be looked at any more."""
+        for each in self._readers:
+            each.release(block)
+
+    def look(self, rates: Sequence[float]) -> None:
+        """Deal the partitions anew if that is far better by rates that were measured since the last look."""
+        if rates is self.rates or not self._others or (self._stop is not None and self._stop.is_set()):
+            return
+        self.rates = rates
+        shares = [*self._shares, *[0] * (len(rates) - len(self._shares))]
+        if far_off(rates, shares, 1 + len(self._others)):
+            self._begin(self._end())
+
+    def pass_over(self) -> None:
+        """Go on at the end of every partition; blocks tell what was passed."""
+        for each in self._readers:
+            each.pass_over()
+
+    def commit(self, offsets: dict[int, int]) -> None:
+        """Write positions, by index of the partition, for lag tools; best effort."""
+        self._first.commit(offsets)
+
+    def close(self) -> None:
+        """End all that read."""
+        for each in reversed(self._readers):
+            each.close()
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence when the broker cannot be reached, or an ingest process is gone."""
+        return next((each.ill for each in self._readers if each.ill), self._lost)
+
+    @property
+    def told(self) -> float | None:
+        """When the broker last told the ends of partitions, by `time.monotonic`."""
+        return self._first.told
+
+    @property
+    def unknown_fields(self) -> int:
+        """Messages so far with fields that the schema does not know."""
+        return sum(each.unknown_fields for each in (self._first, *self._others))
+
+    def _poll(self, reader: Source) -> Block | None:
+        try:
+            return reader.poll(_NOW)
+        except RecreatedError:
+            if reader is self._first or self._stream.on_gap == "fail":
+                raise
+        # That of this host, which takes it up, has to read the whole topic for that.
+        received = self._end()
+        self._open(received, [0] * len(received))
+        return None
+
+    def _begin(self, received: Received) -> None:
+        """Deal the partitions, and start all that have some."""
+        while True:
+            rates = [*self.rates, *[0.0] * (len(received) - len(self.rates))]
+            lost = self._open(received, share_out(rates, 1 + len(self._others)))
+            if lost is None:
+                if not received:
+                    return
+                counts = [self._shares.count(reader) for reader in range(1 + len(self._others))]
+                log.info("partitions that each host reads: %s", ", ".join(map(str, counts)))
+                return
+            self.close()
+            self._others.remove(lost)
+
+    def _open(self, received: Received, shares: list[int]) -> Source | None:
+        """Start that of this host, and all others that have partitions; return one that does not start."""
+        assert self._stop is not None
+        self._shares, self._readers, self._turn = shares, [self._first, *self._others], 0
+        positions = {name: position for name, (position, _) in received.items()}
+        marks = {name: mark for name, (_, mark) in received.items()}
+        elsewhere = [place for place, number in enumerate(shares) if number]
+        self._first.open(positions, self._stop, marks=marks, elsewhere=elsewhere)
+        for number, reader in enumerate(self._others, 1):
+            elsewhere = [place for place, other in enumerate(shares) if other != number]
+            if len(elsewhere) == len(shares):
+                continue
+            try:
+                reader.open(positions, self._stop, _PATIENCE, marks, elsewhere, alone=False)
+            except BrokerError as exc:
+                self._say_lost(str(exc))
+                return reader
+        return None
+
+    def _go_on_without(self, dead: Sequence[Source]) -> None:
+        self._say_lost(str(dead[0].ill))
+        received = self._end()
+        for each in dead:
+            self._others.remove(each)
+        self._begin(received)
+
+    def _end(self) -> Received:
+        """End all that read, and return where to go on."""
+        told = [reader.received for reader in self._readers]
+        names = list(told[0])
+        shares = [*self._shares, *[0] * (len(names) - len(self._shares))]
+        received = {name: told[reader][name] for name, reader in zip(names, shares, strict=True)}
+        self.close()
+        self._readers = [self._first]
+        return received
+
+    def _say_lost(self, why: str) -> None:
+        self._lost = f"another host does not read its part of the stream: {why}"
+        log.warning("%s", self._lost)

@@ -1,0 +1,131 @@
+"""A stream that two hosts read, the second one a process of its own on loopback, against a real broker."""
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from kafka import KafkaAdminClient
+from kafka.admin import NewPartitions
+
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.remote import Remote
+from ingest.sources import Sources
+
+GOOD = {"x": [1, 2, 3], "y": 1}
+SCHEMA = SchemaSettings.model_validate(
+    {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+)
+LOOPBACK = "127.0.0.1"
+
+Seen = Counter[tuple[int, int]]
+Reading = tuple[Sources, Remote]
+
+
+@contextlib.contextmanager
+def reading(bootstrap: str, topic: str, **stream: Any) -> Iterator[Reading]:
+    settings = StreamSettings.model_validate({"bootstrap_servers": bootstrap, "topics": [topic], **stream})
+    remote = Remote(settings.resolved("test"), LOOPBACK)
+    sources = Sources(settings.resolved("test"), SCHEMA, HoldOut(fraction=0, seed=0), [remote.address])
+    try:
+        sources.open({}, threading.Event(), {})
+        yield sources, remote
+    finally:
+        sources.close()
+        remote.close()
+
+
+def read(sources: Sources, seen: Seen, events: int, partitions: Sequence[int] = range(4)) -> None:
+    """Count events by (partition, offset) until there are so many of these partitions; they come in order."""
+    deadline = time.monotonic() + 60
+    last: dict[int, int] = {}
+    while count(seen, partitions) < events:
+        assert time.monotonic() < deadline, f"{seen.total()} events of {events} after 60 s; ill: {sources.ill}"
+        block = sources.poll(timedelta(seconds=1))
+        if block is not None:
+            assert (block.columns["feature.x"] == [1, 2, 3]).all()
+            for partition, offset in zip(
+                *(block.columns[name].tolist() for name in ("partition", "offset")), strict=True
+            ):
+                assert last.get(partition, -1) < offset
+                last[partition] = offset
+                seen[partition, offset] += 1
+            sources.release(block)
+
+
+def count(seen: Seen, partitions: Sequence[int]) -> int:
+    return sum(times for (partition, _), times in seen.items() if partition in partitions)
+
+
+def once(seen: Seen, partitions: int, each: int) -> bool:
+    return seen == Counter((p, o) for p in range(partitions) for o in range(each))
+
+
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_partitions_go_from_host_to_host_and_every_event_comes_once(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], client: str
+) -> None:
+    topic, seen = make_topic(partitions=4), Counter[tuple[int, int]]()
+    for partition in range(4):
+        produce(kafka.bootstrap, topic, [GOOD] * 6000, partition=partition)
+    with reading(kafka.bootstrap, topic, client=client, buffer_bytes="1MB") as (sources, remote):
+        read(sources, seen, 500)
+        sources.look([300.0, 200.0, 200.0, 200.0])
+        assert sources._shares == [0, 1, 1, 0]
+        read(sources, seen, count(seen, (1, 2)) + 100, (1, 2))
+        sources.look([1.0, 900.0, 900.0, 1.0])
+        assert sources._shares == [0, 0, 1, 1]
+        read(sources, seen, count(seen, (2,)) + 100, (2,))
+        remote.close()
+        read(sources, seen, 24000)
+        assert once(seen, 4, 6000)
+        assert sources._shares == [0] * 4
+        assert sources.ill is not None
+        assert "another host does not read its part of the stream" in sources.ill
+        for partition in range(4):
+            produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
+        read(sources, seen, 24400)
+        assert once(seen, 4, 6100)
+
+
+def test_a_partition_that_is_added_is_read_and_ends_are_told_of_all(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic, seen = make_topic(partitions=2), Counter[tuple[int, int]]()
+    for partition in range(2):
+        produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
+    with reading(kafka.bootstrap, topic) as (sources, _):
+        sources.look([1.0, 1.0])
+        assert sorted(sources._shares) == [0, 1]
+        read(sources, seen, 200)
+        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+            admin.create_partitions({topic: NewPartitions(3)})
+        produce(kafka.bootstrap, topic, [GOOD] * 100, partition=2)
+        read(sources, seen, 300)
+        assert once(seen, 3, 100)
+        deadline = time.monotonic() + 20
+        while [each.end for each in sources.partitions] != [100] * 3:
+            assert time.monotonic() < deadline, sources.partitions
+            assert sources.poll(timedelta(seconds=1)) is None
+
+
+def test_a_host_that_cannot_read_leaves_all_to_the_first(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], free_port: Callable[[], int]
+) -> None:
+    topic, seen = make_topic(partitions=2), Counter[tuple[int, int]]()
+    for partition in range(2):
+        produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
+    settings = StreamSettings(bootstrap_servers=kafka.bootstrap, topics=(topic,)).resolved("test")
+    nowhere = f"{LOOPBACK}:{free_port()}"
+    remote = Remote(settings.model_copy(update={"bootstrap_servers": nowhere}), LOOPBACK)
+    sources = Sources(settings, SCHEMA, HoldOut(fraction=0, seed=0), [f"{LOOPBACK}:{free_port()}", remote.address])
+    with contextlib.closing(remote), contextlib.closing(sources):
+        sources.open({}, threading.Event(), {})
+        sources.look([1.0, 1.0])
+        read(sources, seen, 200)
+        assert once(seen, 2, 100)
+        assert nowhere in str(sources.ill)
