@@ -83,9 +83,10 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
 def stop_with_parent(stop: threading.Event) -> None:
     """Set `stop` when stdin ends: how a supervised daemon notices that its supervisor is gone, on every platform."""
+    stdin = os.dup(sys.stdin.fileno())  # a read goes on by number after SIGCONT, and another file may be stdin by then
 
     def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
+        while os.read(stdin, 4096):
             pass
         stop.set()
 

@@ -195,6 +195,41 @@ def test_the_leading_host_may_die_and_others_leave_in_order_and_a_cut_is_gone_on
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_host_that_hangs_keeps_nobody_waiting_and_is_taken_in_when_it_goes_on(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Write,
+    start: Start,
+    second: Start,
+) -> None:
+    topic = make_topic()
+    config = pipeline(topic, join_timeout="4s")
+    other = second(config)
+    other.until(lambda: "waiting for host 0" in other.log.read_text())
+    leader = start(config)
+    produce(kafka.bootstrap, topic, events(200))
+    report = leader.wait_for(lambda each: total(each) == 200 and each.cut is not None)
+    assert "2 of 2 hosts take part" in leader.log.read_text()
+    launcher = psutil.Process(other.process.pid)
+    hanging = [launcher, *launcher.children()]
+    for process in hanging:
+        process.suspend()
+    produce(kafka.bootstrap, topic, events(200))
+    report = leader.wait_for(lambda each: total(each) == 400, no_more=report.pid)
+    assert whole(report, 400)
+    assert "host 1 is gone" in leader.log.read_text()
+    assert report.ill
+    for process in hanging:
+        process.resume()
+    produce(kafka.bootstrap, topic, events(200))
+    report = leader.wait_for(lambda each: total(each) == 600 and not each.ill, no_more=report.pid)
+    assert whole(report, 600)
+    assert [leader.stop(40), other.stop(40)] == [0, 0]
+
+
+@pytest.mark.slow
 def test_a_host_with_other_settings_and_a_second_one_of_a_number_are_refused(
     kafka: Any, make_topic: Callable[..., str], pipeline: Write, start: Start, second: Start
 ) -> None:
