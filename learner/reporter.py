@@ -112,6 +112,8 @@ class Reporter:
     def report(self) -> None:
         """Report now."""
         loop, publisher, store = self._loop, self._publisher, self._store
+        if store is not None:
+            store.take_in()  # so that what it holds fits what was learned
         windows, groups = self._windows(), publisher.evaluation.groups
         report = LearnerReport(
             pid=os.getpid(),

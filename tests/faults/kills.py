@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from learner.cut import RANK, Cuts
 from learner.report import LearnerReport
 from tests.faults.figures import Figures
-from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
+from tests.faults.pipeline import PATIENCE_SECONDS, Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up, total
 
 CODE = """
@@ -79,6 +79,8 @@ ROW = np.dtype([("id", "<i8"), ("y", "<f4")])
 _BAD, _MOST_ROWS = 0.05, 30
 _STEP_SECONDS, _LIFE_SECONDS = 0.0008, 0.8
 """About what a step takes, and for how long a learner gets on between two kills."""
+_LEAST_A_SECOND = 200
+"""Events that are learned after the last kill, on a slow machine."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ def killed_again_and_again(folder: Path, bootstrap: str, events: int, kills: int
             again += max(0, before - _cut_step(pipeline)) if stepped else 0
             learner.until(lambda pid=pid: learner.supervisor.pids().get("learner", pid) != pid, "another learner")
         send(bootstrap, topic, rest)
-        last = learner.wait_for(lambda report: total(report) >= events + bad, "an outcome for every event")
+        left = PATIENCE_SECONDS + events / _LEAST_A_SECOND
+        last = learner.wait_for(
+            lambda report: total(report) >= events + bad, "an outcome for every event", patience=left
+        )
     weights = accounts(pipeline)
     finished = pipeline.report()
     return Account(

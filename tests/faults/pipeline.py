@@ -156,7 +156,13 @@ class Supervised:
             os.kill(pid, signal.SIGKILL)
         return pid
 
-    def wait_for(self, condition: Callable[[LearnerReport], bool], what: str, no_more: int = 0) -> LearnerReport:
+    def wait_for(
+        self,
+        condition: Callable[[LearnerReport], bool],
+        what: str,
+        no_more: int = 0,
+        patience: float = PATIENCE_SECONDS,
+    ) -> LearnerReport:
         """Wait until the report of a learner that runs, not of pid `no_more`, says so."""
 
         def look() -> LearnerReport | None:
@@ -164,7 +170,7 @@ class Supervised:
             mine = report is not None and report.pid != no_more and report.pid in self.supervisor.pids().values()
             return report if report is not None and mine and condition(report) else None
 
-        return self.until(look, what)
+        return self.until(look, what, patience)
 
     def until(self, look: Callable[[], T | None], what: str, patience: float = PATIENCE_SECONDS) -> T:
         """Return the first true value of `look`."""
