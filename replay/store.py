@@ -36,6 +36,9 @@ AHEAD = 4
 BLOCK = 4
 """Steps that are planned at once, where a choice can be dealt out among them; whose events are taken in at once."""
 
+MOST_WAITING = 512
+"""Events that wait for others, about: so that no step waits long for them to be taken in."""
+
 MOST_INSERTED = 1024
 """Events that are inserted at once."""
 
@@ -140,7 +143,7 @@ class Store:
             embedding: of the model, float32 `[N, D]`, NaN where it is not known; None: of no event.
         """
         self._put(columns, partitions, embedding)
-        if len(self._waiting.blocks) == self._together:
+        if len(self._waiting.blocks) == self._together or len(self._waiting) >= MOST_WAITING:
             self.take_in()
 
     def take_in(self) -> int:

@@ -23,7 +23,7 @@ from replay.config import ReplaySettings
 from replay.fake import FakeCuts
 from replay.forgotten import ByRange, Forgotten
 from replay.redis_tier import RedisTier
-from replay.store import AHEAD, BLOCK, Store
+from replay.store import AHEAD, BLOCK, MOST_WAITING, Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 MakeStore = Callable[..., Store]
@@ -216,12 +216,19 @@ def test_whoever_looks_at_the_store_finds_what_waits(schema: Schema, look: str) 
 
 def test_slots_that_events_wait_for_are_not_free(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
-    store.offer(fake_columns(schema, range(store.slots.free - store.burst)), PARTITIONS)
+    store.burst = store.slots.free - 300
+    store.offer(fake_columns(schema, range(300)), PARTITIONS)
     assert store.has_room()
     assert not len(store)
-    store.offer(fake_columns(schema, range(10_000, 10_001)), PARTITIONS)
-    assert store.has_room() == (store.slots.free >= store.burst)
-    assert len(store) > 1000, "what waits was not taken in"
+    store.offer(fake_columns(schema, [300]), PARTITIONS)
+    assert not store.has_room()
+    assert len(store) == 301, "what waits was not taken in"
+
+
+def test_no_more_events_wait_than_are_taken_in_soon(schema: Schema) -> None:
+    store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
+    store.offer(fake_columns(schema, range(MOST_WAITING)), PARTITIONS)
+    assert len(store) == MOST_WAITING
 
 
 def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:
