@@ -27,7 +27,7 @@ from replay.roll import Offer, Roll
 from replay.rows import Fields, RowLayout
 from replay.slots import Slots
 from replay.tier import Tier
-from replay.tiers import Tiers
+from replay.tiers import Pack, Tiers
 from replay.waiting import Waiting
 
 AHEAD = 4
@@ -410,7 +410,10 @@ class Store:
     def _insert(self, rows: NDArray[np.intp], offer: Offer, waiting: Waiting) -> None:
         slots = self.slots.take(len(rows))
         self.roll.append(slots, offer, rows)
-        pack = lambda part: waiting.pack(self._layout, rows[part])  # noqa: E731
+        pack: Pack = lambda part: waiting.pack(self._layout, rows[part])  # noqa: E731
+        if 2 * len(offer.admitted) < len(waiting):
+            # The courier would keep far more than the rows that it reckons with, for as long as a disk is slow.
+            pack = pack(slice(None)).__getitem__
         self.tiers.write(slots.astype(np.int64), offer.identity.take(rows), pack)
         if self._whereabouts is not None and waiting.embedding is not None:
             self._whereabouts.come(slots, waiting.embedding[rows])

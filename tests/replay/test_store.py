@@ -1,6 +1,8 @@
 """What the store holds and what it draws."""
 
 import dataclasses
+import threading
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,27 @@ def test_slots_that_events_wait_for_are_not_free(schema: Schema) -> None:
     store.offer(fake_columns(schema, [300]), PARTITIONS)
     assert not store.has_room()
     assert len(store) == 301, "what waits was not taken in"
+
+
+def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write(
+    schema: Schema, tmp_path: Path
+) -> None:
+    options = ReplaySettings.model_validate({"capacity": 100, "disk": {"bytes": "1MB"}, "device_bytes": 0})
+    store = build_store(options, schema, torch.device("cpu"), 0, tmp_path / "replay")
+    store.add(fake_columns(schema, range(10_000)), PARTITIONS)  # few are admitted from now on
+    slow = threading.Event()
+    store.tiers._courier.send(slow.wait, 0)
+    columns, admitted, begin = {}, 0, 10_000
+    while not admitted:
+        columns = fake_columns(schema, range(begin, begin + 50))
+        admitted, begin = store.add(columns, PARTITIONS), begin + 50
+    block = weakref.ref(columns.pop("feature.x"))
+    columns.clear()
+    assert block() is None
+    slow.set()
+    store.tiers.sync()
+    assert len(everything(store)["label"]) == len(store)
+    store.close()
 
 
 def test_no_more_events_wait_than_are_taken_in_soon(schema: Schema) -> None:
