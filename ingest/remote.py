@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 import msgspec
 import numpy as np
 
-from ingest.config import StreamSettings
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError
 from ingest.messages import Begin, Failed, Filled, from_ingest, receive_in_ingest, revealed, send
 from ingest.ring import Ring
@@ -46,10 +46,14 @@ def learners(descriptor: int) -> Iterator[tuple[Connection, Begin]]:
             with Connection(connected.detach()) as connection:
                 try:
                     begin = receive_in_ingest(connection) if connection.poll(_CONNECT_SECONDS) else None
-                except (EOFError, OSError, msgspec.MsgspecError):
+                    if not isinstance(begin, Begin):
+                        continue
+                    SchemaSettings.model_validate_json(begin.schema)
+                    HoldOut.model_validate_json(begin.hold_out)
+                except (EOFError, OSError, msgspec.MsgspecError, ValueError):
+                    log.warning("what has connected is no learner, and is let go")
                     continue
-                if isinstance(begin, Begin):
-                    yield connection, begin
+                yield connection, begin
 
 
 def relay(address: str, learner: Connection, ring: Ring, begin: Begin) -> None:

@@ -1,18 +1,22 @@
 """A stream that two hosts read, the second one a process of its own on loopback, against a real broker."""
 
 import contextlib
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import pytest
 from kafka import KafkaAdminClient
 from kafka.admin import NewPartitions
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.messages import Begin, Stop
 from ingest.remote import Remote
 from ingest.sources import Sources
 
@@ -129,3 +133,31 @@ def test_a_host_that_cannot_read_leaves_all_to_the_first(
         read(sources, seen, 200)
         assert once(seen, 2, 100)
         assert nowhere in str(sources.ill)
+
+
+def test_whoever_is_no_learner_is_let_go_and_the_next_one_is_served(free_port: Callable[[], int]) -> None:
+    stream = StreamSettings.model_validate({"bootstrap_servers": f"{LOOPBACK}:{free_port()}", "topics": ["events"]})
+    good = {"stream": "", "schema": SCHEMA.model_dump_json(), "positions": [], "marks": []}
+    first = [
+        b"nonsense",
+        msgspec.msgpack.encode(Stop()),
+        msgspec.msgpack.encode(Begin(**good | {"schema": "{}"}, hold_out="{}")),
+        msgspec.msgpack.encode(Begin(**good, hold_out="{")),
+    ]
+    with contextlib.closing(Remote(stream, LOOPBACK)) as remote:
+        for said in first:
+            with contextlib.closing(_connected(remote)) as connection:
+                connection.send_bytes(said)
+                assert connection.poll(30)
+                with pytest.raises(EOFError):
+                    connection.recv_bytes()
+        with contextlib.closing(_connected(remote)) as connection:
+            hold_out = HoldOut(fraction=0, seed=0).model_dump_json()
+            connection.send_bytes(msgspec.msgpack.encode(Begin(**good, hold_out=hold_out)))
+            assert connection.poll(60)
+            assert b"Failed" in connection.recv_bytes(), "it says that its broker is away"
+
+
+def _connected(remote: Remote) -> Connection:
+    host, _, port = remote.address.rpartition(":")
+    return Connection(socket.create_connection((host, int(port))).detach())
