@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 import pytest
@@ -56,16 +56,20 @@ def watched(browser: Any) -> Iterator[Any]:
 
 
 def shown_with_its_status(page: Any) -> tuple[Any, dict[str, str]]:
-    """Return a reply of `/api/status` and the figures that the page has drawn from it."""
-    with page.expect_response("**/api/status") as status, page.expect_response("**/api/history*"):
-        pass
-    taken = status.value.json()
-    number = f"{sum(taken['learner']['outcomes'].values()):,}"
-    page.wait_for_function("n => document.querySelector('[data-figure=read]').textContent === n", arg=number)
+    """Return a reply of `/api/status` and the figures that the page has drawn from it.
+
+    The page is given this one reply until it asks again, so that what stands on it is of no later one.
+    """
+    taken = httpx.get(urljoin(page.url, "/api/status")).json()
+    page.route("**/api/status", lambda route: route.fulfill(json=taken))
+    for _ in range(3):  # one may have been on its way, and one is drawn when the next is asked for
+        with page.expect_response("**/api/status"):
+            pass
     figures = page.evaluate(
         "() => Object.fromEntries([...document.querySelectorAll('[data-figure]')]"
         ".map(place => [place.dataset.figure, place.textContent]))"
     )
+    page.unroute("**/api/status")
     return taken, figures
 
 
