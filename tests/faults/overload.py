@@ -66,7 +66,7 @@ guard_rows = 100
 TOO_FAST = 10
 _AHEAD = 5_000
 """Events that are sent before anything is known of how fast training is."""
-_KEPT, _BURST = 5_000, 1_000
+KEPT, _BURST = 5_000, 1_000
 """Events that the embedded broker keeps, and those that are sent before the others are removed."""
 
 
@@ -148,7 +148,7 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     """Say how much more memory there is in the end."""
     seconds = 40.0 if quick else minutes * 60
     figures.title("overload", f"ten events are sent for each that is learned, for {seconds:.0f} s")
-    found = flooded(folder, bootstrap, seconds, pause=0.1, kept=None if os.environ.get(START) else _KEPT)
+    found = flooded(folder, bootstrap, seconds, pause=0.1, kept=None if os.environ.get(START) else KEPT)
     told = " ".join(f"{each / 1e6:.0f}" for each in found.curve)
     figures.say("memory_growth", found.growth, f"MB of learner and ingest by tenths of the time: {told}")
     unread = f"{found.sent} events sent, {found.removed} gone unread"

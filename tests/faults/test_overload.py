@@ -1,0 +1,22 @@
+"""A stream that is ten times too fast leaves memory as it is, and each event is counted, learned or not."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import START
+from tests.faults.overload import KEPT, flooded
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_is_too_fast_stays_with_the_broker(kafka: Any, tmp_path: Path) -> None:
+    all_kept = bool(os.environ.get(START))
+    found = flooded(tmp_path, kafka.bootstrap, seconds=15.0, pause=0.02, kept=None if all_kept else KEPT)
+    assert found.sent > 1.5 * found.learned
+    assert found.exact
+    assert found.growth < 1.1
+    # Events that a reader without bounds would have taken in before the broker lets go of them.
+    assert all_kept or found.removed > 0

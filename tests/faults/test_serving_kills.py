@@ -1,0 +1,17 @@
+"""Clients of serving notice nothing of a learner that is killed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.serving_kills import asked_while_the_learner_is_killed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_request_fails_while_the_learner_is_killed(kafka: Any, tmp_path: Path) -> None:
+    found = asked_while_the_learner_is_killed(tmp_path, kafka.bootstrap, kills=2, seed=0)
+    assert found.kills == 2
+    assert found.failures == []
+    assert found.requests > 0
