@@ -73,17 +73,21 @@ def _alike(config: "Config") -> "dict[str, object]":
 
 def _rank(group: Path, arguments: list[str]) -> int:
     """Be one of the ranks that the launcher starts, and return the exit code by which it starts all again or not."""
-    from learner.launcher import REFUSED, stop_with_launcher, take_place, write_outcome
+    from learner.launcher import REFUSED, leave_rows, stop_with_launcher, take_place, write_outcome
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
-        from learner.errors import RankLostError
+        from learner.errors import RankLostError, RankTooLargeError
         from learner.replica import follow_leader
         from learner.session import learn
 
         stop_with_launcher(stop)
         place = take_place(group, config.pipeline.learner)
         try:
-            (learn if place.rank == 0 else follow_leader)(_deployment(config), stop, place)
+            (learn if place.rank == 0 else follow_leader)(_deployment(config, place.rows), stop, place)
+        except RankTooLargeError as exc:
+            log.error("%s", exc)  # noqa: TRY400 the sentence says all
+            leave_rows(group, exc.rows)
+            sys.exit(1)
         except RankLostError as exc:
             log.error("rank %d ends: %s", place.rank, exc)  # noqa: TRY400 the sentence says all
             sys.exit(1)
@@ -94,7 +98,8 @@ def _rank(group: Path, arguments: list[str]) -> int:
     return 0 if code in REFUSED else code
 
 
-def _deployment(config: "Config") -> "Deployment":
+def _deployment(config: "Config", rows: int | None = None) -> "Deployment":
+    """Return the sections that the learner needs; `rows`: what a micro-batch may have, whatever the file says."""
     from learner.session import Deployment
     from learner.sharing import Terms
 
@@ -104,7 +109,7 @@ def _deployment(config: "Config") -> "Deployment":
         stream=pipeline.stream,
         events=pipeline.events,
         model=pipeline.model,
-        learner=pipeline.learner,
+        learner=pipeline.learner if rows is None else pipeline.learner.model_copy(update={"micro_batch_size": rows}),
         replay=pipeline.replay,
         versions=pipeline.versions,
         cuts=pipeline.cuts,

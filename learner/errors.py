@@ -5,6 +5,7 @@ SettingsError
 `-- VersionError          a version directory cannot be used: missing, torn, or another schema's
 
 RankLostError             another rank is gone: end, and all ranks begin again from the newest cut
+RankTooLargeError         a device ran out of memory: the same, with fewer events at once on this host
 """
 
 from ingest.errors import SettingsError
@@ -24,3 +25,15 @@ class CutError(SettingsError):
 
 class RankLostError(Exception):
     """Another rank is gone."""
+
+
+class RankTooLargeError(Exception):
+    """A rank ran out of memory while others were in the middle of their passes.
+
+    Attributes:
+        rows: events of a micro-batch that may fit.
+    """
+
+    def __init__(self, rows: int, said: str) -> None:
+        super().__init__(said)
+        self.rows = rows

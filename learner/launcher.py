@@ -1,10 +1,10 @@
 """Starts the ranks of a learner under torch's elastic agent, which is what torchrun runs.
 
 When a rank dies the agent ends the others of this host, and all are started again, a few times; they go on from the
-newest cut. So are they when a host is gone, or comes. The agent runs in a thread: a signal is for the launcher, which
-then writes into the pipe that is stdin of every rank: rank 0 stops in order, and tells the others. Where the pipe ends
-without a word the launcher was killed, and all ranks end at once, as it did: whoever starts it again finds none of them
-in the way.
+newest cut. So are they when a host is gone, or comes, and when a rank runs out of memory: those of its host then take
+fewer events at once. The agent runs in a thread: a signal is for the launcher, which then writes into the pipe that is
+stdin of every rank: rank 0 stops in order, and tells the others. Where the pipe ends without a word the launcher was
+killed, and all ranks end at once, as it did: whoever starts it again finds none of them in the way.
 """
 
 import json
@@ -13,10 +13,10 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -41,6 +41,8 @@ _PATIENCE = timedelta(seconds=10)
 _ENOUGH = 4096
 _MEETING = "meeting"
 _SEAT = "seat.json"
+_ROWS = "rows-"
+"""What the files begin with in which ranks leave word of how many events may fit."""
 OUTCOME = "outcome"
 REFUSED = frozenset({2, 3})
 """Exit codes that starting again cannot mend."""
@@ -57,6 +59,8 @@ class _End(NamedTuple):
     """What ended it, if not a rank."""
     over: bool
     """Whether no rank is left."""
+    rows: int | None
+    """Events that may fit where a rank ran out of memory; None: none did."""
 
 
 def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop: threading.Event) -> int | None:
@@ -67,14 +71,15 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // settings.replicas)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    deaths = 0
+    deaths, rows = 0, None
     while (dealt := hosts.gather(stop)) is not None:
         began = time.monotonic()
-        end = _run(settings, hosts, dealt, command, stop)
+        end = _run(settings, hosts, _seat(settings, dealt, rows), command, stop)
         if stop.is_set() or end.code in REFUSED or not end.over:
             return end.code
         hosts.over()
-        if not hosts.leads:
+        rows = end.rows or rows
+        if not hosts.leads or end.rows is not None:
             continue
         if end.code is None:
             deaths = deaths + 1 if time.monotonic() - began < _IN_A_ROW.total_seconds() else 1
@@ -86,12 +91,14 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
     return 0
 
 
-def _run(settings: LearnerSettings, hosts: Hosts, dealt: Round, command: Sequence[str], stop: threading.Event) -> _End:
+def _run(
+    settings: LearnerSettings, hosts: Hosts, seat: Mapping[str, Any], command: Sequence[str], stop: threading.Event
+) -> _End:
     """Run the ranks of this host for one round."""
     change, stop_timeout = Change.NONE, settings.stop_timeout
     with tempfile.TemporaryDirectory(prefix="anabranch-") as name:
         folder = Path(name)
-        _write_seat(folder, settings, dealt)
+        (folder / _SEAT).write_text(json.dumps(seat))
         with _Lifeline() as lifeline:
             agent = _Agent(settings.replicas, (*command, "--group", name), stop_timeout)
             agent.start()
@@ -108,20 +115,21 @@ def _run(settings: LearnerSettings, hosts: Hosts, dealt: Round, command: Sequenc
             agent.join(patience.total_seconds())
         agent.join(_PATIENCE.total_seconds())  # what was left of them ended with the pipe
         code = None if agent.is_alive() else read_outcome(folder)
-        return _End(code if code or not agent.failed else None, change, not agent.is_alive())
+        code = code if code or not agent.failed else None
+        return _End(code, change, not agent.is_alive(), _left_rows(folder))
 
 
-def _write_seat(folder: Path, settings: LearnerSettings, dealt: Round) -> None:
-    """Leave word for the ranks of this host of what place they have among all."""
+def _seat(settings: LearnerSettings, dealt: Round, rows: int | None) -> dict[str, Any]:
+    """Return what the ranks of this host are to know of their place among all."""
     absent = [host for host in range(settings.hosts) if host not in dealt.seats]
-    seat = {
+    return {
         "name": dealt.name,
         "size": dealt.size,
         "first": dealt.seats[settings.host_rank].first,
         "absent": absent,
         "readers": [each.reads_at for each in dealt.seats.values() if each.reads_at],
+        "rows": rows,
     }
-    (folder / _SEAT).write_text(json.dumps(seat))
 
 
 def take_place(folder: Path, settings: LearnerSettings) -> Place:
@@ -133,13 +141,18 @@ def take_place(folder: Path, settings: LearnerSettings) -> Place:
         assert settings.interface is not None
         meeting = Meeting(settings.rendezvous, seat["name"], settings.interface)
     first = int(seat["first"])
-    return Place(
-        first + int(os.environ["RANK"]),
-        seat["size"],
-        meeting,
-        first,
-        *(tuple(seat[name]) for name in ("absent", "readers")),
-    )
+    absent, readers = (tuple(seat[name]) for name in ("absent", "readers"))
+    return Place(first + int(os.environ["RANK"]), seat["size"], meeting, first, absent, readers, seat["rows"])
+
+
+def leave_rows(folder: Path, rows: int) -> None:
+    """Leave word for the launcher of how many events may fit, where so many more did not."""
+    (folder / f"{_ROWS}{os.environ['RANK']}").write_text(str(rows))
+
+
+def _left_rows(folder: Path) -> int | None:
+    """Return what ranks left, the least; None: nothing."""
+    return min((int(path.read_text()) for path in folder.glob(f"{_ROWS}*")), default=None)
 
 
 def write_outcome(folder: Path, code: int) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ingest.errors import SettingsError
+from learner.errors import RankTooLargeError
 
 _WORDS = ("DefaultCPUAllocator", "MPS backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """What torch says of memory in errors of no kind of their own."""
@@ -25,25 +26,23 @@ def smaller(rows: int, most: int | None, device: torch.device, ranks: int, said:
         rows: events of the step.
         most: events of a micro-batch until now; None: all.
         device: on which memory ran out.
-        ranks: how many train together: with more than one, the others are in the middle of their passes.
+        ranks: how many train together.
         said: its own words.
 
     Raises:
-        SettingsError: not even a few events fit, or there are more ranks.
+        SettingsError: not even a few events fit.
+        RankTooLargeError: there are other ranks, which wait in the middle of their passes for what does not come.
     """
     now = min(rows, most or rows)
-    if ranks > 1:
-        raise SettingsError(
-            f"learner.micro_batch_size: {device} runs out of memory with {now} events at once, and with {ranks} "
-            f"replicas nothing is made smaller by itself; try {max(2, now // 2)}: {said}"
-        )
     if now // 2 < 2:
         raise SettingsError(
             f"model.factory: {device} runs out of memory with {now} events at once; take a smaller model, "
             f"learner.activation_checkpointing, or another learner.device: {said}"
         )
-    log.error("%s", note(device, now // 2))
     log.info("what %s said: %s", device, said)
+    if ranks > 1:
+        raise RankTooLargeError(now // 2, note(device, now // 2))
+    log.error("%s", note(device, now // 2))
     return now // 2
 
 

@@ -61,6 +61,8 @@ class Place:
     """Hosts that did not come."""
     readers: tuple[str, ...] = ()
     """Addresses of the ingest processes of other hosts."""
+    rows: int | None = None
+    """Events of a micro-batch at most, since a device of this host has run out of memory; None: it has not."""
 
 
 @contextlib.contextmanager

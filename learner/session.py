@@ -35,6 +35,7 @@ from learner.jury import Jury
 from learner.lag import LagPolicy
 from learner.lock import hold_state_directory
 from learner.loop import Loop, Metrics, Parts
+from learner.memory import note
 from learner.metrics import LearnerMetrics
 from learner.model import build_model, check_model, make_task, sample
 from learner.precision import Precision, choose_device, choose_precision
@@ -161,7 +162,7 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         jury = Jury(versions, deployment.gate, scorer, reference)
         publisher = Publisher(*(versions, deployment.versions, reference, schema, scorer, jury, epoch, metrics.learner))
         # After the scorer has copied the model, which cannot be done once ranks have parts of it.
-        trainer = _trainer(bench, channel)
+        trainer = _trainer(bench, channel, place.rows if place is not None else None)
         trainer.lane = stack.enter_context(confined(deployment.share.settings, device))
         sharing = stack.enter_context(
             share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
@@ -264,15 +265,17 @@ def _source(deployment: Deployment, hold_out: HoldOut, place: Place | None) -> S
     return Sources(*settings, place.readers) if place is not None and place.readers else Source(*settings)
 
 
-def _trainer(bench: Workbench, channel: Channel | None) -> Trainer:
-    """Make the trainer, of all ranks when there are more."""
+def _trainer(bench: Workbench, channel: Channel | None, rows: int | None) -> Trainer:
+    """Make the trainer, of all ranks when there are more; `rows`: what a micro-batch has since memory ran out."""
     if channel is None:
         return Trainer(**bench.arguments)
     if bench.precision.scaled and bench.settings.sharding == "fsdp":
         raise SettingsError(
             'learner.precision = "auto" is fp16 here, which does not go with learner.sharding = "fsdp"; write "fp32"'
         )
-    return Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
+    trainer = Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
+    trainer.note = note(bench.device, rows) if rows is not None else None
+    return trainer
 
 
 def _store(

@@ -266,12 +266,13 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, Replicas]]) -> No
         return
     assert action is Action.BEGIN
     trainer, replicas = make()
+    most = trainer.micro_batch_size
     forms: list[Form] = []
     while action is not Action.STOP:
         action, numbers, message = channel.hear()
         if action is Action.STEP:
             assert message is not None
-            _step(channel, trainer, replicas, forms, numbers, message)
+            _step(channel, trainer, replicas, forms, numbers, message, most)
         elif action is Action.FORMS:
             assert message is not None
             forms = forms_from_json(message.cpu().numpy().tobytes())
@@ -289,12 +290,19 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, Replicas]]) -> No
 
 
 def _step(
-    channel: Channel, trainer: Trainer, replicas: Replicas, forms: list[Form], numbers: list[int], message: Tensor
+    channel: Channel,
+    trainer: Trainer,
+    replicas: Replicas,
+    forms: list[Form],
+    numbers: list[int],
+    message: Tensor,
+    most: int | None,
 ) -> None:
+    """Step with the leader, in micro-batches of the size that it says, or of what fits on this host."""
     wants, micro, lr_factor, *counts = numbers
     counts, real = counts[: len(forms)], counts[len(forms) :]
     share = Share(unpacked(message, forms, counts), real)
-    trainer.micro_batch_size = micro or None
+    trainer.micro_batch_size = micro or None if most is None else min(micro or most, most)
     trainer.scale_learning_rate(_number(lr_factor))
     result = trainer.step(share.parts[0], share.parts[1:], real[0])
     replicas.stepped()  # before the reply, for which the leader asks after it

@@ -131,3 +131,38 @@ def test_what_starting_again_cannot_mend_ends_with_its_own_exit_code(
     assert learner.process.wait(60) == 2
     said = learner.log.read_text()
     assert said.count("returned int, not a torch.nn.Module") == 1, said
+
+
+NARROW = """
+import torch
+from torch import nn
+
+class Narrow(nn.Linear):
+    def forward(self, x):
+        if self.training and len(x) > 5:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(x)
+
+def build():
+    return Narrow(3, 3)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_run_out_of_memory_come_back_with_smaller_micro_batches(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, events(300))
+    learner = start(pipeline(kafka.bootstrap, topic, model=NARROW))
+    report = learner.wait_for(lambda each: total(each) == 300)
+    assert adds_up(report)
+    assert report.accuracy["now"] > 0.8
+    assert ["learner.micro_batch_size = 4" in note for note in report.notes] == [True]
+    said = learner.log.read_text()
+    assert "learner.micro_batch_size = 4 does so" in said
+    assert learner.stop(40) == 0
