@@ -34,6 +34,7 @@ from torch import nn
 
 from learner.config import LearnerSettings
 from learner.precision import choose_precision
+from learner.rehearsal import rehearsal
 from learner.strategies import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Trainer
@@ -71,7 +72,7 @@ class Arm:
         for _ in range(steps):
             new = EVENTS.columns(self._next, BATCH)
             draw = self.store.draw(self._step, BATCH)
-            self._trainer.step(self._trainer.examples(new), self._trainer.rehearsal(draw, (len(draw),)))
+            self._trainer.step(self._trainer.examples(new), rehearsal(draw, (len(draw),)))
             self._step += 1
             self._next += BATCH
             self.store.add(new, PARTITIONS)

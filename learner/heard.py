@@ -13,6 +13,34 @@ from torch import Tensor
 from learner.strategy import Loss
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        finite: False when loss, gradient or running statistics were not finite; weights and statistics are as before.
+        loss: of the step on all ranks, a number.
+        score: sum over the new events of all ranks of the task's score, by the predictions made before training on
+            them.
+        loss_new: sum of their losses, by the same predictions.
+        old_R: the loss of each event drawn, float32 `[R]` on the device, NaN where it was not trained on; None when
+            nothing was drawn.
+        embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device, NaN where
+            it is not known; None unless it was asked for.
+        output_B: the model's output for the new events, `[B, ...]` on the device.
+        replayed: how many old events were trained on.
+    """
+
+    finite: bool
+    loss: float
+    score: float
+    loss_new: float
+    old_R: Tensor | None = None
+    embedding_N: Tensor | None = None
+    output_B: Tensor | None = None
+    replayed: int = 0
+
+
 @dataclass
 class Heard:
     """Collects from one micro-batch after the other."""

@@ -22,6 +22,7 @@ from learner.deadline import Deadline
 from learner.drift import Drift
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
+from learner.heard import StepResult
 from learner.lag import LagPolicy
 from learner.ledger import Ledger
 from learner.metrics import LearnerMetrics
@@ -30,11 +31,12 @@ from learner.probe import Probe
 from learner.publisher import Progress, Publisher, Snapshot
 from learner.rates import Rates
 from learner.ratio import Tally, make_ratio
+from learner.rehearsal import rehearsal
 from learner.retention import retention_of
 from learner.rng import restore_rng, rng_tensors, rng_values
 from learner.round_robin import RoundRobin
 from learner.strategy import OUTPUT, Examples
-from learner.trainer import StepResult, Trainer
+from learner.trainer import Trainer
 from replay.draw import Draw
 from replay.metrics import ReplayMetrics
 from replay.rows import Fields
@@ -203,7 +205,7 @@ class Loop:
             drawn = store.draw(self.steps, max(sum(draws), probes))
         probed = self._probe.score(self.steps, drawn)
         draw = drawn.first(sum(draws))
-        return trainer.rehearsal(draw, draws) if len(draw) else (), draw, probed
+        return rehearsal(draw, draws) if len(draw) else (), draw, probed
 
     def _measure(self, new: Scored, probed: Tally | None) -> None:
         """Take note of how well new events were predicted, and of old ones where they were probed."""

@@ -4,6 +4,7 @@ import math
 
 from learner.guard import GuardSet
 from learner.ratio import Ratio, Tally
+from learner.rehearsal import rehearsal
 from learner.trainer import Trainer
 from replay.chance import Chance
 from replay.draw import Draw
@@ -39,7 +40,7 @@ class Probe:
             places = self._chance.of(step).integers(older, size=self._rows)
             examples = self._trainer.examples(self._guard.take(places))
         elif draw is not None and len(draw):
-            examples = self._trainer.rehearsal(draw.first(self._rows), (self._rows,))[0]
+            examples = rehearsal(draw.first(self._rows), (self._rows,))[0]
         else:
             return None
         rows, score = self._trainer.probe(examples)

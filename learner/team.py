@@ -27,9 +27,10 @@ from ingest.errors import AnabranchError
 from learner.config import LearnerSettings
 from learner.dealing import Form, Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
 from learner.errors import RankLostError
+from learner.heard import StepResult
 from learner.replicas import SILENCE, Place, Replicas, join_group
 from learner.strategy import Examples
-from learner.trainer import StepResult, Trainer
+from learner.trainer import Trainer
 
 _HEADER = 24
 _PATIENCE = timedelta(seconds=2)
@@ -171,7 +172,7 @@ class Leader(Trainer):
         wants |= _OUTPUTS * self.strategy.keeps_output
         for rank in self._channel.others:
             share = shares[rank]
-            numbers = [wants, self.micro_batch_size or 0, _bits(self._schedule.scale), *share.counts, *share.real]
+            numbers = [wants, self.micro_batch_size or 0, _bits(self.update.schedule.scale), *share.counts, *share.real]
             self._channel.tell(rank, Action.STEP, numbers, packed(share.parts))
         first, *others = shares[0].parts
         mine = super().step(first, others, shares[0].real[0])

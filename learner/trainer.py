@@ -7,7 +7,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -23,19 +22,16 @@ from learner.config import LearnerSettings
 from learner.confinement import Lane
 from learner.embedding import Embeddings
 from learner.errors import CutError
-from learner.gradients import Gradients
-from learner.heard import Heard, cat, dealt
+from learner.heard import Heard, StepResult, cat, dealt
 from learner.memory import Dice, note, out_of_memory, release, smaller
 from learner.micro import idle, micro_batches
 from learner.model import forward, tensor_dtype
-from learner.optimizer import build_optimizer, load_optimizer, moments, numbers, whose
 from learner.precision import Precision
 from learner.ranks import Alone, Ranks
-from learner.schedule import Schedule
-from learner.strategy import OUTPUT, Examples, Learner, Strategy, Tensors, Whole, twice
+from learner.strategy import Examples, Learner, Strategy, Tensors, Whole, twice
 from learner.task import Task
 from learner.transfer import Transfer
-from replay.draw import Draw
+from learner.update import Update
 
 _PROBES = 3
 _SCALE_RETRIES = 16
@@ -44,34 +40,6 @@ _SCALE_RETRIES = 16
 _T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did.
-
-    Attributes:
-        finite: False when loss, gradient or running statistics were not finite; weights and statistics are as before.
-        loss: of the step on all ranks, a number.
-        score: sum over the new events of all ranks of the task's score, by the predictions made before training on
-            them.
-        loss_new: sum of their losses, by the same predictions.
-        old_R: the loss of each event drawn, float32 `[R]` on the device, NaN where it was not trained on; None when
-            nothing was drawn.
-        embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device, NaN where
-            it is not known; None unless it was asked for.
-        output_B: the model's output for the new events, `[B, ...]` on the device.
-        replayed: how many old events were trained on.
-    """
-
-    finite: bool
-    loss: float
-    score: float
-    loss_new: float
-    old_R: Tensor | None = None
-    embedding_N: Tensor | None = None
-    output_B: Tensor | None = None
-    replayed: int = 0
 
 
 class Trainer:
@@ -104,7 +72,6 @@ class Trainer:
         self._transfer = Transfer(device)
         self._fixed = settings.deterministic
         self._steps = 0
-        self._schedule = Schedule(settings.schedule)
         self._embedding = embedding
         self._features = [feature.name for feature in schema.features]
         self._classes = schema.label.one_of
@@ -112,18 +79,14 @@ class Trainer:
         self._buffers = Buffers(model)
         self._ranks = ranks or Alone()
         self._ranks.weights.split(model)
-        self._gradients = Gradients(
-            [each for each in model.parameters() if each.requires_grad], settings.max_grad_norm, self._ranks.weights
-        )
-        self._optimizer = self._ranks.shard(build_optimizer(settings.optimizer, model.parameters()))
-        self._scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
+        self.update = Update(settings, model, precision, device, self._ranks)
         checkpoint_activations(self.model, settings.activation_checkpointing)
         self._trained = self._ranks.wrap(self.model)
         if settings.compile:
             self._trained = compiled(self._trained, schema, device, precision, self._ranks)
         strategy.begin(
             Learner(
-                *(model, task, self._ranks.average, self._rate, self._parts, _probe(schema, device)),
+                *(model, task, self._ranks.average, self.update.rate, self._parts, _probe(schema, device)),
                 None if embedding is None else self._embed,
                 self._ranks.size,
             )
@@ -136,27 +99,6 @@ class Trainer:
             self._transfer(columns["label"]),
             self._transfer(columns["weight"]),
         )
-
-    def rehearsal(self, draw: Draw, draws: Sequence[int]) -> list[Examples]:
-        """Make examples of a draw, dealt among the `draws` that the strategy asks for: fewer each when fewer came, and
-        none when there is not one for each.
-
-        Their weight is 0 where there is no label. The draw's importance makes up for how events were kept and drawn:
-        where `[schema.weight]` is declared, heavy events are kept more often than light ones, and the rehearsed loss
-        is that of the stream all the same.
-        """
-        columns = draw.columns
-        labelled = columns["labelled"]
-        known = labelled.reshape(-1, *[1] * (columns["label"].dim() - 1))
-        label = torch.where(known, columns["label"], torch.zeros_like(columns["label"]))
-        weight = torch.where(labelled, draw.importance, 0.0)
-        features = {name: columns[f"feature.{name}"] for name in self._features}
-        everything, n, wanted = Examples(features, label, weight, columns.get(OUTPUT)), len(draw), sum(draws)
-        if len(draws) == 1:
-            return [everything]
-        ends = [sum(draws[: place + 1]) * n // wanted for place in range(len(draws))]
-        parts = [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-        return parts if all(map(len, parts)) else []
 
     def probe(self, old: Examples) -> tuple[int, float]:
         """Score old events in evaluation mode; nothing is learned from them.
@@ -179,7 +121,7 @@ class Trainer:
 
     def scale_learning_rate(self, factor: float) -> None:
         """Multiply the config's learning rate by a factor, from the next step on."""
-        self._schedule.scale = factor
+        self.update.schedule.scale = factor
 
     def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
         """Score the new events, then train on new and old.
@@ -203,7 +145,8 @@ class Trainer:
         if picked is not None:
             old = [each[places] for each, places in zip(old, picked, strict=True)]
         taken, whole = old, self._whole(new, old)
-        scale, scaled = self._scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
+        scaler = self.update.scaler
+        scale, scaled = scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
         for _ in range(_SCALE_RETRIES if scaled else 1):
             heard = self._fitting(lambda: self._backward(new, taken, whole), len(new) + sum(map(len, taken)), before)
             total, norm, spoiled, score, loss_new = self._numbers(heard, new, rows, before)
@@ -212,15 +155,14 @@ class Trainer:
                 self._buffers.put_back(before)
                 self._ranks.start_afresh()
             elif self.strategy.learns_gradient:
-                self._schedule.apply(self._steps, self._optimizer.param_groups)
-                self._scaler.step(self._optimizer)
+                self.update.apply(self._steps)
             if scaled:
-                self._scaler.update()
+                scaler.update()
             if finite or not math.isfinite(total):
                 break
         if not finite and scaled:
             # The events are to blame, not the scale.
-            self._scaler.update(scale)
+            scaler.update(scale)
         self._steps += 1
         output_B = cat(heard.output)
         if finite:
@@ -271,7 +213,7 @@ class Trainer:
                     raise
                 said = " ".join(str(exc).split())
             # Past the handler, since the error holds on to what the pass had made.
-            self._gradients.clear()
+            self.update.gradients.clear()
             release(self.device)
             self.micro_batch_size = smaller(rows, self.micro_batch_size, self.device, self._ranks.size, said)
             self.note = note(self.device, self.micro_batch_size)
@@ -282,12 +224,12 @@ class Trainer:
         """Hear that the stream has changed: the learning rate begins again where the schedule says so, and a strategy
         that looks back from time to time does so now.
         """
-        self._schedule.drifted(self._steps)
+        self.update.schedule.drifted(self._steps)
         self.strategy.drifted()
 
     def _backward(self, new: Examples, old: Sequence[Examples], whole: Whole) -> Heard:
         """Compute the gradient of the whole step, as the strategy wants it."""
-        self._gradients.clear()
+        self.update.gradients.clear()
         self.strategy.start()
         heard = Heard()
         parts = micro_batches(new, old, self.micro_batch_size)
@@ -302,8 +244,8 @@ class Trainer:
             self._learn(*idle(new, old), whole, Heard())
             self._buffers.put_back(before)
         if self.strategy.learns_gradient:
-            self._scaler.unscale_(self._optimizer)
-            self.strategy.adjust(self._scaler.get_scale())
+            self.update.unscale()
+            self.strategy.adjust(self.update.scaler.get_scale())
         return heard
 
     def _learn(self, new: Examples, old: Sequence[Examples], whole: Whole, heard: Heard) -> None:
@@ -312,7 +254,7 @@ class Trainer:
         with self._precision.autocast(self.device):
             loss = self.strategy.loss(lambda features: forward(self._trained, features), new, old, whole)
         if self.strategy.learns_gradient:
-            self.strategy.backward(loss, self._scaler.scale)
+            self.strategy.backward(loss, self.update.scaler.scale)
         heard.add(loss, None if self._embedding is None else self._embedding.heard())
 
     def _numbers(
@@ -325,7 +267,7 @@ class Trainer:
             overflow can spoil them while loss and gradient look well), score and loss of the first `rows` events; of
             all ranks.
         """
-        norm = self._gradients.clip()
+        norm = self.update.gradients.clip()
         with torch.no_grad():
             output_B, label_B = cat(heard.output)[:rows], new.label_B[:rows]
             loss_B = cat(heard.new)[:rows] if heard.new else self.task.loss(output_B, label_B)
@@ -346,7 +288,7 @@ class Trainer:
 
     def moments(self) -> dict[str, Tensor]:
         """Copy the optimizer's tensors likewise."""
-        return self._ranks.weights.whole(moments(self._optimizer))
+        return self.update.moments()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and the optimizer's tensors, copied on the device, for a cut."""
@@ -356,12 +298,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What optimizer and scaler have beside tensors, as JSON values, for a cut."""
-        return {
-            **numbers(self._optimizer),
-            "scaler": self._scaler.state_dict(),
-            "schedule": {"step": self._steps, **self._schedule.state()},
-            "strategy": {"class": type(self.strategy).__name__, **self.strategy.state()},
-        }
+        strategy = {"class": type(self.strategy).__name__, **self.strategy.state()}
+        return {**self.update.state(self._steps), "strategy": strategy}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Take up the weights and the optimizer of a cut.
@@ -373,15 +311,8 @@ class Trainer:
             CutError: they are of another model or optimizer.
         """
         try:
-            mine = self._ranks.weights.mine
-            self.model.load_state_dict(mine(tensors["model"], self.model.state_dict()))
-            self.scale_learning_rate(1.0)
-            kept = tensors["optimizer"]
-            load_optimizer(self._optimizer, mine(kept, whose(self._optimizer, kept)), state)
-            if self._precision.scaled and state["scaler"]:
-                self._scaler.load_state_dict(state["scaler"])
-            self._steps = int(state.get("schedule", {}).get("step", 0))
-            self._schedule.restore(state.get("schedule", {}))
+            self.model.load_state_dict(self._ranks.weights.mine(tensors["model"], self.model.state_dict()))
+            self._steps = self.update.restore(tensors["optimizer"], state)
             self._restore_strategy(tensors.get("strategy", {}), state.get("strategy", {}))
         except (RuntimeError, KeyError, ValueError) as exc:
             raise CutError(
@@ -403,9 +334,6 @@ class Trainer:
         self._embedding.listen()
         output = forward(self.model, features)
         return self._embedding.heard(), output
-
-    def _rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
 
     def _parts(self, examples: Examples) -> list[Examples]:
         return [part for part, _ in micro_batches(examples, (), self.micro_batch_size)]

@@ -498,10 +498,10 @@ def test_a_new_learning_rate_holds_after_a_restart(make_bench: Callable[..., Ben
     bench.run()
     bench.finish()
     resumed = make_bench(4)
-    for group in resumed.trainer._optimizer.param_groups:
+    for group in resumed.trainer.update.optimizer.param_groups:
         group["lr"] = 0.5
     resumed.resume()
-    assert [group["lr"] for group in resumed.trainer._optimizer.param_groups] == [0.5]
+    assert [group["lr"] for group in resumed.trainer.update.optimizer.param_groups] == [0.5]
 
 
 def _no_space(_descriptor: int) -> None:

@@ -68,4 +68,4 @@ def test_a_cut_keeps_where_the_schedule_is_and_the_config_sets_the_rate(schema: 
     second.restore(first.tensors(), first.state())
     for trainer, expected in ((first, 0.5), (second, 0.25)):
         trainer.step(examples)
-        assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        assert trainer.update.optimizer.param_groups[0]["lr"] == pytest.approx(expected)

@@ -302,7 +302,7 @@ class TestMir:
         """Which keeps copies of the weights: with stale ones no loss would rise, and the first would be picked."""
         new, old = events(40, 1, (0,)), events(20, 2)
         trainer = make_trainer(schema, small(), InterferedReplay(candidates=4), precision="bf16")
-        trainer._optimizer.param_groups[0]["lr"] = 5.0
+        trainer.update.optimizer.param_groups[0]["lr"] = 5.0
         result = trainer.step(new, [old])
         assert result.old_R is not None
         assert (old.label_B[~result.old_R.isnan()] != 0).all()

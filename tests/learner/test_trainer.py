@@ -16,6 +16,7 @@ from learner.config import LearnerSettings
 from learner.embedding import Embedding
 from learner.errors import CutError
 from learner.precision import Precision, choose_device, choose_precision
+from learner.rehearsal import rehearsal
 from learner.strategies import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Examples, Trainer
@@ -52,7 +53,7 @@ def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model
     for step in range(20):
         new = trainer.examples(fake_columns(schema, range(step * 8, step * 8 + 8), label=[0, 1, 2]))
         drawn = fake_columns(schema, range(100 + step, 104 + step), label=[2, 1])
-        old = trainer.rehearsal(as_draw(drawn), (4,)) if step else []
+        old = rehearsal(as_draw(drawn), (4,)) if step else []
         result = trainer.step(new, old)
 
         x = torch.cat([each.features["x"] for each in (new, *old)])
@@ -77,7 +78,7 @@ def test_a_probe_scores_as_in_evaluation_and_leaves_everything_as_it_was(schema:
     before = trainer.snapshot()
     columns = fake_columns(schema, range(20), label=[0, 1, 2])
     columns["labelled"][::4] = False
-    old = trainer.rehearsal(as_draw(columns), (20,))[0]
+    old = rehearsal(as_draw(columns), (20,))[0]
     rows, score = trainer.probe(old)
     trainer.model.eval()
     right = (trainer.model(old.features["x"]).argmax(1) == old.label_B).float()
@@ -128,7 +129,7 @@ def test_rehearsed_events_without_a_label_add_nothing_to_the_loss(schema: Schema
         columns["labelled"][3:] = False
         columns["label"][3:] = -1
         new = trainer.examples(fake_columns(schema, range(4)))
-        results.append(trainer.step(new, trainer.rehearsal(as_draw(columns), (6,))).loss)
+        results.append(trainer.step(new, rehearsal(as_draw(columns), (6,))).loss)
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
@@ -138,7 +139,7 @@ def test_the_events_of_a_draw_are_dealt_among_those_that_the_strategy_asks_for(
 ) -> None:
     trainer = make_trainer(schema, make_model(), "der++")
     drawn = as_draw(fake_columns(schema, range(came)))
-    assert [len(each) for each in trainer.rehearsal(drawn, trainer.strategy.draws(4))] == dealt
+    assert [len(each) for each in rehearsal(drawn, trainer.strategy.draws(4))] == dealt
 
 
 @pytest.mark.parametrize("poison", [math.inf, 1e38])
@@ -228,7 +229,7 @@ def test_poison_does_not_use_up_the_loss_scale(schema: Schema, make_model: MakeM
     poison = Examples({"x": torch.full_like(good.features["x"], 6e4)}, good.label_B, good.weight_B * 1e30)
     for _ in range(20):
         trainer.step(poison)
-    assert trainer._scaler.get_scale() >= 1
+    assert trainer.update.scaler.get_scale() >= 1
     assert trainer.step(good).finite
 
 
@@ -247,9 +248,9 @@ def test_a_cut_keeps_the_loss_scale(schema: Schema, make_model: MakeModel) -> No
     assert first.step(good).finite
     scaler = first.state()["scaler"]
     assert scaler["_growth_tracker"] > 0
-    first._scaler.update(128.0)
+    first.update.scaler.update(128.0)
     second.restore(first.tensors(), first.state())
-    assert second._scaler.get_scale() == 128
+    assert second.update.scaler.get_scale() == 128
     for trainer in (first, second):
         trainer.step(good)
     assert all(torch.equal(value, second.snapshot()[name]) for name, value in first.snapshot().items())

@@ -1,0 +1,68 @@
+"""From gradients to weights: the norm, the loss scale, the learning rate, the optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learner.config import LearnerSettings
+from learner.gradients import Gradients
+from learner.optimizer import build_optimizer, load_optimizer, moments, numbers, whose
+from learner.precision import Precision
+from learner.ranks import Ranks
+from learner.schedule import Schedule
+
+
+class Update:
+    """What a step does to the weights once it has their gradients. Used by one thread."""
+
+    def __init__(
+        self, settings: LearnerSettings, model: nn.Module, precision: Precision, device: torch.device, ranks: Ranks
+    ) -> None:
+        self.gradients = Gradients(
+            [each for each in model.parameters() if each.requires_grad], settings.max_grad_norm, ranks.weights
+        )
+        self.optimizer = ranks.shard(build_optimizer(settings.optimizer, model.parameters()))
+        self.schedule = Schedule(settings.schedule)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
+        self._scaled = precision.scaled
+        self._weights = ranks.weights
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, once all of them are there."""
+        self.scaler.unscale_(self.optimizer)
+
+    def apply(self, step: int) -> None:
+        """Change the weights, at the learning rate of this step."""
+        self.schedule.apply(step, self.optimizer.param_groups)
+        self.scaler.step(self.optimizer)
+
+    def rate(self) -> float:
+        """Return the learning rate of the last step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def moments(self) -> dict[str, Tensor]:
+        """Copy the optimizer's tensors, on the device."""
+        return self._weights.whole(moments(self.optimizer))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What optimizer, scaler and schedule have beside tensors before this step, as JSON values, for a cut."""
+        return {
+            **numbers(self.optimizer),
+            "scaler": self.scaler.state_dict(),
+            "schedule": {"step": step, **self.schedule.state()},
+        }
+
+    def restore(self, kept: Mapping[str, Tensor], state: Mapping[str, Any]) -> int:
+        """Take up what a cut kept, and return its step; settings of the optimizer stay those of the config.
+
+        Raises:
+            RuntimeError, KeyError, ValueError: they are of another model or optimizer.
+        """
+        self.schedule.scale = 1.0
+        load_optimizer(self.optimizer, self._weights.mine(kept, whose(self.optimizer, kept)), state)
+        if self._scaled and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.schedule.restore(state.get("schedule", {}))
+        return int(state.get("schedule", {}).get("step", 0))
