@@ -193,9 +193,10 @@ class Jury:
 
     def _meet(self, state: RegistryState, rows: GuardRows) -> None:
         """Begin with the newest version on disk that serving may take."""
-        failed = False
-        for number in reversed(self._versions.numbers()):
-            if number in state.rolled_back:
+        failed, numbers = False, self._versions.numbers()
+        passed_over = (self._versions.stale(numbers) - {state.promoted}) | {*state.rolled_back}
+        for number in reversed(numbers):
+            if number in passed_over:
                 continue
             with contextlib.suppress(VersionError):
                 verdict = self._versions.verdict(number)

@@ -16,7 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -96,6 +96,7 @@ class Versions:
         """Take the directory, and where versions lie if that is elsewhere than `state.json`."""
         self.path = path
         self._storage = storage or LocalStorage(path)
+        self._epochs: dict[int, int | None] = {}
 
     def directory(self, number: int) -> Path:
         """Return the path of a version."""
@@ -108,6 +109,20 @@ class Versions:
     def highest(self) -> int:
         """Return the highest number of any directory, whole or not; 0 when there is none."""
         return self._storage.highest()
+
+    def stale(self, numbers: Sequence[int]) -> set[int]:
+        """Return those of all versions, rising, that a learner wrote that had lost its lock: above a later learner's.
+
+        They count for nothing. Manifests that cannot be read say nothing here.
+        """
+        known = self._epochs
+        self._epochs = {number: known[number] if number in known else self._epoch(number) for number in numbers}
+        latest, stale = 0, set()
+        for number, epoch in self._epochs.items():
+            latest = max(latest, epoch or 0)
+            if epoch is not None and epoch < latest:
+                stale.add(number)
+        return stale
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest; raises VersionError when it is missing or no manifest."""
@@ -201,6 +216,12 @@ class Versions:
     def delete(self, number: int) -> None:
         """Remove a version, if it is there."""
         self._storage.delete(number)
+
+    def _epoch(self, number: int) -> int | None:
+        try:
+            return self.manifest(number).epoch
+        except VersionError:
+            return None
 
     def _document(self, number: int, name: str, kind: type[_T]) -> _T:
         return _decoded(self.directory(number) / name, partial(self._storage.folder(number).read, name), kind)

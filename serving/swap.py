@@ -35,9 +35,10 @@ _MOST_ROLLED_BACK = 1000
 class Swap:
     """Keeps `current` the newest version that may be served; a context manager around its thread.
 
-    A version may be served when its verdict is pass or abstain, its schema is ours, its epoch is not below the served
-    one's, and it lowers `trained_through` on no partition of the same incarnation. When the served one fails or is
-    rolled back, the newest that may be served takes its place, whatever that lowers. Orders go before all this.
+    A version may be served when its verdict is pass or abstain, its schema is ours, its learner had not lost its lock,
+    and it lowers `trained_through` on no partition of the same incarnation. When the served one fails, is rolled back
+    or turns out to be a stale learner's, the newest that may be served takes its place, whatever that lowers. Orders go
+    before all this.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Swap:
         self._choice = Choice(self._versions)
         self._state = RegistryState()
         self._passed_over: dict[int, object] = {}
+        self._stale: set[int] = set()
         self._lock = threading.Lock()
         self._holds_state = False
         self._complaints: dict[str, str] = {}
@@ -146,6 +148,7 @@ class Swap:
         numbers = self._versions.numbers()
         self._unserved.hear(numbers)
         self._read_state()
+        self._stale = self._versions.stale(numbers) - {self._state.promoted, self._state.pinned}
         if (pinned := self._state.pinned) is not None:
             taken = served != pinned and self._try(pinned, back=True)
             if not taken and served != pinned:
@@ -158,7 +161,7 @@ class Swap:
         for number in reversed(numbers):
             if stays and number <= served:
                 return False
-            if number != served and self._try(number, back=number < served):
+            if number != served and self._try(number, back=number < served or served in self._stale):
                 return True
         if not stays:
             self._complain("withdrawn", f"version {served} is withdrawn, and there is no other that may be served")
@@ -181,7 +184,7 @@ class Swap:
 
     def _stays(self, served: int) -> bool:
         try:
-            return self._choice.may_stay(served, self._state)
+            return served not in self._stale and self._choice.may_stay(served, self._state)
         except VersionError:  # a verdict that is torn says nothing against it
             return True
 
@@ -231,14 +234,11 @@ class Swap:
             raise VersionError(f"version {number}: its manifest is that of version {manifest.number}")
         if manifest.schema != self._deployment.schema.digest:
             raise VersionError(f"version {number}: it was learned under another schema than [schema] describes")
+        if number in self._stale:
+            raise VersionError(f"version {number}: its learner's epoch {manifest.epoch} is over, a later one has begun")
         if self.current is None or back:
             return
-        served = self.current.manifest
-        if manifest.epoch < served.epoch:
-            raise VersionError(
-                f"version {number}: its learner's epoch {manifest.epoch} is over; {served.epoch} is served"
-            )
-        for name, before in served.trained_through.items():
+        for name, before in self.current.manifest.trained_through.items():
             after = manifest.trained_through.get(name, Trained(offset=-1, incarnation=before.incarnation))
             if after.incarnation == before.incarnation and after.offset < before.offset:
                 raise VersionError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -235,6 +236,17 @@ def test_a_restart_goes_on_with_the_newest_version_that_has_not_failed(
     assert again.jury.held_since is not None, "the hold is forgotten"
     assert again.publish(WORSE) == "fail"
     assert again.publish(GOOD) == "pass"
+
+
+def test_a_restart_compares_nothing_with_a_stale_learners_version(
+    bench: Bench, make_bench: Callable[..., Bench]
+) -> None:
+    stale = msgspec.structs.replace(bench.versions.manifest(2), number=3, epoch=0)
+    bench.versions.write(BAD, stale, Verdict("pass"))
+    again = make_bench()
+    again.hold_out(200)
+    assert again.publish(BAD) == "fail"
+    assert "than the served version" in again.reasons(4)
 
 
 def test_a_learner_that_begins_anew_without_held_out_events_inherits_no_hold(

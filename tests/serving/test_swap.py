@@ -376,6 +376,36 @@ def test_a_stale_learners_version_is_refused(numbers: Any, watched: Watched) -> 
     assert watched.look() == 3
 
 
+def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1, epoch=1)
+    numbers.publish(2, epoch=2)
+    numbers.publish(3, epoch=2)
+    numbers.publish(4, epoch=1)
+    numbers.publish(5, epoch=1)
+    assert watched.look() == 3
+    assert "epoch 1 is over" in watched.swap.refused[5]
+    numbers.publish(6, epoch=2)
+    assert watched.look() == 6
+    fail(numbers, 6)
+    assert watched.look() == 3
+    watched.swap.order(roll_back, 3)
+    assert watched.look() == 2
+    watched.swap.order(promote, 4)
+    assert watched.look() == 4, "a person may want it all the same"
+
+
+def test_a_served_version_that_turns_out_to_be_a_stale_learners_gives_way(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1, epoch=1)
+    numbers.publish(4, epoch=1)
+    assert watched.look() == 4
+    numbers.publish(2, epoch=2)
+    assert watched.look() == 2
+    numbers.publish(5, epoch=1)
+    assert watched.look() == 2
+    numbers.publish(6, epoch=2)
+    assert watched.look() == 6
+
+
 def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, offsets={"events:0": 5, "events:1": 7})
     assert watched.look() == 1
