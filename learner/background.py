@@ -10,11 +10,14 @@ from learner.deadline import Deadline
 class Background:
     """Used by the loop's thread. An exception in the work is a bug, and comes up in `raise_bug`, where it is seen.
 
+    So does one of `check`, which is called before each piece of work: that is not done then.
+
     The thread stays: to start one is to wait until it runs, which on a busy core takes as long as its turn does.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, check: Callable[[], object] = bool) -> None:
         self._name = name
+        self._check = check
         self._thread: threading.Thread | None = None
         self._given: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._done = threading.Event()
@@ -51,6 +54,7 @@ class Background:
     def _do(self, work: Callable[[], object]) -> None:
         """Do it; nothing holds on to the work, and what it has copied, once it is done."""
         try:
+            self._check()
             work()
         except Exception as exc:  # noqa: BLE001 the top of a thread: `raise_bug` hands it on
             self._bug = exc

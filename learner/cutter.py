@@ -42,15 +42,16 @@ class Cutter:
         store: Store | None,
         metrics: LearnerMetrics,
         segments: Sequence[Segment] = (),
+        check: Callable[[], object] = bool,
     ) -> None:
-        """Take the segments of the cut that the store went on from, if it did."""
+        """Take the segments of the cut that the store went on from, if it did, and what is called before each cut."""
         self._cuts = cuts
         self._every = settings.every.total_seconds()
         self._keep = settings.keep
         self._store = store
         self._metrics = metrics
         self._due = time.monotonic() + self._every
-        self._background = Background("cutter")
+        self._background = Background("cutter", check)
         self._holding = False
         self._segments = self._next_segments = segments
         self._written: object = None

@@ -1,4 +1,7 @@
-"""One learner a state directory: a file lock, and an epoch that grows with every holder."""
+"""One learner a state directory: a file lock, and an epoch that grows with every holder.
+
+A network file system may let go of a lock that its holder believes in: the epoch then tells the one that has lost it.
+"""
 
 import contextlib
 import errno
@@ -55,6 +58,22 @@ def hold_state_directory(
     finally:
         closed.set()
         os.close(descriptor)
+
+
+def check_epoch(path: Path, epoch: int) -> None:
+    """Look whether the learner of this epoch is the last that has held a state directory, before it writes there.
+
+    Raises:
+        SecondLearnerError: another one has held the directory since.
+    """
+    try:
+        latest = int((path / EPOCH).read_text())
+    except (OSError, ValueError):  # who cannot read here cannot write here either, and tells of that
+        return
+    if latest > epoch:
+        raise SecondLearnerError(
+            f"another learner has taken {path} since this one, of epoch {epoch}, lost its lock there; this one ends"
+        )
 
 
 def _lock(descriptor: int, path: Path, stop: threading.Event | None, deadline: float) -> None:

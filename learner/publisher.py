@@ -68,7 +68,9 @@ class Publisher:
         jury: Jury,
         epoch: int,
         metrics: LearnerMetrics,
+        check: Callable[[], object] = bool,
     ) -> None:
+        """Take the epoch of the learner, and what is called before each version is scored and written."""
         self._versions = versions
         self._settings = settings
         self._reference = reference
@@ -82,7 +84,7 @@ class Publisher:
         self._watching = False
         self._progress: Progress | None = None
         self._learned = RecordTimes()
-        self._background = Background("publisher")
+        self._background = Background("publisher", check)
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self.verdict: str | None = None

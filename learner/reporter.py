@@ -13,6 +13,7 @@ from learner.forgetting import Forgetting
 from learner.guard import GuardSet
 from learner.heartbeat import Heartbeat
 from learner.lag import LagPolicy
+from learner.lock import check_epoch
 from learner.loop import Loop, Metrics
 from learner.publisher import Publisher
 from learner.report import LearnerReport, write_report
@@ -110,7 +111,12 @@ class Reporter:
             self._due = time.monotonic() + _EVERY_SECONDS
 
     def report(self) -> None:
-        """Report now."""
+        """Report now.
+
+        Raises:
+            SecondLearnerError: another learner has taken this one's place, and reports where it would.
+        """
+        check_epoch(self._state_dir, self._epoch)
         loop, publisher, store = self._loop, self._publisher, self._store
         if store is not None:
             store.take_in()  # so that what it holds fits what was learned

@@ -1,6 +1,7 @@
 """The learner as a whole: what it is made of, and in which order it starts and stops."""
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -33,7 +34,7 @@ from learner.forgotten_cut import remembered
 from learner.guard import GuardSet
 from learner.jury import Jury
 from learner.lag import LagPolicy
-from learner.lock import hold_state_directory
+from learner.lock import check_epoch, hold_state_directory
 from learner.loop import Loop, Metrics, Parts
 from learner.memory import note
 from learner.metrics import LearnerMetrics
@@ -156,11 +157,14 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         schema, model, task, strategy = bench.schema, bench.model, bench.task, bench.strategy
         device, embedding = bench.device, bench.embedding
         epoch = stack.enter_context(hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout))
+        alone = functools.partial(check_epoch, deployment.state_dir, epoch)
         versions = Versions(deployment.state_dir / "versions")
         versions.clean()
         reference, scorer = reference_to(deployment.model), Scorer(model, task, schema, device)
         jury = Jury(versions, deployment.gate, scorer, reference)
-        publisher = Publisher(*(versions, deployment.versions, reference, schema, scorer, jury, epoch, metrics.learner))
+        publisher = Publisher(
+            *(versions, deployment.versions, reference, schema, scorer, jury, epoch, metrics.learner, alone)
+        )
         # After the scorer has copied the model, which cannot be done once ranks have parts of it.
         trainer = _trainer(bench, channel, place.rows if place is not None else None)
         trainer.lane = stack.enter_context(confined(deployment.share.settings, device))
@@ -190,11 +194,10 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
             stack.callback(store.close)
         if isinstance(trainer, Leader):
             trainer.listens = store is not None and store.listens
-        cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, segments)
+        cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, segments, alone)
         forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, store, guard, cutter)
         forgetting.take_note(*less)
-        keyed = deployment.events.key is not None
-        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=keyed)
+        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
         parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting, lag)
         bounded_scores, ranks = schema.label.classes is not None, place.size if place is not None else 1
         loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)

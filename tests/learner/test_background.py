@@ -46,6 +46,16 @@ def test_a_bug_comes_up_and_the_next_piece_is_done_all_the_same() -> None:
     assert done.is_set()
 
 
+def test_no_work_is_done_that_the_check_before_it_forbids() -> None:
+    done = threading.Event()
+    background = Background("test", lambda: 1 / 0)
+    background.start(done.set)
+    background.wait()
+    assert not done.is_set()
+    with pytest.raises(ZeroDivisionError):
+        background.raise_bug()
+
+
 def test_nothing_holds_on_to_what_work_has_copied_once_it_is_done() -> None:
     background, payload = Background("test"), Payload()
     gone = threading.Event()

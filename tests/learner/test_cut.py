@@ -1,6 +1,7 @@
 """Cuts: whole or not at all, and the same learner afterwards, bit for bit."""
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from torch import nn
 
 from ingest.block import Block, Coverage, TopicPartition
 from ingest.config import LagPolicySettings, SchemaSettings, StreamSettings
-from ingest.errors import SettingsError
+from ingest.errors import SecondLearnerError, SettingsError
 from ingest.fake import fake_columns
 from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
@@ -44,6 +45,7 @@ from learner.forgetting import Forgetting
 from learner.guard import GuardSet
 from learner.jury import Jury
 from learner.lag import LagPolicy
+from learner.lock import EPOCH, check_epoch
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
 from learner.precision import choose_precision
@@ -147,7 +149,8 @@ class Bench:
         columns = kept((3,)) if strategy.keeps_output else None
         self.store = build_store(options, schema, CPU, 0, path / "replay", contents, columns)
         settings_of_cuts = CutsSettings.model_validate({"every": every})
-        self.cutter = Cutter(self.cuts, settings_of_cuts, self.store, self.metrics.learner, segments)
+        check = functools.partial(check_epoch, path, 1)
+        self.cutter = Cutter(self.cuts, settings_of_cuts, self.store, self.metrics.learner, segments, check)
         versions, reference = Versions(path / "versions"), reference_to(ModelSettings(factory="m:build"))
         scorer = Scorer(model, task, schema, CPU)
         publisher = Publisher(
@@ -381,6 +384,17 @@ def test_what_a_learner_wrote_that_had_lost_its_lock_is_older_whatever_its_numbe
     assert newest[0] == 2
     later.prune(2)
     assert later.numbers() == [2, 8]
+
+
+def test_a_learner_whose_place_was_taken_cuts_no_more(make_bench: Callable[..., Bench], tmp_path: Path) -> None:
+    bench = make_bench(4)
+    (tmp_path / EPOCH).write_text("1")
+    bench.run()
+    bench.finish()
+    (tmp_path / EPOCH).write_text("2")
+    with pytest.raises(SecondLearnerError):
+        bench.cutter.cut_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
+    assert bench.cuts.numbers() == [1]
 
 
 def test_half_a_cut_does_not_exist_and_is_cleaned_away(make_bench: Callable[..., Bench]) -> None:

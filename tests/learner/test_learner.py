@@ -16,7 +16,7 @@ import torch
 from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
-from learner.lock import hold_state_directory
+from learner.lock import LOCK, hold_state_directory
 from learner.report import LearnerReport, read_report
 from learner.version import Versions
 from tests.pipelines import LINEAR, Learner, adds_up, events, total
@@ -356,6 +356,27 @@ def test_a_second_learner_on_the_same_state_directory_ends_with_2(
     with hold_state_directory(config.parent / "var"):
         code, sentence = ended(config)
     assert (code, "another learner is at work" in sentence) == (2, True)
+
+
+def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writes_nothing_more(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic()
+    learner = start(pipeline(kafka.bootstrap, topic))
+    produce(kafka.bootstrap, topic, events(100))
+    learner.wait_for(lambda each: total(each) == 100 and each.cut is not None)
+    (learner.state_dir / LOCK).unlink()  # as a network file system may let go of it
+    with hold_state_directory(learner.state_dir) as epoch:
+        assert epoch == 2
+        before = sorted((learner.state_dir / "cuts").iterdir())
+        produce(kafka.bootstrap, topic, events(100))
+        assert learner.process.wait(30) == 2
+        assert sorted((learner.state_dir / "cuts").iterdir()) == before
+    assert "another learner has taken" in learner.log.read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ingest.errors import DependencyError, SecondLearnerError, SettingsError
-from learner.lock import LOCK, hold_state_directory
+from learner.lock import EPOCH, LOCK, check_epoch, hold_state_directory
 
 
 def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path: Path) -> None:
@@ -29,6 +29,22 @@ def test_the_epoch_grows_with_every_holder(tmp_path: Path) -> None:
         with hold_state_directory(tmp_path / "var") as epoch:
             epochs.append(epoch)
     assert epochs == [1, 2, 3]
+
+
+def test_one_that_has_lost_its_lock_is_told_by_the_epoch(tmp_path: Path) -> None:
+    with hold_state_directory(tmp_path) as first:
+        check_epoch(tmp_path, first)
+        (tmp_path / LOCK).unlink()  # as a network file system may let go of it
+        with hold_state_directory(tmp_path) as second:
+            check_epoch(tmp_path, second)
+            with pytest.raises(SecondLearnerError, match="lost its lock"):
+                check_epoch(tmp_path, first)
+
+
+def test_an_epoch_that_cannot_be_read_ends_nobody(tmp_path: Path) -> None:
+    check_epoch(tmp_path, 1)
+    (tmp_path / EPOCH).write_text("torn")
+    check_epoch(tmp_path, 1)
 
 
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:

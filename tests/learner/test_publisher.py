@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from ingest.block import TopicPartition
+from ingest.errors import SecondLearnerError
 from ingest.fake import fake_columns
 from ingest.messages import Position
 from ingest.schema import Schema
@@ -20,6 +21,7 @@ from learner.config import GateSettings, ModelSettings, VersionsSettings
 from learner.deadline import Deadline
 from learner.guard import GuardSet
 from learner.jury import Jury
+from learner.lock import EPOCH, check_epoch
 from learner.metrics import LearnerMetrics
 from learner.publisher import Publisher, Snapshot, reference_to
 from learner.record_times import RecordTimes
@@ -35,6 +37,7 @@ class Bench:
     """A publisher over a directory, and steps to publish."""
 
     def __init__(self, path: Path, schema: Schema, model: nn.Module, gate: object = None, **settings: object) -> None:
+        state_dir = path.parent
         self.versions = Versions(path)
         self.model = model
         self.guard = GuardSet(schema, 100)
@@ -50,6 +53,7 @@ class Bench:
             Jury(self.versions, GateSettings.model_validate(gate or {}), scorer, reference),
             7,
             LearnerMetrics(CollectorRegistry()),
+            lambda: check_epoch(state_dir, 7),
         )
         self.step = 0
         self.learned = RecordTimes()
@@ -257,6 +261,18 @@ def test_a_damaged_older_version_keeps_nothing_from_being_published(make_bench: 
     assert bench.versions.numbers()[-2:] == [3, 4]
     assert bench.publisher.ill is not None
     assert "manifest.json" in bench.publisher.ill
+
+
+def test_a_learner_whose_place_was_taken_publishes_nothing_more(
+    make_bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    bench = make_bench()
+    (tmp_path / EPOCH).write_text("7")
+    bench.publish()
+    (tmp_path / EPOCH).write_text("8")
+    with pytest.raises(SecondLearnerError):
+        bench.publish()
+    assert bench.versions.numbers() == [1]
 
 
 def test_a_bug_in_the_thread_stops_the_loop(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
