@@ -94,6 +94,7 @@ class Cuts:
         self._storage = storage or LocalStorage(path)
         self._schema = schema
         self._epoch = epoch
+        self._refused: set[int] = set()
 
     def numbers(self) -> list[int]:
         """Return the numbers of all cuts, rising."""
@@ -117,7 +118,9 @@ class Cuts:
                 contents = self._verified(manifest, lenient=lenient)
             except CutError as exc:
                 log.warning("%s; the one before it is taken", exc)
+                self._refused.add(number)
                 continue
+            self._refused.discard(number)
             if manifest.format != FORMAT:
                 raise CutError(
                     f"cut {number} in {self.path} is of format {manifest.format}, and this release reads {FORMAT}; "
@@ -229,9 +232,11 @@ class Cuts:
         raise CutError(f"cut {number}: it has no part {part}")
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep`."""
-        for number in self._by_age()[:-keep]:
+        """Delete those that `newest` has refused, and all others but the newest `keep`."""
+        others = [number for number in self._by_age() if number not in self._refused]
+        for number in [*self._refused, *others[:-keep]]:
             self.delete(number)
+        self._refused.clear()
 
     def clean(self) -> None:
         """Remove what a crash left half-written or half-deleted."""

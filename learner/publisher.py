@@ -1,5 +1,6 @@
 """Publishes versions: a snapshot at a step boundary, everything else in the background."""
 
+import contextlib
 import logging
 import math
 import time
@@ -238,22 +239,24 @@ class Publisher:
                 self.retention = self.retention.with_near(len(fresh["label"]), total)
 
     def _prune(self) -> None:
-        """Delete what is beyond `keep` and `keep_hourly`, never what serving needs."""
+        """Delete what is stale, and beyond `keep` and `keep_hourly`, never what serving needs."""
         numbers = self._versions.numbers()
-        older = numbers[: -self._settings.keep]
-        if not older:
+        stale = self._versions.stale(numbers)
+        older = [number for number in numbers if number not in stale][: -self._settings.keep]
+        if not older and not stale:
             return
         state = self._versions.state()
         needed = {state.serving, state.previous, state.pinned} | self.jury.needed | self._hourly(older)
-        for number in older:
+        for number in [*stale, *older]:
             if number not in needed:
                 self._versions.delete(number)
 
     def _hourly(self, numbers: list[int]) -> set[int]:
         """Return the last version of each of the newest `keep_hourly` hours; each manifest is read once."""
-        self._hours = {
-            number: self._hours.get(number) or int(self._versions.manifest(number).time // 3600) for number in numbers
-        }
+        known, self._hours = self._hours, {}
+        for number in numbers:
+            with contextlib.suppress(VersionError):  # nobody can serve it
+                self._hours[number] = known.get(number) or int(self._versions.manifest(number).time // 3600)
         last = {hour: number for number, hour in self._hours.items()}
         return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
 

@@ -203,6 +203,7 @@ class Versions:
             folder.write(WEIGHTS, *pieces)
             folder.write(VERDICT, msgspec.json.encode(verdict))
             folder.write(MANIFEST, _pretty(msgspec.structs.replace(manifest, files=files)))
+        self._epochs[manifest.number] = manifest.epoch
         return self.directory(manifest.number)
 
     def size_bytes(self, number: int) -> int:

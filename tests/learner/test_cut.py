@@ -366,6 +366,23 @@ def test_a_cut_that_is_not_whole_is_refused_and_the_one_before_it_taken(
     assert "the one before it is taken" in caplog.text
 
 
+def test_a_cut_that_was_refused_takes_no_good_ones_place(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(4)
+    bench.run()
+    bench.finish()
+    found = bench.cuts.newest()
+    assert found is not None
+    payload = bench.cuts.write(2, found[1], 0.0) / "rank-0" / "rng.safetensors"
+    payload.write_bytes(payload.read_bytes()[:-1])
+    cuts = Cuts(bench.cuts.path, bench.cuts._schema, 2)
+    newest = cuts.newest()
+    assert newest is not None
+    assert newest[0] == 1
+    cuts.write(3, found[1], 0.0)
+    cuts.prune(2)
+    assert cuts.numbers() == [1, 3]
+
+
 def test_what_a_learner_wrote_that_had_lost_its_lock_is_older_whatever_its_number(
     make_bench: Callable[..., Bench],
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,7 +29,7 @@ from learner.record_times import RecordTimes
 from learner.scorer import Scorer
 from learner.task import Classification
 from learner.trained import Learned, Trained
-from learner.version import RegistryState, Versions
+from learner.version import RegistryState, Verdict, Versions
 
 SOON = timedelta(seconds=20)
 
@@ -183,6 +184,18 @@ def test_old_versions_are_deleted_but_not_what_serving_needs_or_may_need(
     assert bench.versions.numbers() == [1, 2, 3, 6, 7]
 
 
+def test_a_stale_learners_versions_take_no_good_ones_place(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(keep=2, keep_hourly=0)
+    for _ in range(3):
+        bench.publish()
+    manifest = bench.versions.manifest(3)
+    for number in (20, 21):
+        stale = msgspec.structs.replace(manifest, number=number, epoch=6)
+        bench.versions.write(bench.model.state_dict(), stale, Verdict("pass"))
+    bench.publish()
+    assert bench.versions.numbers() == [1, 3, 4]
+
+
 def test_the_last_version_of_an_hour_is_kept(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make_bench(keep=2, keep_hourly=2)
     clock = iter(range(1_000_000, 1_100_000, 1800))
@@ -253,14 +266,16 @@ def test_positions_that_moved_without_a_step_are_published(make_bench: Callable[
 
 
 def test_a_damaged_older_version_keeps_nothing_from_being_published(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(keep=2, keep_hourly=3)
+    bench = make_bench(keep=2, keep_hourly=1)
     bench.publish()
     (bench.versions.directory(1) / "manifest.json").write_text("torn")
     for _ in range(3):
         bench.publish()
-    assert bench.versions.numbers()[-2:] == [3, 4]
-    assert bench.publisher.ill is not None
-    assert "manifest.json" in bench.publisher.ill
+    assert bench.versions.numbers() == [1, 2, 3, 4]
+    for _ in range(3):
+        bench.publish()
+    assert bench.versions.numbers() == [1, 5, 6, 7], "and no older one from being deleted"
+    assert bench.publisher.ill is None
 
 
 def test_a_learner_whose_place_was_taken_publishes_nothing_more(
