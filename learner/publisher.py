@@ -90,7 +90,7 @@ class Publisher:
         """The newest version."""
         self.verdict: str | None = None
         """Of the newest version of this process."""
-        self._highest = max(versions.highest(), *(n or 0 for n in _remembered(versions)))
+        self._highest = max([versions.highest(), *(n or 0 for n in _remembered(versions))])
         self._scored: tuple[GuardRows, Mapping[str, Tensor]] | None = None
         self._hours: dict[int, int] = {}
         """Of versions beyond `keep`, counted from 1970."""
@@ -262,8 +262,12 @@ class Publisher:
 
 
 def _remembered(versions: Versions) -> tuple[int | None, ...]:
-    """Numbers that were given before, also when their directories are gone."""
-    state = versions.state()
+    """Numbers that were given before, also when their directories are gone, as far as `state.json` can be read."""
+    try:
+        state = versions.state()
+    except VersionError as exc:
+        log.warning("%s; numbers go on from the versions that are there; put it back, or remove it", exc)
+        return ()
     return (state.serving, state.previous, state.pinned, *state.rolled_back)
 
 

@@ -29,7 +29,7 @@ from learner.record_times import RecordTimes
 from learner.scorer import Scorer
 from learner.task import Classification
 from learner.trained import Learned, Trained
-from learner.version import RegistryState, Verdict, Versions
+from learner.version import STATE, RegistryState, Verdict, Versions
 
 SOON = timedelta(seconds=20)
 
@@ -194,6 +194,18 @@ def test_a_stale_learners_versions_take_no_good_ones_place(make_bench: Callable[
         bench.versions.write(bench.model.state_dict(), stale, Verdict("pass"))
     bench.publish()
     assert bench.versions.numbers() == [1, 3, 4]
+
+
+def test_a_state_that_cannot_be_read_keeps_no_learner_from_starting(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_bench()
+    first.publish()
+    (first.versions.path / STATE).write_text("torn")
+    bench = make_bench()
+    assert "numbers go on from the versions that are there" in caplog.text
+    bench.publish()
+    assert bench.versions.numbers() == [1, 2]
 
 
 def test_the_last_version_of_an_hour_is_kept(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
