@@ -147,6 +147,7 @@ class Swap:
         served = self.current.number if self.current else -1
         numbers = self._versions.numbers()
         self._unserved.hear(numbers)
+        self._passed_over = {number: self._passed_over[number] for number in numbers if number in self._passed_over}
         self._read_state()
         self._stale = self._versions.stale(numbers) - {self._state.promoted, self._state.pinned}
         if (pinned := self._state.pinned) is not None:

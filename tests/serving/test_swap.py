@@ -317,6 +317,16 @@ def test_a_damaged_version_is_refused_once_and_the_next_best_is_taken(
     assert watched.swap.ill == []
 
 
+def test_versions_that_failed_and_are_deleted_take_no_memory(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    watched.look()
+    for number in range(2, 30):
+        numbers.publish(number, verdict="fail")
+        assert watched.look() == 1
+        numbers.versions.delete(number - 2 if number > 3 else 0)
+    assert len(watched.swap._passed_over) <= 3
+
+
 def test_a_directory_without_manifest_does_not_exist(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     (numbers.publish(2) / MANIFEST).unlink()
