@@ -2,9 +2,13 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from learner.deadline import Deadline
+
+_PATIENCE_SECONDS = 60.0
 
 
 class Background:
@@ -23,6 +27,17 @@ class Background:
         self._done = threading.Event()
         self._done.set()
         self._bug: Exception | None = None
+        self._began = 0.0
+
+    def overdue(self, path: Path, every_seconds: float) -> str | None:
+        """Return one sentence when the work, which writes below `path`, takes a minute and twice as long as planned.
+
+        Any thread may ask. A disk that hangs raises no error.
+        """
+        bound = max(_PATIENCE_SECONDS, 2 * every_seconds)
+        if not self.busy or time.monotonic() - self._began <= bound:
+            return None
+        return f"what is written to {path} has taken more than {bound:g} s so far; is its disk slow or away?"
 
     @property
     def busy(self) -> bool:
@@ -32,6 +47,7 @@ class Background:
     def start(self, work: Callable[[], object]) -> None:
         """Begin a piece of work; the one before must be done."""
         assert not self.busy
+        self._began = time.monotonic()
         self._done.clear()
         self._given.put(work)
         if self._thread is None:

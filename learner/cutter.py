@@ -59,8 +59,12 @@ class Cutter:
         """The newest cut; numbers only grow."""
         self.time = _time_of(cuts, self.number)
         """When it was made, in seconds since 1970; None when there is none, or it does not say."""
-        self.ill: str | None = None
-        """One sentence when the last cut could not be written."""
+        self._ill: str | None = None
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence when the last cut could not be written, or this one takes too long. Any thread may ask."""
+        return self._background.overdue(self._cuts.path, self._every) or self._ill
 
     def ask(self) -> None:
         """Let the next `cut_if_due` begin a cut, or as soon as the one that is being written is done."""
@@ -94,7 +98,7 @@ class Cutter:
         for _ in range(self._keep + 1):
             self._background.wait()
             self._end()
-            if store.has_room() or self.ill is not None:
+            if store.has_room() or self._ill is not None:
                 return
             self._begin(take, standing())
 
@@ -152,10 +156,10 @@ class Cutter:
             what = (
                 f"cut {number} could not be written to" if self.number != number else "old cuts cannot be deleted from"
             )
-            self.ill = f"{what} {self._cuts.path}: {getattr(exc, 'strerror', None) or exc}"
-            log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
+            self._ill = f"{what} {self._cuts.path}: {getattr(exc, 'strerror', None) or exc}"
+            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
         else:
-            self.ill = None
+            self._ill = None
 
     def _cut(self, moment: Moment) -> Cut:
         if self._store is None or moment.held is None:

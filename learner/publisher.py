@@ -98,10 +98,14 @@ class Publisher:
         """Of the newest version, whatever its verdict."""
         self.retention = Retention()
         """What the versions before it could do, and how they did on events that came after them."""
-        self.ill: str | None = None
-        """One sentence when the last version could not be written."""
+        self._ill: str | None = None
         self.published = 0
         self.skipped = 0
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
+        return self._background.overdue(self._versions.path, self._every) or self._ill
 
     def publish_if_due(self, progress: Progress, take: Callable[[], Snapshot]) -> None:
         """Publish what `take` returns when a version is due and there is progress; called at every step boundary."""
@@ -196,8 +200,8 @@ class Publisher:
         try:
             self._versions.write(weights, manifest, verdict)
         except OSError as exc:
-            self.ill = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
-            log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
+            self._ill = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
+            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
             self._versions.clean()
             self._progress = None  # so that it is tried again, also when nothing more is learned
             return
@@ -210,10 +214,10 @@ class Publisher:
         try:
             self._prune()
         except (OSError, VersionError) as exc:
-            self.ill = f"old versions in {self._versions.path} cannot be deleted: {exc}"
-            log.error("%s", self.ill)  # noqa: TRY400 the sentence says all
+            self._ill = f"old versions in {self._versions.path} cannot be deleted: {exc}"
+            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
         else:
-            self.ill = None
+            self._ill = None
 
     def _score(self, snapshot: Snapshot) -> Scores:
         """Score a version on the guard set, and the one before it on what has come since."""

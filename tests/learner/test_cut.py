@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -443,6 +444,28 @@ def test_a_full_disk_costs_the_cut_and_neither_the_training_nor_the_cuts_before(
     assert bench.cuts.numbers() == [1, 3], "the number of a cut that failed is given again"
     (histogram,) = bench.metrics.learner.cut.collect()
     assert [sample.value for sample in histogram.samples if sample.name.endswith("_count")] == [2]
+
+
+def test_a_cut_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(4, every="45s")
+    bench.run()
+    now, go, sync = [1000.0], threading.Event(), os.fsync
+    with monkeypatch.context() as patch:
+        patch.setattr("learner.background.time", SimpleNamespace(monotonic=lambda: now[0]))
+        patch.setattr("learner.files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
+        bench.cutter.ask()
+        bench.loop._cut_if_due()
+        now[0] += 90
+        assert bench.cutter.ill is None
+        now[0] += 1
+        assert bench.cutter.ill is not None
+        assert f"{bench.cuts.path} has taken more than 90 s" in bench.cutter.ill
+        go.set()
+        bench.cutter.wait(Deadline(timedelta(seconds=20)))
+        assert bench.cutter.ill is None
+    assert bench.cuts.numbers() == [1]
 
 
 def test_a_learner_that_rests_makes_no_cut_until_something_has_changed(make_bench: Callable[..., Bench]) -> None:

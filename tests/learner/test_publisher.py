@@ -1,10 +1,12 @@
 """What is published, what is skipped, what is deleted, and a disk that fails."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -253,6 +255,25 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     bench.learned = RecordTimes()
     bench.publish()
     assert bench.versions.manifest(3).learned == Learned(0, [])
+
+
+def test_a_disk_that_hangs_is_told_of_until_it_goes_on(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, go, sync = [1000.0], threading.Event(), os.fsync
+    monkeypatch.setattr("learner.background.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("learner.files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
+    bench = make_bench()
+    bench.step += 1
+    bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
+    now[0] += 60
+    assert bench.publisher.ill is None
+    now[0] += 1
+    assert bench.publisher.ill is not None
+    assert f"{bench.versions.path} has taken more than 60 s" in bench.publisher.ill
+    go.set()
+    bench.publish()
+    assert bench.publisher.ill is None
 
 
 def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_is_learned(
