@@ -16,10 +16,11 @@ from pydantic_core import ErrorDetails
 
 from ingest.config import SchemaSettings, Section, StreamSettings
 from ingest.errors import SettingsError
+from ingest.loopback import is_loopback
 from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, ShareSettings, VersionsSettings
 from learner.support import point, refused
 from replay.config import ReplaySettings
-from serving.config import ServingSettings, is_loopback
+from serving.config import ServingSettings
 
 ENVIRONMENT_PREFIX = "ANABRANCH__"
 _TESTS_PREFIX = "ANABRANCH_TEST_"

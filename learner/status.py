@@ -13,6 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from ingest.errors import SettingsError
+from ingest.loopback import names_loopback
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -41,8 +42,8 @@ def serve_status(
     """Listen on `address` (`HOST:PORT`, port 0 takes a free one) in threads of its own, and yield the port.
 
     `/healthz` answers 200 when `ill` returns nothing, else 503 with its sentences; those of `notes` are
-    told with either. `/metrics` wants `token` as a bearer
-    token, unless it is empty. Both answer also while the loop hangs.
+    told with either. `/metrics` wants `token` as a bearer token; where that is empty, as only loopback has it, requests
+    that are for another machine get 403. Both answer also while the loop hangs.
 
     Raises:
         SettingsError: the address cannot be listened on.
@@ -50,6 +51,9 @@ def serve_status(
     metrics = make_wsgi_app(registry)
 
     def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if not token and not names_loopback(environ.get("HTTP_HOST", "")):
+            start_response("403 Forbidden", [("Content-Type", "application/json")])
+            return [json.dumps({"error": "ask for localhost, or set serving.tokens.read"}).encode()]
         if environ["PATH_INFO"] == "/healthz":
             sentences = ill()
             status = "503 Service Unavailable" if sentences else "200 OK"

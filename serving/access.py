@@ -3,14 +3,31 @@
 import hmac
 from urllib.parse import urlsplit
 
+from ingest.loopback import names_loopback
 from serving.config import Tokens
 from serving.errors import ForbiddenError, TokenError
+
+_LONGEST = 100
+"""Characters of a header that are repeated."""
 
 
 def bearer(authorization: str) -> bytes:
     """Return the token of an `Authorization` header; empty where there is none."""
     scheme, _, token = authorization.partition(" ")
     return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+
+
+def check_host(host: str) -> None:
+    """Check that a request to a server without a read token, which only loopback has, comes from no other site's page.
+
+    Raises:
+        ForbiddenError: the header `Host` names another machine.
+    """
+    if not names_loopback(host):
+        raise ForbiddenError(
+            f"without serving.tokens.read only this machine is answered, and this request is for {host[:_LONGEST]}; "
+            "ask for localhost, or set the tokens"
+        )
 
 
 def check_order(tokens: Tokens, authorization: str, host: str, origin: str) -> None:

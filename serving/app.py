@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingest.errors import SettingsError
-from serving.access import check_order
+from serving.access import check_host, check_order
 from serving.body import Bodies, HangUp, HungUpError
 from serving.config import ServingSettings, TlsSettings, Tokens
 from serving.errors import BadRequestError, EncodedError, LateError, RequestError, TokenError
@@ -148,7 +148,10 @@ class _Named:
 
 
 class _Door:
-    """Lets in who has a token, or asks for health or the empty dashboard, or everybody where no read token is set."""
+    """Lets in who has a token, or asks for health or the empty dashboard.
+
+    Where no read token is set: who asks for this machine.
+    """
 
     def __init__(self, app: ASGIApp, tokens: Tokens, metrics: Metrics) -> None:
         self._app = app
@@ -156,19 +159,24 @@ class _Door:
         self._tokens = _tokens(tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._tokens or scope["path"] in _OPEN or self._admits(_header(scope, b"authorization")):
+        try:
+            if scope["path"] not in _OPEN:
+                self._check(scope)
+        except RequestError as exc:
+            if scope["path"].endswith("/infer"):
+                self._metrics.request(exc.status, 0.0)
+            await _error(exc)(scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
-        if scope["path"].endswith("/infer"):
-            self._metrics.request(TokenError.status, 0.0)
-        await _error(TokenError("send the header Authorization: Bearer and a token of this server"))(
-            scope, receive, send
-        )
 
-    def _admits(self, authorization: bytes | None) -> bool:
-        scheme, _, token = (authorization or b"").partition(b" ")
+    def _check(self, scope: Scope) -> None:
+        if not self._tokens:
+            check_host((_header(scope, b"host") or b"").decode("latin-1"))
+            return
+        scheme, _, token = (_header(scope, b"authorization") or b"").partition(b" ")
         matches = [hmac.compare_digest(token.strip(), known) for known in self._tokens]
-        return scheme.lower() == b"bearer" and any(matches)
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise TokenError("send the header Authorization: Bearer and a token of this server")
 
 
 class _Infer:

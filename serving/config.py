@@ -1,6 +1,5 @@
 """The section `[serving]` of `pipeline.toml`. Imports no web framework and no torch."""
 
-import ipaddress
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Self
@@ -8,18 +7,9 @@ from typing import Annotated, Self
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from ingest.config import Section
+from ingest.loopback import is_loopback
 from ingest.units import Duration, PositiveDuration
 from serving.request_log import RequestLogLevel
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class Tokens(Section):

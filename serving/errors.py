@@ -4,7 +4,7 @@ AnabranchError
 `-- RequestError             status, sentence
     |-- BadRequestError      400  mend the request
     |-- TokenError           401  send a token that this server knows
-    |-- ForbiddenError       403  send the admin token
+    |-- ForbiddenError       403  send the admin token, or ask from where the sentence says
     |-- UnknownError         404  ask for what is there; the sentence names it
     |-- ConflictError        409  change first what the sentence names
     |-- TooLargeError        413  send less at once
@@ -41,7 +41,7 @@ class TokenError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """The request's token is not for what it asks."""
+    """The request's token, or the page that it comes from, is not for what it asks."""
 
     status = 403
 

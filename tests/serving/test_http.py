@@ -464,6 +464,31 @@ def test_on_loopback_an_order_needs_the_token_that_is_set_and_no_other(
         assert httpx.post(server.url + "/api/versions/1:pin").status_code == (401 if tokens else 200)
 
 
+def test_without_a_token_no_page_is_answered_whose_name_was_made_to_lead_here(
+    running: Any, numbers: Any, body_of: Body
+) -> None:
+    port = running.address.rpartition(":")[2]
+    for host in (f"elsewhere.example:{port}", "127.0.0.1.elsewhere.example", "192.168.0.7", "[::1", "0.0.0.0"):
+        headers = {"Host": host, "Origin": f"http://{host}"}
+        for reply in (
+            httpx.get(running.url + "/api/status", headers=headers),
+            httpx.post(running.infer, json=body_of(1), headers=headers),
+            httpx.post(running.url + "/api/versions/1:pin", headers=headers),
+        ):
+            assert (reply.status_code, "ask for localhost" in reply.json()["error"]) == (403, True)
+    assert numbers.versions.state().pinned is None
+    for host in (f"localhost:{port}", "LOCALHOST", f"127.0.0.1:{port}", "127.0.0.2", f"[::1]:{port}"):
+        assert httpx.post(running.infer, json=body_of(1), headers={"Host": host}).status_code == 200
+    assert httpx.get(running.url + "/v2/health/live", headers={"Host": "elsewhere.example"}).status_code == 200
+
+
+def test_with_a_token_a_request_may_be_for_any_name(numbers: Any, served: Served, body_of: Body) -> None:
+    numbers.publish(1)
+    with served(numbers, tokens={"read": "lesen"}) as server:
+        headers = {"Host": "fraud.example", "Authorization": "Bearer lesen"}
+        assert httpx.post(server.infer, json=body_of(1), headers=headers).status_code == 200
+
+
 def test_orders_are_obeyed_before_they_are_answered(
     running: Any, numbers: Any, body_of: Body, eventually: Callable[..., Any]
 ) -> None:
