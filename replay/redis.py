@@ -7,6 +7,7 @@ becomes an OSError here. KEYS and FLUSHDB are never sent: others may use the sam
 
 import collections
 import logging
+import random
 import ssl
 import threading
 import time
@@ -194,7 +195,8 @@ class RedisServer:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._away is not None or bool(self._sweeps))
-            if self._closes_within(self._delay if self._away is not None else _SWEEP_PAUSE_SECONDS):
+            pause = self._delay * random.uniform(0.5, 1.0)  # noqa: S311 jitter needs no secrecy
+            if self._closes_within(pause if self._away is not None else _SWEEP_PAUSE_SECONDS):
                 return
             if self._away is not None:
                 self._try_again()

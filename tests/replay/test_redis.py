@@ -74,6 +74,25 @@ def missed(store: Store) -> int:
     return store.tiers.stats.missed["redis"]
 
 
+def test_those_that_lost_one_server_do_not_come_back_at_the_same_moments(
+    monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]
+) -> None:
+    waits: list[float] = []
+
+    def closes_within(_: RedisServer, seconds: float) -> bool:
+        waits.append(seconds)
+        return len(waits) % 10 == 0
+
+    monkeypatch.setattr(RedisServer, "_closes_within", closes_within)
+    for _ in range(2):
+        with RedisServer(f"redis://127.0.0.1:{free_port()}", "anabranch:test:") as server:
+            server.open(needed=False)
+            server._keeper.join(30)
+    longest = [min(0.1 * 2**tries, 5.0) for tries in range(10)] * 2
+    assert all(delay / 2 <= seconds <= delay for seconds, delay in zip(waits, longest, strict=True))
+    assert all(one != other for one, other in zip(waits[:10], waits[10:], strict=True))
+
+
 def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_is_there_again(
     schema: Schema, build: Build, mortal_redis: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
