@@ -171,7 +171,9 @@ class LocalStorage:
     @contextlib.contextmanager
     def publish(self, number: int, epoch: int) -> Iterator[Folder]:
         """Give a temporary directory, fsync it, and rename it once."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(parents=True)
+            sync_directory(self.path.parent)
         temporary = self.path / f".tmp-{epoch}-{number}"
         try:
             temporary.mkdir()

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -248,6 +250,58 @@ def test_a_version_is_judged_anew_and_deleted(storage: Storage, tmp_path: Path) 
     with pytest.raises(VersionError, match="does not exist"):
         versions.manifest(1)
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, int], list[str]]]:
+    """Directories that were synced, in this order: device and inode, and the names that they had then."""
+    found: list[tuple[tuple[int, int], list[str]]] = []
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            found.append(((status.st_dev, status.st_ino), sorted(os.listdir(descriptor))))
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", note)
+    return found
+
+
+def test_names_survive_a_crash_before_the_folder_exists_and_its_own_name_once_it_does(
+    tmp_path: Path, synced: list[tuple[tuple[int, int], list[str]]]
+) -> None:
+    storage = LocalStorage(tmp_path / "local")
+    publish(storage, 3, **{"rank-0/a": b"one"})
+    folder = tmp_path / "local" / "3"
+    inside = [(place(folder / "rank-0"), ["a"]), (place(folder), [MANIFEST, "rank-0"])]
+    assert synced[0] == (place(tmp_path), ["local"]), "what all folders are in"
+    assert sorted(synced[1:-1]) == sorted(inside), "both before the rename, whole"
+    assert synced[-1] == (place(tmp_path / "local"), ["3"]), "after the rename"
+
+
+def test_a_link_and_a_new_file_survive_a_crash_before_the_manifest_that_names_them(
+    tmp_path: Path, synced: list[tuple[tuple[int, int], list[str]]]
+) -> None:
+    storage = LocalStorage(tmp_path)
+    publish(storage, 1, **{"rank-0/a": b"one"})
+    publish(storage, 2)
+    synced.clear()
+    folder = storage.folder(2)
+    folder.link("rank-0/a", storage.folder(1), "rank-0/a")
+    folder.write("rank-0/b", b"two")
+    folder.replace(MANIFEST, b"{ }")
+    names = [names for where, names in synced if where == place(tmp_path / "2" / "rank-0")]
+    assert names == [["a", "b"]]
+    last, _ = synced[-1]
+    assert last == place(tmp_path / "2"), "the manifest's own name, after it was replaced"
+    assert len([where for where, _ in synced if where == last]) == 2, "that of rank-0 too, before it"
+
+
+def place(path: Path) -> tuple[int, int]:
+    """Return device and inode."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def test_where_there_are_no_links_a_file_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
