@@ -38,6 +38,7 @@ from ingest.messages import (
 )
 from ingest.ring import Ring
 from ingest.schema import Schema
+from ingest.silence import Silence, Told
 
 _LONGEST_BACKOFF_SECONDS = 10.0
 _STOP_SECONDS = 3.0
@@ -69,8 +70,8 @@ class Partition:
 class Source:
     """Blocks of the pipeline's topics, in order. Used by one thread; ends with `close`.
 
-    When the ingest process dies, another one goes on after the last block that was received, so that no block is lost
-    or comes twice.
+    When the ingest process dies or hangs, another one goes on after the last block that was received, so that no block
+    is lost or comes twice.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Source:
         self._opened = False
         self._restart_at = 0.0
         self._backoff = 0.0
+        self._silence = Silence()
         self.ill: str | None = None
         """One sentence when the broker cannot be reached or the process had to be started again."""
         self.told: float | None = None
@@ -177,7 +179,9 @@ class Source:
                     time.sleep(max(0.0, min(left, self._restart_at - time.monotonic(), 0.05)))
                 else:
                     self._start()
-            elif self._connection.poll(left) and (block := self._receive()) is not None:
+            elif not self._connection.poll(left):
+                self._note_silence()
+            elif (block := self._receive()) is not None:
                 return block
             if time.monotonic() >= deadline:
                 return None
@@ -227,6 +231,7 @@ class Source:
                 stdin=subprocess.DEVNULL,
             )
         self._ring, self._connection = ring, Connection(ours.detach())
+        self._silence.heard()
         positions = [(name, self._received[name]) for name in self._table]
         marks = [self._marks.get(name, Mark()) for name in self._table]
         settings = self._stream, self._schema, self._hold_out
@@ -244,7 +249,16 @@ class Source:
             here = "the ingest process died; another one is started"
             self._restart_later(f"no ingest process answers at {self._address}" if self._address else here)
             return None
+        self._silence.heard()
         return self._take(message)
+
+    def _note_silence(self) -> None:
+        told = self._silence.look()
+        if told is Told.ASK:
+            self._say(Pause() if self._paused else Resume())  # as it is: any word makes it report again
+        elif told is Told.HANGS:
+            here = "the ingest process hangs; another one is started"
+            self._restart_later(f"the ingest process at {self._address} hangs" if self._address else here)
 
     def _take(self, message: FromIngest) -> Block | None:
         match message:

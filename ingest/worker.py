@@ -299,11 +299,11 @@ class Worker:
 
     def _back_off(self, seconds: float, ill: str) -> float:
         """Say what is ill, wait while listening to the learner, and return the next waiting time."""
-        self._report(Lag(ill=ill))
         seconds = min(_LONGEST_BACKOFF_SECONDS, max(0.1, seconds * 2))
         until = time.monotonic() + seconds * random.uniform(0.5, 1.0)  # noqa: S311 jitter needs no secrecy
         while (left := until - time.monotonic()) > 0:
-            if self._connection.poll(left):
+            self._report(Lag(ill=ill))
+            if self._connection.poll(min(left, _LAG_SECONDS)):
                 self._listen(wait=False)
         return seconds
 

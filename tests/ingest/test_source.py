@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from kafka import TopicPartition as KafkaPartition
 from kafka.admin import NewPartitions
 from kafka.errors import KafkaError
 
+from ingest import silence
 from ingest.block import Outcome, TopicPartition
 from ingest.client import DeadLetter
 from ingest.clients import CLIENTS
@@ -319,6 +321,41 @@ def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
         seen += read(source, 6000 - len(seen))
         assert source.ill is None
     assert Counter((p, o) for p, o, *_ in seen) == Counter((p, o) for p in range(2) for o in range(3000))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
+def test_an_ingest_process_that_hangs_is_said_to_be_ill_and_another_one_goes_on(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 8.0)
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD] * 10)
+    with opened(kafka.bootstrap, topic) as source:
+        seen = read(source, 10)
+        assert source._process is not None
+        source._process.send_signal(signal.SIGSTOP)
+        produce(kafka.bootstrap, topic, [GOOD] * 10)
+        deadline = time.monotonic() + 30
+        while source.ill is None:
+            assert time.monotonic() < deadline, "nothing is said"
+            seen += read_for(source, timedelta(seconds=0.2))
+        assert source.ill == "the ingest process hangs; another one is started"
+        seen += read(source, 20 - len(seen))
+        assert source.ill is None
+    assert [offset for _, offset, *_ in seen] == list(range(20))
+
+
+def test_an_ingest_process_with_nothing_to_say_is_left_alone(
+    kafka: Any, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It falls silent after eight reports to a learner that says nothing either."""
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 6.0)
+    with opened(kafka.bootstrap, make_topic()) as source:
+        process = source._process
+        for _ in range(90):
+            assert source.poll(timedelta(seconds=0.2)) is None
+        assert source._process is process
+        assert source.ill is None
 
 
 def test_what_is_damaged_on_the_way_is_fetched_again(
