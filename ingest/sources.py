@@ -78,11 +78,11 @@ class Sources:
             left = max(0.0, deadline - time.monotonic())
             if self._first.connection is None:
                 left = min(left, _REST_SECONDS)
-            ready = wait([each.connection for each in self._readers if each.connection is not None], left)
+            wait([each.connection for each in self._readers if each.connection is not None], left)
             for _ in self._readers:
                 self._turn = (self._turn + 1) % len(self._readers)
                 reader = self._readers[self._turn]
-                if reader is self._first or reader.connection in ready:
+                if reader is self._first or reader.connection is not None:
                     block = self._poll(reader)
                     if block is not None:
                         return block
@@ -109,8 +109,15 @@ class Sources:
             each.pass_over()
 
     def commit(self, offsets: dict[int, int]) -> None:
-        """Write positions, by index of the partition, for lag tools; best effort."""
-        self._first.commit(offsets)
+        """Write positions, by index of the partition, for lag tools; best effort.
+
+        Each reader those of its own share: one that hears nothing stops telling how the broker is.
+        """
+        shares: dict[int, dict[int, int]] = {number: {} for number in range(len(self._readers))}
+        for place, offset in offsets.items():
+            shares[self._shares[place] if place < len(self._shares) else 0][place] = offset
+        for number, reader in enumerate(self._readers):
+            reader.commit(shares[number])
 
     def close(self) -> None:
         """End all that read."""

@@ -19,6 +19,7 @@ from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.messages import Begin, Stop
 from ingest.remote import Remote
 from ingest.sources import Sources
+from tests.faults.proxy import Fault, Proxy
 
 GOOD = {"x": [1, 2, 3], "y": 1}
 SCHEMA = SchemaSettings.model_validate(
@@ -31,9 +32,11 @@ Reading = tuple[Sources, Remote]
 
 
 @contextlib.contextmanager
-def reading(bootstrap: str, topic: str, **stream: Any) -> Iterator[Reading]:
+def reading(bootstrap: str, topic: str, there: str = "", **stream: Any) -> Iterator[Reading]:
+    """Two hosts that read a topic, the second one by another address of the broker if one is given."""
     settings = StreamSettings.model_validate({"bootstrap_servers": bootstrap, "topics": [topic], **stream})
-    remote = Remote(settings.resolved("test"), LOOPBACK)
+    elsewhere = settings.model_copy(update={"bootstrap_servers": there or bootstrap})
+    remote = Remote(elsewhere.resolved("test"), LOOPBACK)
     sources = Sources(settings.resolved("test"), SCHEMA, HoldOut(fraction=0, seed=0), [remote.address])
     try:
         sources.open({}, threading.Event(), {})
@@ -59,6 +62,13 @@ def read(sources: Sources, seen: Seen, events: int, partitions: Sequence[int] = 
                 last[partition] = offset
                 seen[partition, offset] += 1
             sources.release(block)
+
+
+def idle(sources: Sources, seconds: float) -> None:
+    """Poll as a learner does while nothing comes."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert sources.poll(timedelta(milliseconds=100)) is None
 
 
 def count(seen: Seen, partitions: Sequence[int]) -> int:
@@ -115,6 +125,26 @@ def test_a_partition_that_is_added_is_read_and_ends_are_told_of_all(
         while [each.end for each in sources.partitions] != [100] * 3:
             assert time.monotonic() < deadline, sources.partitions
             assert sources.poll(timedelta(seconds=1)) is None
+
+
+def test_a_host_that_is_idle_for_long_still_says_that_its_broker_is_away(
+    kafka: Any, make_topic: Callable[..., str]
+) -> None:
+    """It stops reporting to a learner from which it hears nothing, after eight reports, one a second."""
+    with Proxy(kafka.bootstrap) as proxy, reading(kafka.bootstrap, make_topic(partitions=2), proxy.address) as (it, _):
+        it.look([1.0, 1.0])
+        assert it._shares == [0, 1]
+        for second in range(10):
+            idle(it, 1)
+            if not second % 3:
+                it.commit({0: 0, 1: 0})
+        assert it.ill is None
+        proxy.suffer(Fault(cut=True))
+        deadline = time.monotonic() + 10
+        while it.ill is None:
+            assert time.monotonic() < deadline, "nothing is said"
+            idle(it, 0.1)
+        assert proxy.address in it.ill
 
 
 def test_a_host_that_cannot_read_leaves_all_to_the_first(
