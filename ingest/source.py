@@ -144,6 +144,17 @@ class Source:
             if self._connection.poll(0.2):
                 self._receive()
 
+    def go_on(
+        self,
+        positions: Mapping[TopicPartition, Position],
+        marks: Mapping[TopicPartition, Mark],
+        elsewhere: Sequence[int],
+    ) -> None:
+        """Read on after `close`, from these positions. Partitions are known: a broker that is away is waited for."""
+        self._elsewhere = elsewhere
+        self._received, self._marks, self._table = dict(positions), dict(marks), list(positions)
+        self._start()
+
     @property
     def partitions(self) -> Sequence[Partition]:
         """All partitions, in the order of the index that blocks carry."""

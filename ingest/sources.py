@@ -42,6 +42,7 @@ class Sources:
         self._readers = [self._first]
         self._shares: list[int] = []
         self._stop: threading.Event | None = None
+        self._opened = False
         self._lost: str | None = None
         self._turn = 0
         self.rates: Sequence[float] = ()
@@ -95,8 +96,11 @@ class Sources:
             each.release(block)
 
     def look(self, rates: Sequence[float]) -> None:
-        """Deal the partitions anew if that is far better by rates that were measured since the last look."""
-        if rates is self.rates or not self._others or (self._stop is not None and self._stop.is_set()):
+        """Deal the partitions anew if that is far better by rates that were measured since the last look.
+
+        Not while the broker is away: nobody would read the sooner.
+        """
+        if rates is self.rates or not self._others or self._first.ill or (self._stop and self._stop.is_set()):
             return
         self.rates = rates
         shares = [*self._shares, *[0] * (len(rates) - len(self._shares))]
@@ -171,7 +175,11 @@ class Sources:
         positions = {name: position for name, (position, _) in received.items()}
         marks = {name: mark for name, (_, mark) in received.items()}
         elsewhere = [place for place, number in enumerate(shares) if number]
-        self._first.open(positions, self._stop, marks=marks, elsewhere=elsewhere)
+        if self._opened:
+            self._first.go_on(positions, marks, elsewhere)
+        else:
+            self._first.open(positions, self._stop, marks=marks, elsewhere=elsewhere)
+            self._opened = True
         for number, reader in enumerate(self._others, 1):
             elsewhere = [place for place, other in enumerate(shares) if other != number]
             if len(elsewhere) == len(shares):

@@ -33,7 +33,7 @@ Reading = tuple[Sources, Remote]
 
 @contextlib.contextmanager
 def reading(bootstrap: str, topic: str, there: str = "", **stream: Any) -> Iterator[Reading]:
-    """Two hosts that read a topic, the second one by another address of the broker if one is given."""
+    """Two hosts that read a topic; the second one `there`, if another address of the broker is given."""
     settings = StreamSettings.model_validate({"bootstrap_servers": bootstrap, "topics": [topic], **stream})
     elsewhere = settings.model_copy(update={"bootstrap_servers": there or bootstrap})
     remote = Remote(elsewhere.resolved("test"), LOOPBACK)
@@ -69,6 +69,14 @@ def idle(sources: Sources, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert sources.poll(timedelta(milliseconds=100)) is None
+
+
+def until(sources: Sources, condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Poll while nothing comes, until something holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, sources.ill
+        idle(sources, 0.1)
 
 
 def count(seen: Seen, partitions: Sequence[int]) -> int:
@@ -140,11 +148,37 @@ def test_a_host_that_is_idle_for_long_still_says_that_its_broker_is_away(
                 it.commit({0: 0, 1: 0})
         assert it.ill is None
         proxy.suffer(Fault(cut=True))
-        deadline = time.monotonic() + 10
-        while it.ill is None:
-            assert time.monotonic() < deadline, "nothing is said"
-            idle(it, 0.1)
-        assert proxy.address in it.ill
+        until(it, lambda: proxy.address in str(it.ill), 10)
+
+
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], client: str
+) -> None:
+    topic, seen = make_topic(partitions=4), Counter[tuple[int, int]]()
+
+    def send() -> None:
+        for partition in range(4):
+            produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
+
+    with Proxy(kafka.bootstrap) as proxy:
+        with reading(proxy.address, topic, kafka.bootstrap, client=client) as (sources, remote):
+            send()
+            sources.look([300.0, 200.0, 200.0, 200.0])
+            read(sources, seen, 400)
+            proxy.suffer(Fault(cut=True))
+            sources.look([1.0, 900.0, 900.0, 1.0])
+            assert sources._shares == [0, 0, 1, 1], "nobody has said yet that the broker is away"
+            until(sources, lambda: proxy.address in str(sources.ill))
+            sources.look([1.0, 1.0, 900.0, 900.0])
+            assert sources._shares == [0, 0, 1, 1]
+            remote.close()
+            until(sources, lambda: sources._shares == [0] * 4)
+            until(sources, lambda: proxy.address in str(sources.ill))
+            send()
+            proxy.heal()
+            read(sources, seen, 800)
+    assert once(seen, 4, 200)
 
 
 def test_a_host_that_cannot_read_leaves_all_to_the_first(
