@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 
@@ -23,6 +24,8 @@ from ingest.ring import Ring
 
 _CONNECT_SECONDS = 5.0
 _LONGEST_MESSAGE = 100_000_000
+_AGAIN_SECONDS = 5.0
+"""A process that dies over and over is started no more often than that."""
 
 log = logging.getLogger(__name__)
 
@@ -93,19 +96,37 @@ class Remote:
 
     def __init__(self, stream: StreamSettings, host: str) -> None:
         """Start it, to listen on a free port of that one address of this host."""
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
-            self.address = f"{host}:{listening.getsockname()[1]}"
-            # -P: a folder named ingest where the user stands must not take this package's place.
-            command = [sys.executable, "-P", "-m", "ingest", "--listen", str(listening.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=(listening.fileno(),), stdin=subprocess.PIPE)
-        assert self._process.stdin is not None
-        self._process.stdin.write(revealed(stream).encode() + b"\n")
-        self._process.stdin.flush()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, 0), family=family)
+        self.address = f"{host}:{self._listening.getsockname()[1]}"
+        self._stream = revealed(stream).encode() + b"\n"
+        self._start()
+
+    def keep(self) -> None:
+        """Start another one, at the same address, where it has died; called often."""
+        if self._process.poll() is not None and time.monotonic() - self._started > _AGAIN_SECONDS:
+            log.warning("the ingest process for the learner of host 0 died; another one is started")
+            self._close_stdin()
+            self._start()
 
     def close(self) -> None:
         """End it."""
+        self._listening.close()
         self._process.kill()
         self._process.wait()
+        self._close_stdin()
+
+    def _start(self) -> None:
+        descriptor = self._listening.fileno()
+        # -P: a folder named ingest where the user stands must not take this package's place.
+        command = [sys.executable, "-P", "-m", "ingest", "--listen", str(descriptor)]
+        self._process = subprocess.Popen(command, pass_fds=(descriptor,), stdin=subprocess.PIPE)
+        self._started = time.monotonic()
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._stream)
+        self._process.stdin.flush()
+
+    def _close_stdin(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 
+from ingest.absent import PATIENCE, Absent, Received
 from ingest.block import Block, TopicPartition
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, RecreatedError
@@ -17,9 +18,6 @@ from ingest.source import Partition, Source
 
 _NOW = timedelta(0)
 _REST_SECONDS = 0.05
-_PATIENCE = timedelta(seconds=30)
-
-Received = Mapping[TopicPartition, tuple[Position, Mark]]
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +26,8 @@ class Sources:
     """A source of which other hosts read a part. Used by one thread, as a source is.
 
     The one of this host finds partitions, and reads those that are not dealt to others. Where that of another host
-    ends, its partitions are dealt anew to those that are left. Partitions keep their index, so that blocks and
-    positions are the same whoever reads.
+    ends, its partitions are dealt anew to those that are left, and again once it reads. Partitions keep their index, so
+    that blocks and positions are the same whoever reads.
     """
 
     def __init__(
@@ -43,7 +41,7 @@ class Sources:
         self._shares: list[int] = []
         self._stop: threading.Event | None = None
         self._opened = False
-        self._lost: str | None = None
+        self._absent = Absent()
         self._turn = 0
         self.rates: Sequence[float] = ()
         """Of the partitions that are known from before, as `look` was told last."""
@@ -96,13 +94,21 @@ class Sources:
             each.release(block)
 
     def look(self, rates: Sequence[float]) -> None:
-        """Deal the partitions anew if that is far better by rates that were measured since the last look.
+        """Deal the partitions anew when a host reads again, or it is far better by rates measured since the last look.
 
         Not while the broker is away: nobody would read the sooner.
         """
-        if rates is self.rates or not self._others or self._first.ill or (self._stop and self._stop.is_set()):
+        if self._first.ill or (self._stop and self._stop.is_set()):
+            return
+        back = self._absent.back(self._received)
+        if back is None and (rates is self.rates or not self._others):
             return
         self.rates = rates
+        if back is not None:
+            received = self._end()
+            self._others.append(back)
+            self._begin(received)
+            return
         shares = [*self._shares, *[0] * (len(rates) - len(self._shares))]
         if far_off(rates, shares, 1 + len(self._others)):
             self._begin(self._end())
@@ -125,13 +131,13 @@ class Sources:
 
     def close(self) -> None:
         """End all that read."""
-        for each in reversed(self._readers):
-            each.close()
+        self._absent.close()
+        self._close()
 
     @property
     def ill(self) -> str | None:
         """One sentence when the broker cannot be reached, or an ingest process is gone."""
-        return next((each.ill for each in self._readers if each.ill), self._lost)
+        return next((each.ill for each in self._readers if each.ill), self._absent.ill)
 
     @property
     def told(self) -> float | None:
@@ -141,7 +147,7 @@ class Sources:
     @property
     def unknown_fields(self) -> int:
         """Messages so far with fields that the schema does not know."""
-        return sum(each.unknown_fields for each in (self._first, *self._others))
+        return sum(each.unknown_fields for each in (self._first, *self._others)) + self._absent.unknown_fields
 
     def _poll(self, reader: Source) -> Block | None:
         try:
@@ -165,11 +171,11 @@ class Sources:
                 counts = [self._shares.count(reader) for reader in range(1 + len(self._others))]
                 log.info("partitions that each host reads: %s", ", ".join(map(str, counts)))
                 return
-            self.close()
-            self._others.remove(lost)
+            self._close()
+            self._leave_out(*lost)
 
-    def _open(self, received: Received, shares: list[int]) -> Source | None:
-        """Start that of this host, and all others that have partitions; return one that does not start."""
+    def _open(self, received: Received, shares: list[int]) -> tuple[Source, str] | None:
+        """Start that of this host, and all others that have partitions; return one that does not start, and why."""
         assert self._stop is not None
         self._shares, self._readers, self._turn = shares, [self._first, *self._others], 0
         positions = {name: position for name, (position, _) in received.items()}
@@ -185,29 +191,35 @@ class Sources:
             if len(elsewhere) == len(shares):
                 continue
             try:
-                reader.open(positions, self._stop, _PATIENCE, marks, elsewhere, alone=False)
+                reader.open(positions, self._stop, PATIENCE, marks, elsewhere, alone=False)
             except BrokerError as exc:
-                self._say_lost(str(exc))
-                return reader
+                return reader, str(exc)
         return None
 
     def _go_on_without(self, dead: Sequence[Source]) -> None:
-        self._say_lost(str(dead[0].ill))
         received = self._end()
         for each in dead:
-            self._others.remove(each)
+            self._leave_out(each, str(each.ill))
         self._begin(received)
+
+    def _leave_out(self, reader: Source, why: str) -> None:
+        self._others.remove(reader)
+        self._absent.add(reader, why)
 
     def _end(self) -> Received:
         """End all that read, and return where to go on."""
-        told = [reader.received for reader in self._readers]
-        names = list(told[0])
-        shares = [*self._shares, *[0] * (len(names) - len(self._shares))]
-        received = {name: told[reader][name] for name, reader in zip(names, shares, strict=True)}
-        self.close()
+        received = self._received()
+        self._close()
         self._readers = [self._first]
         return received
 
-    def _say_lost(self, why: str) -> None:
-        self._lost = f"another host does not read its part of the stream: {why}"
-        log.warning("%s", self._lost)
+    def _received(self) -> Received:
+        """Where each partition is read to, by whoever reads it."""
+        told = [reader.received for reader in self._readers]
+        names = list(told[0])
+        shares = [*self._shares, *[0] * (len(names) - len(self._shares))]
+        return {name: told[reader][name] for name, reader in zip(names, shares, strict=True)}
+
+    def _close(self) -> None:
+        for each in reversed(self._readers):
+            each.close()

@@ -197,6 +197,7 @@ class Led:
             SettingsError: host 0 has other settings, or another launcher says that it is this host.
         """
         while not stop.is_set():
+            self._keep_reading()
             if self._voice is None or self._voice.broken:
                 self._meet(stop)
             elif (leader := self._voice.heard(0)) is not None:
@@ -211,7 +212,8 @@ class Led:
         return None
 
     def change(self) -> Change:
-        """Look at the word of host 0."""
+        """Look at the word of host 0, and at the ingest process here."""
+        self._keep_reading()
         assert self._voice is not None
         leader = self._voice.heard(0)
         if self._voice.broken or leader is None:
@@ -262,6 +264,10 @@ class Led:
         with suppress(OSError):  # host 0 is gone, and is to be met again
             self._remote = Remote(self._stream, own_address(self._address))
         self._word = msgspec.structs.replace(self._word, reads_at=self._remote.address if self._remote else "")
+
+    def _keep_reading(self) -> None:
+        if self._remote is not None:
+            self._remote.keep()
 
     def _check(self, leader: Word) -> None:
         ours, theirs = self._word.settings, leader.settings

@@ -1,6 +1,7 @@
 """A stream that two hosts read, the second one a process of its own on loopback, against a real broker."""
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from kafka import KafkaAdminClient
 from kafka.admin import NewPartitions
 
+from ingest import silence
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.messages import Begin, Stop
 from ingest.remote import Remote
@@ -149,6 +151,63 @@ def test_a_host_that_is_idle_for_long_still_says_that_its_broker_is_away(
         assert it.ill is None
         proxy.suffer(Fault(cut=True))
         until(it, lambda: proxy.address in str(it.ill), 10)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_a_host_that_was_lost_reads_again_and_nobody_is_ill(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    client: str,
+) -> None:
+    """Lost are the connection to it, its ingest process, and that process while it hangs."""
+    topic, seen, sent = make_topic(partitions=2), Counter[tuple[int, int]](), 0
+    rates = [1.0, 1.0]
+
+    with reading(kafka.bootstrap, topic, client=client) as (sources, remote):
+        sources.look(rates)
+
+        def learn() -> None:
+            nonlocal sent
+            sent += 100
+            for partition in range(2):
+                produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
+            read(sources, seen, 2 * sent)
+
+        def lost() -> bool:
+            return "another host does not read its part of the stream" in str(sources.ill)
+
+        def well() -> bool:
+            remote.keep()
+            sources.look(rates)
+            return sources.ill is None and sources._shares == [0, 1]
+
+        learn()
+        (relay,) = (each._process for each in sources._others)
+        assert relay is not None
+        relay.kill()
+        until(sources, lost)
+        assert sources._shares == [0, 0]
+        learn()
+        until(sources, well)
+        learn()
+
+        remote._process.kill()
+        until(sources, lost)
+        until(sources, well)
+        learn()
+
+        monkeypatch.setattr(silence, "SILENT_SECONDS", 8.0)
+        remote._process.send_signal(signal.SIGSTOP)
+        until(sources, lost)
+        assert "hangs" in str(sources.ill)
+        learn()
+        remote._process.send_signal(signal.SIGCONT)
+        until(sources, well)
+        learn()
+    assert once(seen, 2, sent)
 
 
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])

@@ -126,6 +126,14 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
         learn()
     report = learn()
 
+    (reader,) = (each for each in psutil.Process(other.process.pid).children() if "--listen" in each.cmdline())
+    reader.kill()
+    leader.until(lambda: "another host does not read its part of the stream" in leader.log.read_text())
+    learn()
+    report = leader.wait_for(lambda each: not each.ill)
+    assert leader.log.read_text().count(halves) > 1
+    report = learn()
+
     ranks(other)[1].kill()
     report = learn(no_more=report.pid)
     assert leader.log.read_text().count("with 3 ranks") == 2
