@@ -112,9 +112,9 @@ def send(connection: Connection, message: ToIngest | FromIngest) -> None:
     connection.send_bytes(msgspec.msgpack.encode(message))
 
 
-def receive_in_ingest(connection: Connection) -> ToIngest:
-    """Receive what the learner says; raises EOFError when it is gone."""
-    message: ToIngest = _to_ingest.decode(connection.recv_bytes())
+def receive_in_ingest(connection: Connection, longest: int | None = None) -> ToIngest:
+    """Receive what the learner says; raises EOFError when it is gone, OSError when it says more than `longest`."""
+    message: ToIngest = _to_ingest.decode(connection.recv_bytes(longest))
     return message
 
 

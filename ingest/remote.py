@@ -46,9 +46,12 @@ def learners(descriptor: int) -> Iterator[tuple[Connection, Begin]]:
         while True:
             connected, _ = listening.accept()
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with Connection(connected.detach()) as connection:
+            with connected, Connection(os.dup(connected.fileno())) as connection:
+                # Whoever sends half a message, or a byte now and then, keeps nobody else waiting.
+                hang_up = threading.Timer(_CONNECT_SECONDS, connected.shutdown, [socket.SHUT_RDWR])
+                hang_up.start()
                 try:
-                    begin = receive_in_ingest(connection) if connection.poll(_CONNECT_SECONDS) else None
+                    begin = receive_in_ingest(connection, _LONGEST_MESSAGE)
                     if not isinstance(begin, Begin):
                         continue
                     SchemaSettings.model_validate_json(begin.schema)
@@ -56,6 +59,8 @@ def learners(descriptor: int) -> Iterator[tuple[Connection, Begin]]:
                 except (EOFError, OSError, msgspec.MsgspecError, ValueError):
                     log.warning("what has connected is no learner, and is let go")
                     continue
+                finally:
+                    hang_up.cancel()
                 yield connection, begin
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -274,13 +275,51 @@ def test_whoever_is_no_learner_is_let_go_and_the_next_one_is_served(free_port: C
                 assert connection.poll(30)
                 with pytest.raises(EOFError):
                     connection.recv_bytes()
-        with contextlib.closing(_connected(remote)) as connection:
-            hold_out = HoldOut(fraction=0, seed=0).model_dump_json()
-            connection.send_bytes(msgspec.msgpack.encode(Begin(**good, hold_out=hold_out)))
-            assert connection.poll(60)
-            assert b"Failed" in connection.recv_bytes(), "it says that its broker is away"
+        _is_served(remote)
+
+
+def test_whoever_sends_less_than_a_message_is_let_go_and_the_next_one_is_served(free_port: Callable[[], int]) -> None:
+    """Half of one, one that comes byte by byte, and what says that it is longer than any: the start of a GET."""
+    stream = StreamSettings.model_validate({"bootstrap_servers": f"{LOOPBACK}:{free_port()}", "topics": ["events"]})
+    begun, get = struct.pack("!i", 1000), b"GET / HTTP/1.1\r\n\r\n"
+    with contextlib.closing(Remote(stream, LOOPBACK)) as remote:
+        for said, more, patience in ((begun + b"half", b"", 30), (begun, b"x", 30), (get, b"", 4)):
+            with contextlib.closing(socket.create_connection(_address(remote))) as connection:
+                connection.sendall(said)
+                assert _hung_up(connection, more, patience), said
+        _is_served(remote)
+
+
+def _hung_up(connection: socket.socket, more: bytes, seconds: float) -> bool:
+    """Send more again and again, and tell whether the other side hangs up in time."""
+    deadline = time.monotonic() + seconds
+    connection.settimeout(0.1)
+    while time.monotonic() < deadline:
+        try:
+            if not connection.recv(1):
+                return True
+        except TimeoutError:
+            with contextlib.suppress(OSError):
+                connection.sendall(more)
+        except OSError:
+            return True
+    return False
+
+
+def _is_served(remote: Remote) -> None:
+    """Assert that a learner is answered, if only that the broker is away."""
+    begin = {"stream": "", "schema": SCHEMA.model_dump_json(), "positions": [], "marks": []}
+    hold_out = HoldOut(fraction=0, seed=0).model_dump_json()
+    with contextlib.closing(_connected(remote)) as connection:
+        connection.send_bytes(msgspec.msgpack.encode(Begin(**begin, hold_out=hold_out)))
+        assert connection.poll(60)
+        assert b"Failed" in connection.recv_bytes(), "it says that its broker is away"
+
+
+def _address(remote: Remote) -> tuple[str, int]:
+    host, _, port = remote.address.rpartition(":")
+    return host, int(port)
 
 
 def _connected(remote: Remote) -> Connection:
-    host, _, port = remote.address.rpartition(":")
-    return Connection(socket.create_connection((host, int(port))).detach())
+    return Connection(socket.create_connection(_address(remote)).detach())
