@@ -50,7 +50,8 @@ class Change(Enum):
 
     NONE = "nothing"
     HOSTS = "a host came, or wants to leave: stop in order, and deal anew"
-    LOST = "a host, or its ranks, are gone"
+    DIED = "the ranks of another host are gone"
+    LOST = "another host is gone"
 
 
 class Hosts(Protocol):
@@ -141,7 +142,7 @@ class Leading:
             if word.within == self._round.name:
                 self._within.add(host)
             elif host in self._within:
-                return Change.LOST
+                return Change.DIED
             newcomers |= word.leaving
         return Change.HOSTS if newcomers else Change.NONE
 

@@ -71,9 +71,15 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // settings.replicas)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    deaths, rows = 0, None
+    deaths, died_in, rows = 0, None, None
     while (dealt := hosts.gather(stop)) is not None:
-        began = time.monotonic()
+        # Where another host was gone by then, they died of that.
+        deaths += died_in is not None and _all_there(died_in, dealt)
+        if deaths > _RESTARTS:
+            log.error("ranks have died %d times in a row", deaths)
+            hosts.over()
+            return None
+        began, died_in = time.monotonic(), None
         end = _run(settings, hosts, _seat(settings, dealt, rows), command, stop)
         if stop.is_set() or end.code in REFUSED or not end.over:
             return end.code
@@ -81,14 +87,20 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
         rows = end.rows or rows
         if not hosts.leads or end.rows is not None:
             continue
+        if time.monotonic() - began >= _IN_A_ROW.total_seconds():
+            deaths = 0
+        if end.change is Change.LOST:
+            continue
         if end.code is None:
-            deaths = deaths + 1 if time.monotonic() - began < _IN_A_ROW.total_seconds() else 1
-            if deaths > _RESTARTS:
-                log.error("ranks have died %d times in a row", deaths)
-                return None
+            died_in = dealt
         elif end.change is Change.NONE:
             return end.code
     return 0
+
+
+def _all_there(before: Round, now: Round) -> bool:
+    """Whether the launchers that had a seat have one again."""
+    return {seat.id for seat in before.seats.values()} <= {seat.id for seat in now.seats.values()}
 
 
 def _run(
@@ -109,9 +121,10 @@ def _run(
                     break
             if stop.is_set():
                 hosts.leave()
-            if change is not Change.LOST:
+            gone = change in (Change.LOST, Change.DIED)
+            if not gone:
                 lifeline.say_stop()
-            patience = _PATIENCE if change is Change.LOST else stop_timeout + _BEYOND_STOP_TIMEOUT
+            patience = _PATIENCE if gone else stop_timeout + _BEYOND_STOP_TIMEOUT
             agent.join(patience.total_seconds())
         agent.join(_PATIENCE.total_seconds())  # what was left of them ended with the pipe
         code = None if agent.is_alive() else read_outcome(folder)

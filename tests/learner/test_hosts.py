@@ -305,7 +305,7 @@ def test_a_host_that_comes_takes_a_seat_and_one_that_leaves_or_falls_silent_lose
         others[1].say(leaving=True)
         until(lambda: leading.change() is Change.HOSTS)
         others[1].say(within=None)
-        until(lambda: leading.change() is Change.LOST)
+        until(lambda: leading.change() is Change.DIED)
         leading.over()
         others[0].say(within=None)
         others[1].close()

@@ -1,5 +1,7 @@
 """A learner of several ranks as a process: what it learns, how it comes back, and how it ends."""
 
+import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,8 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
+from learner.config import LearnerSettings
+from learner.hosts import Alone, Change
+from learner.launcher import launch
 from learner.lock import hold_state_directory
 from learner.version import Versions
+from learner.voice import Round, Seat
 from tests.pipelines import Learner, adds_up, events, total
 
 CONFIG = """
@@ -166,3 +172,49 @@ def test_ranks_that_run_out_of_memory_come_back_with_smaller_micro_batches(
     said = learner.log.read_text()
     assert "learner.micro_batch_size = 4 does so" in said
     assert learner.stop(40) == 0
+
+
+RANK = """
+import pathlib, select, sys
+select.select([0], [], [], 1)
+bad, folder = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[3])
+rounds = int(bad.read_text()) - 1
+bad.write_text(str(rounds))
+if rounds >= 0:
+    sys.exit(1)
+(folder / "outcome").write_text("0")
+"""
+"""Dies in as many rounds as a file says, and then ends well."""
+
+
+class Two(Alone):
+    """Host 0 of two, of which the other has the same launcher in each round, or `another`."""
+
+    def __init__(self, change: Change, another: bool) -> None:
+        super().__init__(1)
+        self._change = change
+        self._another = another
+        self.rounds = 0
+
+    def gather(self, stop: threading.Event) -> Round | None:
+        self.rounds += 1
+        return Round(str(self.rounds), 1, {0: Seat("0", 0), 1: Seat(f"1, {self.rounds * self._another}", 1)})
+
+    def change(self) -> Change:
+        return self._change if self.rounds < 6 else Change.NONE
+
+
+@pytest.mark.parametrize(
+    ("change", "another", "code"),
+    [(Change.NONE, False, None), (Change.DIED, False, None), (Change.NONE, True, 0), (Change.LOST, False, 0)],
+    ids=["of themselves", "elsewhere", "of a host that was gone by then", "of a host that was seen to be gone"],
+)
+def test_ranks_that_die_four_times_in_a_row_end_the_learner_unless_it_was_of_another_host(
+    tmp_path: Path, change: Change, another: bool, code: int | None
+) -> None:
+    program, bad, hosts = tmp_path / "rank.py", tmp_path / "bad", Two(change, another)
+    program.write_text(RANK)
+    bad.write_text("5")
+    settings = LearnerSettings(device="cpu", hosts=2, rendezvous="h:1", interface="i")
+    assert launch(settings, hosts, (sys.executable, str(program), str(bad)), threading.Event()) == code
+    assert hosts.rounds == (5 if code is None else 6)
