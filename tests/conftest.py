@@ -367,8 +367,8 @@ def create_topic() -> Callable[..., None]:
 
 
 @pytest.fixture
-def make_anew() -> Callable[[str, str], None]:
-    """Deletes a topic of one partition, and creates it again, empty: `make_anew(bootstrap, topic)`."""
+def make_anew() -> Callable[..., None]:
+    """Deletes a topic, and creates it again, empty: `make_anew(bootstrap, topic, partitions)`, of one if not given."""
     return _make_anew
 
 
@@ -539,13 +539,13 @@ def _create_topics(bootstrap: str, topic: str, partitions: int = 1) -> None:
         admin.create_topics([NewTopic(topic, partitions, 1)], wait_for_metadata=True)
 
 
-def _make_anew(bootstrap: str, topic: str) -> None:
+def _make_anew(bootstrap: str, topic: str, partitions: int = 1) -> None:
     with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
         admin.delete_topics([topic])
     deadline = time.monotonic() + 30
     while True:
         try:
-            return _create_topics(bootstrap, topic)
+            return _create_topics(bootstrap, topic, partitions)
         except KafkaError:
             if _is_empty(bootstrap, topic):  # the embedded broker makes one for whoever asks, as a reader does
                 return None

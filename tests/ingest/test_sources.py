@@ -19,6 +19,7 @@ from kafka.admin import NewPartitions
 
 from ingest import silence
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import RecreatedError
 from ingest.messages import Begin, Stop
 from ingest.remote import Remote
 from ingest.sources import Sources
@@ -239,6 +240,49 @@ def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
             proxy.heal()
             read(sources, seen, 800)
     assert once(seen, 4, 200)
+
+
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+@pytest.mark.parametrize("events", [2, 5])
+@pytest.mark.parametrize("on_gap", ["earliest", "fail"])
+def test_a_topic_that_is_made_anew_while_two_hosts_read_is_read_anew_by_both_or_ends_the_reading(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    make_anew: Callable[..., None],
+    produce: Callable[..., list[int]],
+    client: str,
+    events: int,
+    on_gap: str,
+) -> None:
+    """It has fewer events than were read of the old one, or more."""
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker has no topic ids, and makes a topic that is asked for with one partition")
+    topic, seen = make_topic(partitions=2), Counter[tuple[int, int]]()
+
+    def send(count: int) -> None:
+        for partition in range(2):
+            produce(kafka.bootstrap, topic, [GOOD] * count, partition=partition)
+
+    send(3)
+    with reading(kafka.bootstrap, topic, client=client, on_gap=on_gap) as (sources, _):
+        sources.look([1.0, 1.0])
+        assert sources._shares == [0, 1]
+        read(sources, seen, 6)
+        make_anew(kafka.bootstrap, topic, 2)
+        send(events)
+        if on_gap == "fail":
+            with pytest.raises(RecreatedError, match="deleted and created again"):
+                read(sources, seen, 7, (2, 3))
+            return
+        read(sources, seen, 2 * events, (2, 3))
+        assert [partition.name.incarnation for partition in sources.partitions] == [0, 0, 1, 1]
+        sources.look([0.0, 0.0, 900.0, 900.0])
+        assert sorted(sources._shares[2:]) == [0, 1]
+        send(100)
+        read(sources, seen, 2 * (events + 100), (2, 3))
+    # What librdkafka has fetched before it is told of the new topic goes as the old one's.
+    anew = Counter({(partition, offset): times for (partition, offset), times in seen.items() if partition > 1})
+    assert anew == Counter((partition, offset) for partition in (2, 3) for offset in range(events + 100))
 
 
 def test_a_host_that_cannot_read_leaves_all_to_the_first(
