@@ -15,7 +15,8 @@ import numpy as np
 from ingest.block import Array, BlockLayout
 from ingest.errors import SettingsError
 
-_MOST_ROWS = 4096
+MOST_ROWS = 4096
+"""Events of a block at most."""
 _SLOTS = 8
 
 
@@ -50,7 +51,7 @@ class Ring:
 
 
 def _rows_of_a_slot(layout: BlockLayout, buffer_bytes: int) -> int:
-    rows = min(_MOST_ROWS, buffer_bytes // _SLOTS // layout.row_bytes())
+    rows = min(MOST_ROWS, buffer_bytes // _SLOTS // layout.row_bytes())
     while rows > 0 and layout.slot_bytes(rows) * _SLOTS > buffer_bytes:
         rows -= max(1, rows // 16)
     if rows < 1:

@@ -17,6 +17,8 @@ from ingest.block import IDENTITY_COLUMNS, Array, Block, Fingerprint, Outcome
 from ingest.messages import Position
 
 PATIENCE = timedelta(milliseconds=100)
+_STORED_FOR_ONE = 8
+_LEAST_STORED = 4096
 Settle = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 """Gives rows an outcome that are not to be trained on, and returns them all."""
 
@@ -83,6 +85,7 @@ class Parts:
     held_out: list[dict[str, Array]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     count: int = 0
+    stored: int = 0
     settle: Settle | None = None
 
     def batch(self) -> Batch:
@@ -116,6 +119,7 @@ class Parts:
         if len(places) < n:
             others = (pending & ~trained) | (rows["outcome"] == Outcome.STORED_ONLY)
             _pick(rows, np.flatnonzero(others), self.stored_only)
+            self.stored += int(np.count_nonzero(others))
             _pick(rows, np.flatnonzero(rows["outcome"] == Outcome.HELD_OUT), self.held_out)
         self.count += len(places)
         self.spans.append(_span(block, rows, begin, trained))
@@ -136,12 +140,13 @@ class Batches:
     def next(self, stop: threading.Event) -> Batch | None:
         """Return the next batch, or None when nothing came for a moment.
 
-        A batch that is not full is returned when `max_delay` has passed since its first row. One without new events
-        moves positions only.
+        A batch that is not full is returned when `max_delay` has passed since its first row, and when it has about as
+        many events to be stored only as it may. One without new events moves positions only.
         """
         parts = Parts(settle=self._settle)
         deadline: float | None = None
-        while parts.count < self._batch_size and not stop.is_set():
+        stored = most_stored(self._batch_size)
+        while parts.count < self._batch_size and parts.stored < stored and not stop.is_set():
             if self._block is None:
                 left = PATIENCE.total_seconds() if deadline is None else deadline - time.monotonic()
                 self._block = self._source.poll(timedelta(seconds=max(0.0, left)))
@@ -169,6 +174,11 @@ class Batches:
         if self._cursor == len(block):
             self._source.release(block)
             self._block = None
+
+
+def most_stored(batch_size: int) -> int:
+    """Return the number of events to be stored only with which a batch ends: the store has to have room for them."""
+    return max(_LEAST_STORED, _STORED_FOR_ONE * batch_size)
 
 
 def _pick(rows: Mapping[str, Array], places: NDArray[np.intp], part: list[dict[str, Array]]) -> None:

@@ -12,7 +12,7 @@ from ingest.errors import SettingsError
 from ingest.source import Partition
 from learner.batches import PATIENCE, Batch, Blocks, Parts
 
-_MOST_ROWS = 1_000_000
+MOST_ROWS = 1_000_000
 """How many events may wait for their turn."""
 
 
@@ -128,7 +128,7 @@ class RoundRobin:
             rows = {name: column[mine] for name, column in block.columns.items()}
             self._queues[cover.partition].add(Block(rows, (cover,)))
         waiting = sum(len(each) for queue in self._queues for each in queue.blocks)
-        if waiting > _MOST_ROWS + self._batch_size:
+        if waiting > MOST_ROWS + self._batch_size:
             empty = [self._source.partitions[i].name for i, queue in enumerate(self._queues) if not queue.trainable]
             empty = empty or [self._source.partitions[0].name]
             raise SettingsError(

@@ -44,6 +44,7 @@ from learner.publisher import Publisher, reference_to
 from learner.replay_cut import unpack
 from learner.replicas import Place, Replicas, leaves_some_out
 from learner.reporter import Reporter
+from learner.room import most_offered
 from learner.scorer import Scorer
 from learner.sharing import Terms, share
 from learner.status import serve_status
@@ -189,7 +190,8 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         columns = kept(bench.output_shape) if strategy.keeps_output else {}
         if found is not None and contents is not None and strategy.replays:
             _check_columns(*found, list(bench.output_shape) if columns else None, deployment.learner.strategy.name)
-        store = _store(deployment, schema, device, cuts, contents, columns, dim) if strategy.replays else None
+        ranks = place.size if place is not None else 1
+        store = _store(deployment, schema, device, cuts, contents, columns, dim, ranks) if strategy.replays else None
         if store is not None:
             stack.callback(store.close)
         if isinstance(trainer, Leader):
@@ -199,7 +201,7 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         forgetting.take_note(*less)
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
         parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting, lag)
-        bounded_scores, ranks = schema.label.classes is not None, place.size if place is not None else 1
+        bounded_scores = schema.label.classes is not None
         loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
         _resume(loop, cuts, found)
         reporter = Reporter(
@@ -289,6 +291,7 @@ def _store(
     contents: Contents | None,
     columns: Fields,
     dim: int | None,
+    ranks: int,
 ) -> Store:
     """Compose the store, with what the newest cut has of it."""
     folder = deployment.state_dir / "replay" / RANK
@@ -301,6 +304,7 @@ def _store(
         dim=dim,
         keys=f"{deployment.name}:{RANK}",
         first=first,
+        step=most_offered(deployment.learner, deployment.stream, ranks),
     )
 
 

@@ -22,7 +22,7 @@ from replay.neighbours import Neighbours
 from replay.policies import ADMISSIONS, SAMPLERS, Company, Policies, Surroundings
 from replay.redis_tier import RedisTier
 from replay.rows import Fields, RowLayout
-from replay.store import MOST_INSERTED, Store
+from replay.store import MOST_INSERTED, Store, slots_for
 from replay.tiers import Tiers
 from replay.whereabouts import CLUSTERS, Whereabouts
 
@@ -53,6 +53,7 @@ def build_store(
     *,
     keys: str = "",
     first: bool = False,
+    step: int = 0,
 ) -> Store:
     """Return the store, with what a cut has of it.
 
@@ -67,6 +68,7 @@ def build_store(
         dim: numbers of the model's embedding; None where there is none.
         keys: what its keys in Redis begin with, and no other's do; needed where there is such a tier.
         first: whether there is no cut that could name what earlier processes have left in Redis.
+        step: events that a step may offer; `has_room` tells whether they find slots, which are there after some cuts.
 
     Raises:
         SettingsError: the bytes cannot hold a single event or cannot be had, or the contents do not fit or are gone.
@@ -74,7 +76,7 @@ def build_store(
     """
     layout = RowLayout({**schema.payload(), **(extra or {})})
     row_bytes, pinned = layout.row_bytes, device.type == "cuda"
-    k, count = _size(settings, row_bytes)
+    k, count = _size(settings, row_bytes, step)
     with contextlib.ExitStack() as opened:
         server = None
         if settings.redis is not None:
@@ -91,7 +93,7 @@ def build_store(
             source = None
         memory = _memory(settings, row_bytes, min(int(settings.device_bytes) // row_bytes, count), device)
         tiers = Tiers(memory, disk, redis, promote=settings.sampling not in _DRAWN_ALIKE)
-        store = _store(settings, schema, layout, tiers, k, seed, dim)
+        store = _store(settings, schema, layout, tiers, k, seed, dim, step)
         opened.pop_all()
         opened.callback(store.close)
         store.discard_later(_leftovers(folder, disk, redis, first=first))
@@ -102,7 +104,14 @@ def build_store(
 
 
 def _store(
-    settings: ReplaySettings, schema: Schema, layout: RowLayout, tiers: Tiers, k: int, seed: int, dim: int | None
+    settings: ReplaySettings,
+    schema: Schema,
+    layout: RowLayout,
+    tiers: Tiers,
+    k: int,
+    seed: int,
+    dim: int | None,
+    step: int,
 ) -> Store:
     """Compose the store of k events, with its policies, and start the index process where they need one."""
     classes = schema.label.one_of
@@ -123,7 +132,7 @@ def _store(
         whereabouts = Whereabouts(entries, tiers.slots, neighbours)
     company = Company(entries, tiers.slots, classes, settings.half_life, whereabouts)
     policies = Policies(admission, quotas, SAMPLERS[settings.sampling](company), whereabouts)
-    store = Store(policies, entries, layout, tiers, seed, weighted=schema.weight is not None)
+    store = Store(policies, entries, layout, tiers, seed, weighted=schema.weight is not None, step=step)
     if whereabouts is not None:
         whereabouts.neighbours.open()
     return store
@@ -135,7 +144,7 @@ def discard_files(folder: Path) -> None:
         _discard(path)
 
 
-def _size(settings: ReplaySettings, row_bytes: int) -> tuple[int, int]:
+def _size(settings: ReplaySettings, row_bytes: int, step: int) -> tuple[int, int]:
     """Return how many events are kept, and how many slots the home has."""
     if settings.disk is not None:
         slots, setting = DiskTier.slots_in(int(settings.disk.bytes), row_bytes), f"disk.bytes = {settings.disk.bytes:d}"
@@ -143,10 +152,10 @@ def _size(settings: ReplaySettings, row_bytes: int) -> tuple[int, int]:
         slots, setting = _slots_in_redis(settings.redis, row_bytes), f"redis.bytes = {settings.redis.bytes:d}"
     else:
         slots, setting = int(settings.device_bytes) // row_bytes, f"device_bytes = {settings.device_bytes:d}"
-        k = _most_events(settings.capacity, slots, row_bytes, setting)
-        return k, k + _spare(k)
-    k = _most_events(settings.capacity, slots, row_bytes, setting)
-    return k, min(slots, k + _spare(k) + _ROOMY)
+        k = _most_events(settings.capacity, slots, row_bytes, setting, step)
+        return k, k + _spare(k, step)
+    k = _most_events(settings.capacity, slots, row_bytes, setting, step)
+    return k, min(slots, k + _spare(k, step) + _ROOMY)
 
 
 def _slots_in_redis(settings: RedisSettings, row_bytes: int) -> int:
@@ -265,22 +274,22 @@ def _memory(settings: ReplaySettings, row_bytes: int, slots: int, device: torch.
         ) from exc
 
 
-def _most_events(capacity: int, slots: int, row_bytes: int, setting: str) -> int:
+def _most_events(capacity: int, slots: int, row_bytes: int, setting: str, step: int) -> int:
     """Return how many of `capacity` events so many slots can hold, with what is needed beside them."""
     k = min(capacity, slots)
-    while k > 0 and (too_many := k + _spare(k) - slots) > 0:
-        k -= max(1, too_many * 8 // 9)
+    while k > 0 and (too_many := k + _spare(k, step) - slots) > 0:
+        k -= max(1, too_many * 4 // 9)  # one event less leaves 9/4 slots at most
     if k < 1:
         raise SettingsError(
-            f"replay.{setting} is too small: an event has {row_bytes} bytes, and {_spare(1)} slots are needed beside "
-            "those for events"
+            f"replay.{setting} is too small: an event has {row_bytes} bytes, and {_spare(1, step)} slots are needed "
+            "beside those for events"
         )
     if k < capacity:
         log.warning("replay.%s holds %d events of %d bytes, not %d", setting, k, row_bytes, capacity)
     return k
 
 
-def _spare(k: int) -> int:
-    """Slots beside k: the reservoir's slack, what one insertion brings, and what is replaced while a cut is written."""
+def _spare(k: int, step: int) -> int:
+    """Slots beside k: the reservoir's slack, what a step brings, and what is replaced while a cut is written."""
     quotas = Quotas(k)
-    return quotas.limit - k + 2 * quotas.at_once + k // 16
+    return quotas.limit - k + quotas.at_once + slots_for(step, quotas) + k // 16

@@ -2,7 +2,8 @@
 
 A cut of a store whose payload outlives the process holds slots, not rows. After a crash the store goes on from a cut,
 and must find in its slots what they held when it was made: so a slot that an event has left is *retired*, with the
-number of the last cut that may name it, and written again when that cut is gone.
+number of the last cut that may name it, and written again when that cut is gone. One that was taken since the last cut
+began is named by none, and is free at once.
 """
 
 import numpy as np
@@ -21,6 +22,7 @@ class Slots:
         self._durable = durable
         self._free = np.arange(count, dtype=np.int32)[::-1].copy()
         self._retired: list[tuple[int, NDArray[np.int32]]] = []
+        self._unnamed = np.zeros(count, np.bool_)
         self._last_cut = 0
         self._holding = False
 
@@ -37,14 +39,16 @@ class Slots:
     def take(self, n: int) -> NDArray[np.int32]:
         """Return n free slots."""
         taken, self._free = self._free[len(self._free) - n :], self._free[: len(self._free) - n]
+        self._unnamed[taken] = True
         return taken
 
     def leave(self, slots: NDArray[np.int32]) -> None:
         """Give back the slots of events that have left."""
         if self._holding or (self._durable and self._last_cut):
-            self._retired.append((self._last_cut, slots))
-        else:
-            self._free = np.concatenate([self._free, slots])
+            unnamed = self._unnamed[slots]
+            self._retired.append((self._last_cut, slots[~unnamed]))
+            slots = slots[unnamed]
+        self._free = np.concatenate([self._free, slots])
 
     def hold(self, number: int) -> NDArray[np.int64]:
         """Begin the cut `number`: what slots hold now stays until `let_go` says otherwise.
@@ -55,6 +59,7 @@ class Slots:
         assert not self._holding
         assert number > self._last_cut
         self._holding, self._last_cut = True, number
+        self._unnamed[:] = False
         pairs = [np.stack([np.full(len(slots), last), slots], axis=1) for last, slots in self._retired]
         return np.concatenate([np.empty((0, 2), np.int64), *pairs])
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.block import Array, TopicPartition
+from replay.admission import Quotas
 from replay.chance import Chance
 from replay.contents import Change, Contents, Standing
 from replay.draw import Draw, Plan, fetch, resumed
@@ -51,12 +52,21 @@ class Store:
     """
 
     def __init__(
-        self, policies: Policies, entries: Entries, layout: RowLayout, tiers: Tiers, seed: int, *, weighted: bool
+        self,
+        policies: Policies,
+        entries: Entries,
+        layout: RowLayout,
+        tiers: Tiers,
+        seed: int,
+        *,
+        weighted: bool,
+        step: int = 0,
     ) -> None:
+        """Compose the store, to which a step may offer up to `step` events."""
         spare = tiers.slots - policies.quotas.limit
-        assert spare > 1
-        self.burst = min(MOST_INSERTED, spare // 2)
+        self.burst = max(min(MOST_INSERTED, spare // 2), slots_for(step, policies.quotas))
         """Slots that have to be free for a step to store its events."""
+        assert 0 < self.burst <= spare
         self.spare = spare
         """Slots beyond those for the events held."""
         self.tiers = tiers
@@ -439,6 +449,14 @@ class Store:
             stays = ~gone[self.entries.slots]
             self._holes.add(int((~stays).sum()))
             self._keep(stays)
+
+
+def slots_for(n: int, quotas: Quotas) -> int:
+    """Return how many free slots n events need at most that are offered between two cuts.
+
+    No more than are held at any moment: what came since the last cut leaves slots that are free at once.
+    """
+    return max(quotas.at_once, min(n, quotas.limit + quotas.at_once))
 
 
 def _part(values: NDArray[np.float64] | None, which: slice) -> NDArray[np.float64] | None:

@@ -52,6 +52,7 @@ from learner.metrics import LearnerMetrics
 from learner.precision import choose_precision
 from learner.publisher import Publisher, reference_to
 from learner.replay_cut import unpack
+from learner.room import most_offered
 from learner.scorer import Scorer
 from learner.session import Deployment, learn
 from learner.sharing import Terms
@@ -148,7 +149,8 @@ class Bench:
         contents, segments = (unpack(self.found[1]) if self.found else None) or (None, ())
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
         columns = kept((3,)) if strategy.keeps_output else None
-        self.store = build_store(options, schema, CPU, 0, path / "replay", contents, columns)
+        step = most_offered(settings, StreamSettings(topics=("events",)), 1)
+        self.store = build_store(options, schema, CPU, 0, path / "replay", contents, columns, step=step)
         settings_of_cuts = CutsSettings.model_validate({"every": every})
         check = functools.partial(check_epoch, path, 1)
         self.cutter = Cutter(self.cuts, settings_of_cuts, self.store, self.metrics.learner, segments, check)
@@ -336,6 +338,20 @@ def test_a_restart_that_finds_few_slots_to_fill_makes_cuts_before_its_first_step
     assert resumed.store.slots.free < ROWS / 4
     resumed.run()
     assert resumed.store.lost == 0
+
+
+@pytest.mark.parametrize("replay", [{"device_bytes": "170kB"}, {"disk": {"bytes": "250kB"}}], ids=["device", "disk"])
+def test_steps_of_more_events_than_are_inserted_at_once_find_slots(
+    make_bench: Callable[..., Bench], replay: dict[str, Any]
+) -> None:
+    """Where most are stored and few slots are beside: the learner waits for cuts instead of losing any."""
+    replay = {"capacity": 100_000, "admission": "recent", "half_life": "10ms", **replay}
+    learner = {"batch_size": 48 * (ROWS - 1), "max_delay": "1h"}
+    bench = make_bench(288, every="1ms", replay=replay, learner=learner)
+    bench.run()
+    bench.finish()
+    assert bench.loop.steps == 6
+    assert bench.store.lost == 0
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove a file", "tear the manifest"])

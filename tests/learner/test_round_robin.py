@@ -136,7 +136,7 @@ def test_a_partition_that_has_nothing_yet_is_waited_for(schema: Schema) -> None:
 
 
 def test_too_many_events_that_wait_are_an_error(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(round_robin, "_MOST_ROWS", 10)
+    monkeypatch.setattr(round_robin, "MOST_ROWS", 10)
     topic = Topic(schema, (40, 5), [(0, 40)])
     with pytest.raises(SettingsError, match=r"wait for the turn of events\[1\], which has none"):
         RoundRobin(topic, 4, topic.settled).next(threading.Event())

@@ -43,6 +43,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self.model = Model()
         self.number = 0
         self.pending: Cut | None = None
+        self.once_named: set[int] = set()
 
     @rule(n=st.integers(0, 12))
     def fill(self, n: int) -> None:
@@ -64,6 +65,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def hold(self) -> None:
         self.number += 1
         self.pending = Cut(set(self.model.used), self.slots.hold(self.number))
+        self.once_named |= self.model.used
 
     @precondition(lambda self: self.pending is not None)
     @rule(written=st.booleans(), keep=st.integers(1, 3))
@@ -88,6 +90,10 @@ class SlotsMachine(RuleBasedStateMachine):
         self.slots = Slots(COUNT, durable=True)
         self.slots.restore(np.array(sorted(cut.used), np.int32), cut.retired, numbers[-1])
         self.model.used = set(cut.used)
+
+    @invariant()
+    def no_slot_waits_that_no_cut_has_named(self) -> None:
+        assert self.slots.free >= COUNT - len(self.model.used | self.once_named)
 
     @invariant()
     def no_slot_is_lost(self) -> None:

@@ -1,0 +1,60 @@
+"""No event of a step is lost for want of a slot, however many the step has and however few slots there are beside."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ingest.block import TopicPartition
+from ingest.fake import Columns, fake_columns
+from ingest.schema import Schema
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.fake import FakeCuts
+from replay.store import Store
+
+PARTITIONS = [TopicPartition("events", 0)]
+KEPT = 3
+"""Cuts that may be resumed."""
+
+
+def events(schema: Schema, begin: int, n: int) -> Columns:
+    """Of which `recent` lets nearly all in: an event is twice as likely as one a second older."""
+    columns = fake_columns(schema, range(begin, begin + n))
+    columns["time_ms"] = np.arange(begin, begin + n) * 10
+    return columns
+
+
+def rows_of(store: Store) -> dict[int, list[float]]:
+    draw = store.fetch(store.plan(0, len(store)))
+    return dict(zip(draw.records["offset"].tolist(), draw.columns["feature.x"].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("step", [1500, 4096, 12_000])
+@pytest.mark.parametrize("tiers", [{"device_bytes": "400kB"}, {"disk": {"bytes": "500kB"}}], ids=["device", "disk"])
+def test_a_step_finds_slots_for_all_its_events(
+    schema: Schema, tmp_path: Path, tiers: dict[str, object], step: int
+) -> None:
+    """Also one with more events than are kept; cuts are made when the store asks for them, and one in five steps."""
+    options = {"admission": "recent", "half_life": "1s", **tiers}
+    store = build_store(ReplaySettings.model_validate(options), schema, torch.device("cpu"), 0, tmp_path, step=step)
+    cuts, number = FakeCuts(store), 0
+    for turn in range(12):
+        for _ in range(KEPT + 1):
+            if store.has_room() and turn % 5 != 1:
+                break
+            number += 1
+            cuts.cut(number, oldest=max(1, number - KEPT + 1))
+        assert store.has_room()
+        moment = store.hold(number := number + 1) if turn % 3 == 2 else None
+        store.offer(events(schema, turn * step, step), PARTITIONS)
+        store.plan_ahead(turn, 8)
+        if moment is not None:
+            cuts.finish(moment)
+            store.let_go(max(1, number - KEPT + 1))
+    assert store.lost == 0
+    assert len(store) >= store.capacity
+    expected = events(schema, 0, 12 * step)["feature.x"]
+    assert all(row == expected[offset].tolist() for offset, row in rows_of(store).items())
+    store.close()
