@@ -44,7 +44,7 @@ def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
     """Draw, learn, offer and plan as the learner does; return all of the draw."""
     draw = store.draw(step, DRAWN)
     store.learned(draw, (draw.records["offset"] * 7 % 19 / 5).astype(np.float32))
-    store.add(block(schema, step, rows), PARTITIONS)
+    store.offer(block(schema, step, rows), PARTITIONS)
     store.plan_ahead(step + 1, DRAWN)
     columns = [column.tolist() for _, column in sorted(draw.columns.items())]
     return [draw.records["offset"].tolist(), draw.importance.tolist(), *columns]

@@ -80,7 +80,7 @@ class Rehearsal:
         self.store.learned(draw, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
         for partition in (0, 1):
             begin = self.step * NEW // 2
-            self.store.add(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
+            self.store.offer(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
         self.step += 1
         self.store.plan_ahead(self.step, PLANNED)
         assert self.store.lost == 0
@@ -88,6 +88,7 @@ class Rehearsal:
 
     def state(self) -> str:
         """Return the digest of what is held, in order, and planned."""
+        self.store.take_in()
         index = self.store.entries.copy()
         index["slot"] = 0
         plans = [plan.records.tobytes() for plan in self.store._plans]
