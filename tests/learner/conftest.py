@@ -1,16 +1,24 @@
-"""A schema and a small model for the tests of the learner, and learners as processes."""
+"""A schema and a small model for the tests of the learner, and learners and ranks as processes."""
 
 import contextlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ingest.config import SchemaSettings
 from ingest.schema import Schema
 from tests.pipelines import Learner
+
+PROGRAM = Path(__file__).parent / "ranks_program.py"
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +53,26 @@ def start() -> Iterator[Callable[..., Learner]]:
             return learner
 
         yield begin
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Tensor]]]:
+    """Plays scenarios on so many ranks, and returns what came out of each."""
+
+    def run(size: int, scenarios: list[dict[str, Any]], timeout: float = 100) -> list[dict[str, Tensor]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        texts = [json.dumps(scenario) for scenario in scenarios]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes = [
+            subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(size), str(folder), *texts], env=environment)
+            for rank in range(size)
+        ]
+        try:
+            assert [process.wait(timeout) for process in processes] == [0] * size
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [safetensors.torch.load_file(folder / f"{number}.safetensors") for number in range(len(texts))]
+
+    return run

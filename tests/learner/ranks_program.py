@@ -84,16 +84,35 @@ def seen(trainer: Trainer, begin: int, n: int, double: bool) -> Examples:
     return replace(found, output_B=output_B)
 
 
+def bent(examples: Examples, times: int = 1) -> Examples:
+    """Return events whose features vary, and whose weights fall, so many times one after the other."""
+    x, weight_B = examples.features["x"].sin(), torch.linspace(9.0, 1.0, len(examples)).to(examples.weight_B)
+    return Examples({"x": x.repeat(times, 1)}, examples.label_B.repeat(times), weight_B.repeat(times))
+
+
+def apart(examples: Examples) -> Examples:
+    """Return events whose features say what their label is."""
+    return replace(examples, features={"x": nn.functional.one_hot(examples.label_B, 3).to(examples.features["x"])})
+
+
 def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Step as the scenario says: [new, old...] a step; return the weights, and what the last step found out."""
+    begun: float | None = None
     found = {}
     for step in range(scenario.get("times", 1) * len(scenario["steps"])):
         new, *drawn = scenario["steps"][step % len(scenario["steps"])]
         double = scenario.get("double", True)
         old = [seen(trainer, 50 * place, n, double) for place, n in enumerate(drawn, 1) if n]
-        result = trainer.step(examples(trainer, step, new, double), old if trainer.strategy.replays else [])
+        first = examples(trainer, step, new, double)
+        if "candidates" in scenario:  # the same for each of so many ranks
+            first, old = bent(first), [bent(each, scenario["candidates"]) for each in old]
+        if scenario.get("separable"):
+            first, old = apart(first), [apart(each) for each in old]
+        result = trainer.step(first, old if trainer.strategy.replays else [])
         assert result.finite
+        begun = result.loss_new if begun is None else begun
         found = {"score": torch.tensor(result.score), "loss": torch.tensor(result.loss)}
+        found |= {"loss_new": torch.tensor(result.loss_new), "begun": torch.tensor(begun)}
         for name in ("old_R", "embedding_N", "output_B"):
             value = getattr(result, name)
             if value is not None and (name != "output_B" or trainer.strategy.keeps_output):

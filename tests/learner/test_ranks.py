@@ -1,20 +1,16 @@
 """Ranks: two learn what one learns, whatever they are dealt."""
 
-import json
 import math
 import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from ingest.errors import SettingsError
 from ingest.fake import fake_columns
@@ -28,35 +24,11 @@ from learner.strategy import Examples
 from learner.task import Classification
 from learner.trainer import Trainer
 
-PROGRAM = Path(__file__).parent / "ranks_program.py"
 LONG = "ANABRANCH_TEST_STEPS"
 UNEVEN = [[11, 9], [1, 0], [1, 1], [2, 0], [1, 5], [3, 1], [7, 0]]
 """New and old events of steps: some leave a rank with nothing new, or with nothing at all."""
 
 Play = Any
-
-
-@pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Play:
-    """Plays scenarios on so many ranks, and returns what came out of each."""
-
-    def run(size: int, scenarios: list[dict[str, Any]], timeout: float = 100) -> list[dict[str, Tensor]]:
-        folder = tmp_path_factory.mktemp("ranks")
-        texts = [json.dumps(scenario) for scenario in scenarios]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes = [
-            subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(size), str(folder), *texts], env=environment)
-            for rank in range(size)
-        ]
-        try:
-            assert [process.wait(timeout) for process in processes] == [0] * size
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return [safetensors.torch.load_file(folder / f"{number}.safetensors") for number in range(len(texts))]
-
-    return run
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 5))
@@ -113,10 +85,21 @@ def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> Non
         del two["seconds"]
         assert one.keys() == two.keys(), scenario
         if scenario["strategy"] == "mir":
-            continue  # each rank picks among the candidates that it was dealt
+            continue  # each rank picks among the candidates that it was dealt; the next test deals both the same
         for name, value in one.items():
             atol = 1e-6 if value.dtype is torch.float64 else 1e-5
             assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+
+
+def test_ranks_pick_what_one_picks_that_sees_the_new_events_of_all(play: Play) -> None:
+    """Both have the same candidates for MIR, other new events, and more weight on those of the first."""
+    steps = [[8, 20], [6, 30], [12, 20], [4, 40], [10, 30], [2, 40], [2, 20], [20, 50]]
+    scenarios = [{"strategy": "mir", "steps": [each], "candidates": 1} for each in steps]
+    twice = [each | {"candidates": 2, "settings": {"replicas": 2}} for each in scenarios]
+    for one, two, (_, old) in zip(play(1, scenarios), play(2, twice), steps, strict=True):
+        picked = one["old_R"].isfinite()
+        assert int(picked.sum()) == old / 5
+        assert torch.equal(two["old_R"].isfinite(), picked.repeat(2))
 
 
 @pytest.mark.slow
