@@ -1,0 +1,55 @@
+"""Whatever the table lets ranks do learns: each strategy with each exchange, precision and size of micro-batches."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from learner.config import LearnerSettings
+from learner.strategies import STRATEGIES
+from learner.support import point, refused
+from replay.config import ReplaySettings
+
+AXES: dict[str, list[Any]] = {
+    "strategy": list(STRATEGIES),
+    "precision": ["fp32", "bf16"],
+    "micro_batch_size": [None, 4],
+    "sync_every": [1, 3],
+    "comm_hook": ["none", "fp16", "powersgd"],
+    "sharding": ["none", "zero1"],
+}
+
+
+def cells() -> list[dict[str, Any]]:
+    """Return every combination that the table does not refuse."""
+    every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    return [cell for cell in every if not list(refused(point(settings_of(cell), ReplaySettings())))]
+
+
+def settings_of(cell: dict[str, Any]) -> LearnerSettings:
+    return LearnerSettings.model_validate({**cell, "replicas": 2})
+
+
+def expect_learning(play: Any, chosen: list[dict[str, Any]], timeout: float) -> None:
+    scenarios = []
+    for cell in chosen:
+        settings = {name: value for name, value in cell.items() if name != "strategy"}
+        optimizer = {"name": "adam", "lr": 0.05}
+        steps = [[9, *[6] * len(STRATEGIES[cell["strategy"]]().draws(6))]]
+        whole = {"settings": {**settings, "replicas": 2, "optimizer": optimizer}, "steps": steps, "times": 14}
+        scenarios.append({**whole, "strategy": cell["strategy"], "separable": True, "double": False})
+    for cell, found in zip(chosen, play(2, scenarios, timeout), strict=True):
+        assert found["loss_new"] < 0.7 * found["begun"], cell
+
+
+def test_some_of_what_ranks_may_do_learns(play: Any) -> None:
+    """A part that has each value at least once."""
+    chosen = cells()[::27]
+    assert all({cell[name] for cell in chosen} == set(values) for name, values in AXES.items())
+    expect_learning(play, chosen, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_whatever_ranks_may_do_learns(play: Any) -> None:
+    expect_learning(play, cells(), 850)
