@@ -1,0 +1,54 @@
+"""Uniform over the union of all tiers, wherever rows lie and while they move."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ingest.block import TopicPartition
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from replay.build import build_store
+from replay.config import ReplaySettings
+
+DRAWN, STEPS = 8, 3000
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("sampling", ["uniform", "recent"])
+def test_each_event_of_all_tiers_is_drawn_as_often(
+    schema: Schema, tmp_path: Path, mortal_redis: Any, sampling: str
+) -> None:
+    """By chi-square. Under `recent`, in which all are of one age here, rows that are drawn take the places of others.
+
+    An event is in memory, in Redis or on disk, and each tier is read.
+    """
+    options = {
+        "capacity": 240,
+        "sampling": sampling,
+        "half_life": "36500d",
+        "device_bytes": "3kB",
+        "redis": {"url": mortal_redis.url, "bytes": "40kB"},
+        "disk": {"bytes": "40kB"},
+    }
+    cpu, settings = torch.device("cpu"), ReplaySettings.model_validate(options)
+    store = build_store(settings, schema, cpu, 0, tmp_path, keys="uniform:rank-0", first=True)
+    for begin in range(0, 2000, 50):
+        store.offer(fake_columns(schema, range(begin, begin + 50)), [TopicPartition("events", 0)])
+    counts = np.zeros(2000)
+    for step in range(STEPS):
+        store.plan_ahead(step, DRAWN)
+        draw = store.draw(step, DRAWN)
+        offsets = draw.records["offset"]
+        assert draw.columns["feature.x"][:, 0].tolist() == (offsets % 100).tolist()
+        counts[offsets] += 1
+    found = counts[store.entries.copy()["offset"]]
+    assert found.sum() == DRAWN * STEPS
+    free, expected = len(found) - 1, found.mean()
+    # As far beyond its mean as a fair trial is about once in 100,000.
+    assert (((found - expected) ** 2 / expected).sum() - free) / np.sqrt(2 * free) < 4.5
+    assert all(rows > 0 for rows in store.tiers.stats.read.values()), store.tiers.stats.read
+    assert (store.tiers.demoted > 0) == (sampling == "recent")
+    store.close()
