@@ -184,6 +184,7 @@ class Tiers:
         rows_nR = staged.rows(n)
         if staged.lost.any():
             self._lost.append((late.slots[staged.lost], late.generation[staged.lost]))
+        # In the step's thread: a place that the courier filled would have to stay unread meanwhile, for every gather.
         keep = staged.brought & self._cache.keep_late(late.slots, late.generation)
         if self._cache.takes(int(keep.sum())):
             self._count(
