@@ -187,4 +187,4 @@ def test_a_device_that_makes_auto_fp16_is_refused_where_weights_lie_in_parts(sch
         *(schema, Classification(), nn.Linear(3, 3), None, half, CPU, strategy, settings), output_shape=(3,)
     )
     with pytest.raises(SettingsError, match=r'learner.precision = "auto" is fp16 here.*"fsdp"; write "fp32"'):
-        _trainer(bench, cast("Channel", object()))
+        _trainer(bench, cast("Channel", object()), None)
