@@ -16,7 +16,7 @@ from anabranch.entry import enter
 
 if TYPE_CHECKING:
     from anabranch.config import Config
-    from learner.session import Deployment
+    from learner.workbench import Deployment
 
 log = logging.getLogger("learner")
 
@@ -100,8 +100,8 @@ def _rank(group: Path, arguments: list[str]) -> int:
 
 def _deployment(config: "Config", rows: int | None = None) -> "Deployment":
     """Return the sections that the learner needs; `rows`: what a micro-batch may have, whatever the file says."""
-    from learner.session import Deployment
     from learner.sharing import Terms
+    from learner.workbench import Deployment
 
     pipeline = config.pipeline
     return Deployment(

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from learner.confinement import confined, limit_threads
 from learner.replicas import Meeting, Place, Replicas, join_group
-from learner.session import Deployment, bounded, prepare
+from learner.session import bounded
 from learner.sharing import share
 from learner.team import Channel, follow
 from learner.trainer import Trainer
+from learner.workbench import Deployment, prepare
 
 
 def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -> None:

@@ -54,7 +54,7 @@ from learner.publisher import Publisher, reference_to
 from learner.replay_cut import unpack
 from learner.room import most_offered
 from learner.scorer import Scorer
-from learner.session import Deployment, learn
+from learner.session import learn
 from learner.sharing import Terms
 from learner.storage import MANIFEST
 from learner.strategies import STRATEGIES
@@ -63,6 +63,7 @@ from learner.strategy import Examples, Strategy, kept
 from learner.task import Classification
 from learner.trainer import Trainer
 from learner.version import Versions
+from learner.workbench import Deployment
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.forgotten import ByKey
