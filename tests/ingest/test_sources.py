@@ -109,7 +109,7 @@ def test_partitions_go_from_host_to_host_and_every_event_comes_once(
         remote.close()
         read(sources, seen, 24000)
         assert once(seen, 4, 6000)
-        assert sources._shares == [0] * 4
+        until(sources, lambda: sources._shares == [0] * 4)  # what it had read already may have been all
         assert sources.ill is not None
         assert "another host does not read its part of the stream" in sources.ill
         for partition in range(4):
@@ -156,19 +156,17 @@ def test_a_host_that_is_idle_for_long_still_says_that_its_broker_is_away(
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
-@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
 def test_a_host_that_was_lost_reads_again_and_nobody_is_ill(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
     monkeypatch: pytest.MonkeyPatch,
-    client: str,
 ) -> None:
     """Lost are the connection to it, its ingest process, and that process while it hangs."""
     topic, seen, sent = make_topic(partitions=2), Counter[tuple[int, int]](), 0
     rates = [1.0, 1.0]
 
-    with reading(kafka.bootstrap, topic, client=client) as (sources, remote):
+    with reading(kafka.bootstrap, topic) as (sources, remote):
         sources.look(rates)
 
         def learn() -> None:
@@ -212,9 +210,8 @@ def test_a_host_that_was_lost_reads_again_and_nobody_is_ill(
     assert once(seen, 2, sent)
 
 
-@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
 def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
-    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], client: str
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
     topic, seen = make_topic(partitions=4), Counter[tuple[int, int]]()
 
@@ -223,7 +220,7 @@ def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
             produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
 
     with Proxy(kafka.bootstrap) as proxy:
-        with reading(proxy.address, topic, kafka.bootstrap, client=client) as (sources, remote):
+        with reading(proxy.address, topic, kafka.bootstrap) as (sources, remote):
             send()
             sources.look([300.0, 200.0, 200.0, 200.0])
             read(sources, seen, 400)

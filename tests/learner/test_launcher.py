@@ -145,7 +145,7 @@ from torch import nn
 
 class Narrow(nn.Linear):
     def forward(self, x):
-        if self.training and len(x) > 5:
+        if self.training and len(x) > 6:  # three new and three old ones are never parted
             raise torch.OutOfMemoryError("out of memory")
         return super().forward(x)
 

@@ -307,7 +307,7 @@ def test_a_body_that_is_too_long_is_a_413_whether_its_length_is_told_or_not(numb
             response = httpx.post(server.infer, content=content)
             assert response.status_code == 413
             assert "more than 100000 bytes" in response.json()["error"]
-        declared = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+        declared = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n"
         assert asyncio.run(exchange(server.address, declared)).startswith(b"HTTP/1.1 413 ")
 
 
