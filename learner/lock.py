@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,14 +29,18 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def hold_state_directory(
-    path: Path, stop: threading.Event | None = None, patience: timedelta = timedelta(0)
+    path: Path,
+    stop: threading.Event | None = None,
+    patience: timedelta = timedelta(0),
+    known: Callable[[], int] = int,
 ) -> Iterator[int]:
     """Hold the lock and yield the new epoch, which is larger than all before it.
 
     The kernel lets go of the lock when the process ends, however it ends; it is proof of life also between containers
     that share the volume but not their process ids. From `stop` on others may know that this one ends; so long, and
     `patience` at most, is waited for one that does: when a supervisor is killed, the next one's learner comes before
-    the last cut of the one before it is written.
+    the last cut of the one before it is written. `known` tells the latest epoch of what lies in the directory: what is
+    written from now on is newer, also where the file of epochs was lost.
 
     Raises:
         SecondLearnerError: another learner holds it.
@@ -54,7 +58,7 @@ def hold_state_directory(
         os.ftruncate(descriptor, 0)
         if stop is not None:
             threading.Thread(target=_tell, args=(stop, closed, path), name="tell-stopping", daemon=True).start()
-        yield _next_epoch(path / EPOCH)
+        yield _next_epoch(path / EPOCH, known())
     finally:
         closed.set()
         os.close(descriptor)
@@ -104,11 +108,11 @@ def _tell(stop: threading.Event, closed: threading.Event, path: Path) -> None:
             (path / LOCK).write_bytes(_STOPPING)
 
 
-def _next_epoch(path: Path) -> int:
+def _next_epoch(path: Path, known: int) -> int:
     try:
-        last = int(path.read_text())
+        last = max(known, int(path.read_text()))
     except FileNotFoundError:
-        last = 0
+        last = known
     except ValueError as exc:
         raise SettingsError(f"{path} does not hold a number; was something else written there?") from exc
     except OSError as exc:

@@ -70,7 +70,10 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
         bench = prepare(deployment, channel.device if channel is not None else choose_device(deployment.learner.device))
         schema, device = bench.schema, bench.device
-        epoch = stack.enter_context(hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout))
+        known = Versions(deployment.state_dir / "versions").epoch
+        epoch = stack.enter_context(
+            hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout, known)
+        )
         alone = functools.partial(check_epoch, deployment.state_dir, epoch)
         publisher = _publisher(deployment, bench, epoch, metrics, alone)
         # After the publisher has copied the model, which cannot be done once ranks have parts of it.

@@ -110,6 +110,10 @@ class Versions:
         """Return the highest number of any directory, whole or not; 0 when there is none."""
         return self._storage.highest()
 
+    def epoch(self) -> int:
+        """Return the latest epoch of a learner that wrote one; 0 when there is none."""
+        return max((self._epoch(number) or 0 for number in self.numbers()), default=0)
+
     def stale(self, numbers: Sequence[int]) -> set[int]:
         """Return those of all versions, rising, that a learner wrote that had lost its lock: above a later learner's.
 

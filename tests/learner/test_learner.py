@@ -16,7 +16,7 @@ import torch
 from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
-from learner.lock import LOCK, hold_state_directory
+from learner.lock import EPOCH, LOCK, hold_state_directory
 from learner.report import LearnerReport, read_report
 from learner.version import Versions
 from tests.pipelines import LINEAR, Learner, adds_up, events, total
@@ -356,6 +356,26 @@ def test_a_second_learner_on_the_same_state_directory_ends_with_2(
     with hold_state_directory(config.parent / "var"):
         code, sentence = ended(config)
     assert (code, "another learner is at work" in sentence) == (2, True)
+
+
+def test_a_learner_goes_on_after_the_versions_that_are_there_where_the_file_of_epochs_was_lost(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic()
+    config = pipeline(kafka.bootstrap, topic)
+    for turn in range(1, 4):
+        learner = start(config)
+        produce(kafka.bootstrap, topic, events(50))
+        learner.wait_for(lambda each, n=50 * turn: total(each) == n)
+        assert learner.stop() == 0
+        versions = Versions(learner.state_dir / "versions")
+        assert versions.epoch() == turn
+        assert versions.stale(versions.numbers()) == set()
+        (learner.state_dir / EPOCH).unlink()
 
 
 def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writes_nothing_more(

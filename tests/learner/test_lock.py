@@ -31,6 +31,13 @@ def test_the_epoch_grows_with_every_holder(tmp_path: Path) -> None:
     assert epochs == [1, 2, 3]
 
 
+def test_an_epoch_is_later_than_all_that_are_known_also_where_its_file_was_lost(tmp_path: Path) -> None:
+    with hold_state_directory(tmp_path, known=lambda: 7) as epoch:
+        assert epoch == 8
+    with hold_state_directory(tmp_path, known=lambda: 3) as epoch:
+        assert epoch == 9
+
+
 def test_one_that_has_lost_its_lock_is_told_by_the_epoch(tmp_path: Path) -> None:
     with hold_state_directory(tmp_path) as first:
         check_epoch(tmp_path, first)
