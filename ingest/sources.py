@@ -155,10 +155,12 @@ class Sources:
         except RecreatedError:
             if reader is self._first or self._stream.on_gap == "fail":
                 raise
-        # That of this host, which takes it up, has to read the whole topic for that.
-        received = self._end()
-        self._open(received, [0] * len(received))
+        self._read_alone(self._end())
         return None
+
+    def _read_alone(self, received: Received) -> None:
+        """Have that of this host read the whole topic, as it has to where it was made anew, to take that up."""
+        self._open(received, [0] * len(received))
 
     def _begin(self, received: Received) -> None:
         """Deal the partitions, and start all that have some."""
@@ -192,6 +194,12 @@ class Sources:
                 continue
             try:
                 reader.open(positions, self._stop, PATIENCE, marks, elsewhere, alone=False)
+            except RecreatedError:
+                if self._stream.on_gap == "fail":
+                    raise
+                self._close()
+                self._read_alone(received)
+                return None
             except BrokerError as exc:
                 return reader, str(exc)
         return None

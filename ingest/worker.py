@@ -159,7 +159,7 @@ class Worker:
         added = [p for p in there if (p.topic, p.partition) not in known and self._alone]
         if not added and not due:
             return False
-        anew = self._made_anew() if self._alone else []
+        anew = self._made_anew()
         moment = self._stream.start_time if start == self._stream.start else None
         offsets = self._client.first_offsets(added, start, moment) if added else {}
         offsets |= self._client.first_offsets(anew, "earliest", None) if anew else {}
@@ -180,7 +180,7 @@ class Worker:
         ids = self._client.topic_ids()
         for place in self._read:
             mark = self._marks[place]
-            self._marks[place] = Mark(ids.get(self._table[place].topic, mark.topic_id), mark.last)
+            self._marks[place] = Mark(mark.topic_id or ids.get(self._table[place].topic), mark.last)
         self._client.assign({self._table[place]: self._next[place].offset for place in self._read})
         starts = [position.offset for position in self._next]
         send(self._connection, Opened(self._table, starts, [mark.topic_id for mark in self._marks]))
@@ -190,13 +190,17 @@ class Worker:
         """Return the partitions that have taken the place of others that were read.
 
         Raises:
-            RecreatedError: there are some, and `stream.on_gap` is `fail`.
+            RecreatedError: there are some, and `stream.on_gap` is `fail`, or another one takes up what is new.
         """
-        places = [place for name, place in current(self._table).items() if name[0] in self._stream.topics]
+        places = [
+            place
+            for name, place in current(self._table).items()
+            if name[0] in self._stream.topics and (self._alone or place not in self._elsewhere)
+        ]
         known = {self._table[place]: self._marks[place] for place in places}
         found = recreated(self._client, known)
         for partition in found:
-            if self._stream.on_gap == "fail":
+            if self._stream.on_gap == "fail" or not self._alone:
                 raise RecreatedError(f"{partition.topic}[{partition.partition}]: {RECREATED}")
             log.warning("%s[%d] is not what was read: it is read anew", partition.topic, partition.partition)
         return [partition.anew for partition in found]

@@ -1,5 +1,6 @@
 """The ingest process' loop against a client without Kafka, with a real ring and a real connection."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,12 +17,14 @@ from ingest.block import Block, BlockLayout, Coverage, Outcome, TopicPartition
 from ingest.client import Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.decoded import Decoded
+from ingest.errors import RecreatedError
 from ingest.fake import FakeClient, FakePartition
 from ingest.messages import (
     Broker,
     Commit,
     Filled,
     FromIngest,
+    Mark,
     Opened,
     Passed,
     PassOver,
@@ -283,6 +286,22 @@ def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> Non
         assert end.hear(lambda each: isinstance(each, Opened)) == Opened([P1, P0], [0, 0], [None, None])
         block, _ = end.block()
         assert sorted(block.columns["partition"].tolist()) == [0, 1]
+
+
+def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_reads_nothing_of_it() -> None:
+    """The one that takes it up knows it by the id that was read: nobody else may put another in its place."""
+    client = FakeClient({P0: FakePartition(), P1: FakePartition()})
+    client.topics[P1].append(message(0, 1))
+    client.ids = {"events": "another"}
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(Connection(ours.detach())) as end, contextlib.closing(Connection(theirs.detach())) as there:
+        ring = Ring(BlockLayout(SCHEMA), 1_000_000)
+        assembler = Assembler(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
+        worker = Worker(STREAM, client, assembler, ring, there, [0], alone=False)
+        send(end, Stop())
+        with contextlib.closing(ring), pytest.raises(RecreatedError, match=r"events\[1\]"):
+            worker.run([(P0, Position(0)), (P1, Position(0))], [Mark("the one"), Mark("the one")])
+        assert not end.poll(0)
 
 
 @settings(max_examples=25, deadline=None)
