@@ -80,53 +80,72 @@ class Cache:
             slots: `[n]`.
             rows: returns those of the first so many, uint8 `[<= n, R]` on any device.
         """
-        room = min(len(slots), self._free)
-        self._free -= room
-        places = self._room[self._free : self._free + room]
-        if self._budget is not None and not room:
-            places = self._victims(self._budget.take(len(slots), self._memory.slot_bytes))
-            self._place[self._slot[places]] = _NOWHERE
-            self.demoted += len(places)
+        places = self.reserve(len(slots))
         n = len(places)
         if n:
-            self._place[slots[:n]] = places
-            self._slot[places] = slots[:n]
-            self._left[places] = False
-            self._memory.put(places.astype(np.int64), rows(n))
+            self._memory.put(places, rows(n))
+            self._fill(slots[:n], places)
         return n
 
-    def takes(self, n: int) -> bool:
-        """Whether any of n rows could be kept now: so that nobody copies them in vain."""
-        return n > 0 and self._memory.slots > 0 and (self._free > 0 or self._budget is not None)
+    def reserve(self, n: int) -> NDArray[np.int64]:
+        """Return up to n places for rows that are on their way: what they hold has made way, and nobody reads them.
 
-    def keep_late(self, slots: NDArray[np.int64], generation: NDArray[np.uint16]) -> NDArray[np.bool_]:
-        """Return which of n slots still are whose they were at `generation`, and are not there, bool `[n]`."""
-        same: NDArray[np.bool_] = (self._generation[slots] == generation) & (self._place[slots] == _NOWHERE)
-        return same
+        `fill` has to follow for each of them.
+        """
+        room = min(n, self._free)
+        self._free -= room
+        places = self._room[self._free : self._free + room].astype(np.int64)
+        if self._budget is not None and not room:
+            places = self._victims(self._budget.take(n, self._memory.slot_bytes))
+            self._place[self._slot[places]] = _NOWHERE
+            self.demoted += len(places)
+        self._slot[places] = _NOWHERE
+        return places
+
+    def fill(
+        self,
+        slots: NDArray[np.int64],
+        generation: NDArray[np.uint16],
+        places: NDArray[np.int64],
+        came: NDArray[np.bool_],
+    ) -> NDArray[np.bool_]:
+        """Let the rows of n slots be found that came into places that were reserved, and return which, bool `[n]`.
+
+        Not those whose event has left since `generation` or that are there already, whose places are free again.
+        """
+        keep: NDArray[np.bool_] = came & (self._generation[slots] == generation) & (self._place[slots] == _NOWHERE)
+        self._fill(slots[keep], places[keep])
+        self._give_back(places[~keep])
+        return keep
 
     def free(self, slots: NDArray[np.int64]) -> None:
         """Let go of the rows of n different slots, whose events have left."""
         places = self._place[slots]
-        places = places[places != _NOWHERE]
-        self._room[self._free : self._free + len(places)] = places
-        self._free += len(places)
-        self._drawn[places], self._left[places] = False, True
+        self._give_back(places[places != _NOWHERE])
         self._place[slots] = _NOWHERE
         self._generation[slots] += 1
 
     def erase(self, slots: NDArray[np.int64]) -> None:
-        """Overwrite the rows of n slots, and all that events have left in places that are free."""
+        """Overwrite the rows of n slots, and all that events have left in places that are free; nothing is reserved."""
         places = self._place[slots]
         self._left[places[places != _NOWHERE]] = True
         self._memory.erase(np.flatnonzero(self._left))
         self._left[:] = False
 
-    def _victims(self, n: int) -> NDArray[np.int32]:
+    def _fill(self, slots: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        self._place[slots], self._slot[places], self._left[places] = places, slots, False
+
+    def _give_back(self, places: NDArray[np.signedinteger]) -> None:
+        self._room[self._free : self._free + len(places)] = places
+        self._free += len(places)
+        self._drawn[places], self._left[places] = False, True
+
+    def _victims(self, n: int) -> NDArray[np.int64]:
         """Return n places at most whose rows were not drawn since the hand passed them last; only of a full cache."""
         size = self._memory.slots
         seen = (self._hand + np.arange(min(_LOOKED_AT * n, size))) % max(1, size)
-        idle = np.flatnonzero(~self._drawn[seen])[:n]
+        idle = np.flatnonzero(~self._drawn[seen] & (self._slot[seen] != _NOWHERE))[:n]
         passed = int(idle[-1]) + 1 if n and len(idle) == n else len(seen)
         self._drawn[seen[:passed]] = False
         self._hand = (self._hand + passed) % max(1, size)
-        return seen[idle].astype(np.int32)
+        return seen[idle]

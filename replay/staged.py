@@ -25,6 +25,8 @@ class Late:
     identity: NDArray[np.uint64]
     generation: NDArray[np.uint16]
     """Of the slots, when the plan was made."""
+    reserved: NDArray[np.int64]
+    """Where the first of the m rows, as many as there are places, are to stay in the memory tier."""
 
 
 class Staged:
@@ -68,7 +70,7 @@ class Staged:
 
     def wait(self) -> float:
         """Wait until all rows are here, and return the seconds that it took."""
-        if self._arrived is None or self._arrived.is_set():
+        if self._arrived is None or self.landed:
             return 0.0
         begin = time.perf_counter()
         self._arrived.wait()
@@ -100,22 +102,25 @@ class Staged:
         """Return which of the first n rows came, as an index; after `wait`."""
         return slice(n) if self._whole is None else np.flatnonzero(self._whole[:n])
 
-    def late_rows(self, which: NDArray[np.bool_], near: torch.device) -> Tensor:
-        """Return those of the m rows that are asked for, on `near` if they are there; after `wait` and `rows`."""
-        assert self.late is not None
-        if self._brought_mR is not None and near.type == "cpu":
-            return self._brought_mR[torch.from_numpy(np.flatnonzero(which))]
-        return self._rows_nR[torch.from_numpy(self.late.places[which]).to(self._rows_nR.device)]
+    @property
+    def landed(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._arrived is None or self._arrived.is_set()
+
+    def first_brought(self, n: int) -> Tensor:
+        """Return the first n of the m rows as they were brought, for a device that is not the host; once landed."""
+        assert self._brought_mR is not None
+        return self._brought_mR[:n]
 
     @property
     def brought(self) -> NDArray[np.bool_]:
-        """Which of the m rows came; after `wait`."""
+        """Which of the m rows came; once landed."""
         assert self.late is not None
         return np.ones(len(self.late.places), np.bool_) if self._whole is None else self._whole[self.late.places]
 
     @property
     def lost(self) -> NDArray[np.bool_]:
-        """Which of the m rows no tier has any more; after `wait`."""
+        """Which of the m rows no tier has any more; once landed."""
         assert self._lost is not None
         return self._lost
 

@@ -45,9 +45,12 @@ class SumTree:
         for level in reversed(self._levels[:-1]):
             children = level.reshape(-1, _FAN)[nodes]
             ends = np.cumsum(children, axis=1)
+            beyond = ends > left[:, None]
+            child, rows = beyond.argmax(axis=1), np.arange(len(nodes))
             # Rounding may carry a point beyond the last child that has any weight.
-            child = np.minimum((ends <= left[:, None]).sum(axis=1), _last_of(children))
-            rows = np.arange(len(nodes))
+            lost = np.flatnonzero(~beyond[rows, child])
+            if len(lost):
+                child[lost] = _last_of(children[lost])
             left -= ends[rows, child] - children[rows, child]
             nodes = nodes * _FAN + child
         return nodes

@@ -95,6 +95,7 @@ class Tiers:
         self._device = device
         self._cache: Cache | None = None
         self._courier: Courier | None = None
+        self._coming: deque[Staged] = deque()
         self._lost: deque[tuple[NDArray[np.int64], NDArray[np.uint16]]] = deque()
         self._unerased: list[tuple[SlowTier, NDArray[np.int64]]] = []
         self._disk_ill: str | None = None
@@ -163,14 +164,18 @@ class Tiers:
         if self._courier is None or self._cache is None:
             self._count_read("device", len(slots))
             return self._device.stage(slots)
+        self._fill()
         places = self._cache.find(slots)
         misses = np.flatnonzero(places < 0)
         self._count_read("device", len(slots) - len(misses))
         if not len(misses):
             return Staged(self._device.gather(places))
         missed = slots[misses]
-        late = Late(misses, missed, identify(missed), self._cache.generation(missed))
+        reserved = self._cache.reserve(len(misses))
+        late = Late(misses, missed, identify(missed), self._cache.generation(missed), reserved)
         staged = Staged(self._gather(places, len(misses)), late, pinned=self._device.device.type == "cuda")
+        if len(reserved):
+            self._coming.append(staged)
         size = len(misses) * self._device.slot_bytes
         self.stats.stall_seconds += self._courier.send(lambda: self._bring_up(staged, late), size)
         return staged
@@ -184,14 +189,7 @@ class Tiers:
         rows_nR = staged.rows(n)
         if staged.lost.any():
             self._lost.append((late.slots[staged.lost], late.generation[staged.lost]))
-        # In the step's thread: a place that the courier filled would have to stay unread meanwhile, for every gather.
-        keep = staged.brought & self._cache.keep_late(late.slots, late.generation)
-        if self._cache.takes(int(keep.sum())):
-            self._count(
-                "device",
-                "written",
-                self._cache.keep(late.slots[keep], lambda n: staged.late_rows(keep, self._device.lies_on)[:n]),
-            )
+        self._fill()
         return rows_nR
 
     def lost(self) -> NDArray[np.int64]:
@@ -244,6 +242,9 @@ class Tiers:
         if self._courier is None or self._cache is None:
             self._device.erase(slots)
             return
+        for staged in self._coming:
+            staged.wait()
+        self._fill()
         self._cache.erase(slots)
         for tier in self._slow:
             self._send_erasure(tier, slots[slots < tier.slots])
@@ -283,6 +284,22 @@ class Tiers:
             tier.close()
         if self._redis is not None:
             self._redis.server.close()
+
+    def _fill(self) -> None:
+        """Let be found what has come into the memory tier since the last time."""
+        while self._coming and self._coming[0].landed:
+            staged = self._coming.popleft()
+            late, cache = staged.late, self._cache
+            assert late is not None
+            assert cache is not None
+            n = len(late.reserved)
+            keep = cache.fill(late.slots[:n], late.generation[:n], late.reserved, staged.brought[:n])
+            if self._device.lies_on.type != "cpu" and keep.any():
+                rows_nR = staged.first_brought(n).to(self._device.lies_on, non_blocking=True)
+                self._device.put(
+                    late.reserved[keep], rows_nR[torch.from_numpy(np.flatnonzero(keep)).to(rows_nR.device)]
+                )
+            self._count("device", "written", int(keep.sum()))
 
     def _gather(self, places: NDArray[np.int64], misses: int) -> Tensor:
         if misses == len(places):
@@ -340,6 +357,10 @@ class Tiers:
             missed[np.flatnonzero(missed)[self._refill.take(int(missed.sum()), self._device.slot_bytes) :]] = False
             # Copied before it lands: what draws hold may be changed by whoever draws.
             refill = rows_NR.numpy()[places[missed]]
+            if self._device.lies_on.type == "cpu":
+                # Nobody reads what is reserved. On a device it would have to be in turn with what the step asks of it.
+                kept = np.flatnonzero(whole[: len(late.reserved)])
+                self._device.put(late.reserved[kept], torch.from_numpy(rows_NR.numpy()[places[kept]]))
         finally:
             staged.land(whole, lost)
         if len(refill) and self._redis is not None:

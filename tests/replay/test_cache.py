@@ -81,12 +81,32 @@ def test_rows_that_are_drawn_often_end_up_in_memory() -> None:
     assert model.found(often).mean() > 0.9
 
 
-def test_a_slot_is_told_from_itself_before_its_event_left() -> None:
-    model = Model(10, 0, promote=False)
-    slots = np.arange(4)
-    before = model.cache.generation(slots)
-    model.cache.free(np.array([1, 3]))
-    assert model.cache.keep_late(slots, before).tolist() == [True, False, True, False]
+@pytest.mark.parametrize("promote", [False, True])
+def test_a_row_on_its_way_is_found_once_it_came_and_only_if_its_event_is_the_same_and_not_there_yet(
+    promote: bool,
+) -> None:
+    model = Model(40, 8, promote=promote)
+    cache, slots = model.cache, np.arange(8, 16)
+    model.put(np.arange(8))
+    if not promote:
+        assert len(cache.reserve(8)) == 0
+        cache.free(np.arange(8))
+    generation, first, second = cache.generation(slots), cache.reserve(4), cache.reserve(8)
+    assert sorted([*first, *second]) == list(range(8)), "no place is reserved twice"
+    assert len(cache.reserve(8)) == 0
+    model.put(slots[2:])
+    assert not model.found(np.arange(40)).any(), "what is reserved is nobody's"
+    cache.free(slots[[1]])
+    events = torch.from_numpy(model.events[slots[:4]].view(np.uint8).reshape(4, ROW))
+    model.memory.put(first, events)
+    came = np.array([True, True, True, False])
+    assert cache.fill(slots[:4], generation[:4], first, came).tolist() == [True, False, True, False]
+    cache.erase(np.arange(0))
+    assert not model.memory.gather(first[[1]]).any(), "what has left may be forgotten"
+    model.memory.put(second, events)
+    assert cache.fill(slots[:4], cache.generation(slots[:4]), second, ~came).tolist() == [False, False, False, True]
+    assert np.flatnonzero(model.found(np.arange(40))).tolist() == slots[[0, 2, 3]].tolist()
+    assert len(cache) == 3
 
 
 def test_a_budget_is_spent_once_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

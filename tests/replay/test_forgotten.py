@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from replay.forgotten import ByKey, ByRange, Forgotten, Record, hash_of_key
 from replay.forgotten_log import Applied, ForgottenLog
 from replay.memory import MemoryTier
 from replay.redis_tier import RedisTier
+from replay.staged import Staged
 from replay.store import Store
 from replay.tier import Tier
 
@@ -187,6 +189,34 @@ def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Sch
     assert not any(pattern in bytes_of(tier) for tier in store.tiers._all)
     assert not store.tiers.unerased
     assert len(store.fetch(store.plan(0, 50))) == len(store) == len(offsets_held(store))
+
+
+def test_what_is_on_its_way_into_memory_when_it_is_forgotten_is_overwritten_there(
+    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ReplaySettings.model_validate(
+        {"capacity": 40, "device_bytes": "600B", "disk": {"bytes": "1MB"}, "sampling": "loss"}
+    )
+    with contextlib.closing(build_store(settings, schema, torch.device("cpu"), 0, tmp_path)) as store:
+        add(store, schema, range(400, 420))
+        secret = fake_columns(schema, range(20))
+        secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
+        store.add(secret, PARTITIONS)
+        store.tiers.sync()
+        (memory,) = (tier for tier in store.tiers._all if isinstance(tier, MemoryTier))
+        assert 0 < len(store.tiers._cache or ()) == memory.slots < 20
+        disk, asked = store.tiers.disk, threading.Event()
+        assert disk is not None
+        read, wait = disk.read_into, Staged.wait
+        monkeypatch.setattr(disk, "read_into", lambda *args: asked.wait() and read(*args))
+        monkeypatch.setattr(Staged, "wait", lambda staged: asked.set() or wait(staged))
+        late = store.plan(0, 20).rows.late
+        coming = 0 if late is None else len(late.reserved)
+        store.forget(key_record(2, 400))
+        asked.set()
+        store.tiers.sync()
+        assert coming, "what is in memory makes way for what is drawn"
+        assert secret["feature.x"][0].tobytes() not in bytes_of(memory)
 
 
 @pytest.mark.services
