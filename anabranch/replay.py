@@ -25,12 +25,11 @@ from learner.replay_cut import unpack
 from learner.report import read_report
 from learner.strategy import OUTPUT, kept
 from replay.contents import Contents
-from replay.disk import DiskTier
 from replay.forgotten import Forgotten, hash_of_key
 from replay.forgotten_log import NAME, ForgottenLog
-from replay.redis_tier import RedisTier
+from replay.kinds import kind_with, kinds_of
 from replay.rows import RowLayout
-from replay.tier import Tier
+from replay.tier import Site, Tier
 
 _ATTEMPTS = 3
 """A learner at work may delete every cut that was there when a look at them began."""
@@ -200,20 +199,15 @@ def _rows(
 @contextlib.contextmanager
 def _home(config: Config, contents: Contents, row_bytes: int) -> Iterator[Tier]:
     """Open the tier that has the payload of a cut."""
-    file, redis = contents.standing.file, config.pipeline.replay.redis
-    assert file is not None
-    if file.name != RedisTier.name:
-        tier = DiskTier.open(config.state_dir / "replay" / RANK / file.name, writable=False)
-        with contextlib.closing(tier):
-            yield tier
-        return
-    if redis is None:
-        raise SettingsError("the payload is in Redis, and replay.redis is not set; set it again")
-    from replay.redis import RedisServer  # whose client is an extra
-
-    with RedisServer(redis.url.get_secret_value(), f"anabranch:{config.pipeline.name}:{RANK}:") as server:
-        server.open(needed=True)
-        yield RedisTier(server, file.id, row_bytes, int(contents.index["slot"].max(initial=-1)) + 1)
+    folder = config.state_dir / "replay" / RANK
+    site = Site(folder, f"{config.pipeline.name}:{RANK}", row_bytes, writable=False)
+    kind = kind_with(contents, kinds_of(config.pipeline.replay, site).values())
+    assert kind is not None
+    with contextlib.ExitStack() as opened:
+        kind.reach(opened, needed=True)
+        tier = kind.source(contents)
+        opened.callback(tier.close)
+        yield tier
 
 
 def _event(schema: Schema, names: Sequence[TopicPartition], known: np.void, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from learner.replay_cut import unpack
 from learner.room import most_offered
 from learner.strategy import OUTPUT, kept
 from learner.workbench import Deployment, Workbench
-from replay.build import build_store, discard_files
+from replay.build import build_store
 from replay.contents import Contents
+from replay.disk import discard_files
 from replay.forgotten import Forgotten
 from replay.segments import Segment
 from replay.store import Store

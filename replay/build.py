@@ -1,40 +1,31 @@
 """Composes the store that `[replay]` asks for."""
 
 import contextlib
-import functools
 import logging
-import secrets
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ingest.errors import DependencyError, SettingsError
 from ingest.schema import Schema
 from replay.admission import Quotas
-from replay.config import RedisSettings, ReplaySettings
+from replay.config import ReplaySettings
 from replay.contents import Contents
-from replay.disk import DiskTier
 from replay.entries import Entries
+from replay.kinds import kind_with, kinds_of
 from replay.memory import MemoryTier
 from replay.neighbours import Neighbours
 from replay.policies import ADMISSIONS, SAMPLERS, Company, Policies, Surroundings
-from replay.redis_tier import RedisTier
 from replay.rows import Fields, RowLayout
 from replay.store import MOST_INSERTED, Store, slots_for
+from replay.tier import Kind, Site, SlowTier
 from replay.tiers import Tiers
 from replay.whereabouts import CLUSTERS, Whereabouts
 
-if TYPE_CHECKING:
-    from replay.redis import RedisServer
-
-_SUFFIX = ".rows"
 _EVENTS_A_CLUSTER = 64
 _ROOMY = 65_536
-"""Slots for events that are replaced between cuts, where the disk or Redis has them to give."""
-_GENERATION = 16
-"""Letters of the name of a generation of keys: each key has them."""
+"""Slots for events that are replaced between cuts, where a slower tier has them to give."""
 _DRAWN_ALIKE = {"uniform"}
 """Samplers under which no event is drawn more often than another, so that a cache need not follow them."""
 
@@ -62,41 +53,36 @@ def build_store(
         schema: of the events.
         device: the learner's.
         seed: of what is kept and drawn.
-        folder: where the disk tier's files lie; needed where there is such a tier, or `contents` is of one.
+        folder: of the files of tiers; needed where there is a tier with files, or `contents` is of one.
         contents: of the cut to go on from; None begins empty.
         extra: further columns to keep of each event beside the schema's, such as logits: dtype and shape by name.
         dim: numbers of the model's embedding; None where there is none.
-        keys: what its keys in Redis begin with, and no other's do; needed where there is such a tier.
-        first: whether there is no cut that could name what earlier processes have left in Redis.
+        keys: what its keys on servers begin with, and no other's do; needed where there is a tier on a server.
+        first: whether there is no cut that could name what earlier processes have left on servers.
         step: events that a step may offer; `has_room` tells whether they find slots, which are there after some cuts.
 
     Raises:
         SettingsError: the bytes cannot hold a single event or cannot be had, or the contents do not fit or are gone.
-        DependencyError: Redis is to hold the contents, and does not answer.
+        DependencyError: a server is to hold the contents, and does not answer.
     """
     layout = RowLayout({**schema.payload(), **(extra or {})})
-    row_bytes, pinned = layout.row_bytes, device.type == "cuda"
-    k, count = _size(settings, row_bytes, step)
+    kinds = kinds_of(settings, Site(folder, keys, layout.row_bytes, pinned=device.type == "cuda"))
+    chain = {name: kind for name, kind in kinds.items() if name in settings.slower}
+    k, count = _size(settings, chain, layout.row_bytes, step)
     with contextlib.ExitStack() as opened:
-        server = None
-        if settings.redis is not None:
-            server = _reached(settings.redis, keys, needed=settings.disk is None or _in_redis(contents))
-            opened.enter_context(server)
-        source = _source_of(contents, folder, server, row_bytes, pinned=pinned)
-        disk = redis = None
-        if settings.disk is not None:
-            assert folder is not None
-            disk = _disk(folder, source, row_bytes, count, pinned=pinned)
-        if settings.redis is not None and server is not None:
-            redis = _redis(settings.redis, server, disk, source, row_bytes, count, pinned=pinned)
-        if source is disk or (isinstance(source, RedisTier) and redis is not None and source.id == redis.id):
+        has_it = kind_with(contents, kinds.values())
+        for kind in kinds.values():
+            kind.reach(opened, needed=kind is has_it or kind in [*chain.values()][-1:])
+        source = has_it.source(contents) if has_it is not None and contents is not None else None
+        slow = _slow([*chain.values()], source, count)
+        if source is not None and slow and slow[-1].file == source.file:
             source = None
-        memory = _memory(settings, row_bytes, min(int(settings.device_bytes) // row_bytes, count), device)
-        tiers = Tiers(memory, disk, redis, promote=settings.sampling not in _DRAWN_ALIKE)
+        memory = _memory(settings, layout.row_bytes, count, device)
+        tiers = Tiers(memory, slow, promote=settings.sampling not in _DRAWN_ALIKE)
         store = _store(settings, schema, layout, tiers, k, seed, dim, step)
         opened.pop_all()
         opened.callback(store.close)
-        store.discard_later(_leftovers(folder, disk, redis, first=first))
+        store.discard_later([discard for kind in kinds.values() for discard in kind.leftovers(first=first)])
         if contents is not None:
             _restore(store, contents, source)
         opened.pop_all()
@@ -138,118 +124,28 @@ def _store(
     return store
 
 
-def discard_files(folder: Path) -> None:
-    """Remove the disk tier's files, when there is no cut that could name them."""
-    for path in [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f".tmp-*{_SUFFIX}")]:
-        _discard(path)
-
-
-def _size(settings: ReplaySettings, row_bytes: int, step: int) -> tuple[int, int]:
+def _size(settings: ReplaySettings, chain: Mapping[str, Kind], row_bytes: int, step: int) -> tuple[int, int]:
     """Return how many events are kept, and how many slots the home has."""
-    if settings.disk is not None:
-        slots, setting = DiskTier.slots_in(int(settings.disk.bytes), row_bytes), f"disk.bytes = {settings.disk.bytes:d}"
-    elif settings.redis is not None:
-        slots, setting = _slots_in_redis(settings.redis, row_bytes), f"redis.bytes = {settings.redis.bytes:d}"
-    else:
+    if not chain:
         slots, setting = int(settings.device_bytes) // row_bytes, f"device_bytes = {settings.device_bytes:d}"
         k = _most_events(settings.capacity, slots, row_bytes, setting, step)
         return k, k + _spare(k, step)
+    name, home = [*chain.items()][-1]
+    slots, setting = home.slots, f"{name}.bytes = {settings.slower[name].bytes:d}"
     k = _most_events(settings.capacity, slots, row_bytes, setting, step)
     return k, min(slots, k + _spare(k, step) + _ROOMY)
 
 
-def _slots_in_redis(settings: RedisSettings, row_bytes: int) -> int:
-    return int(settings.bytes) // RedisTier.bytes_of(row_bytes)
+def _slow(chain: Sequence[Kind], source: SlowTier | None, count: int) -> list[SlowTier]:
+    """Open the slower tiers: a home of so many slots, which may be `source`, below its caches."""
+    if not chain:
+        return []
+    home = chain[-1].home(count, source)
+    assert home.file is not None
+    return [*(kind.cache(min(count, kind.slots), home) for kind in chain[:-1]), home]
 
 
-def _reached(settings: RedisSettings, keys: str, *, needed: bool) -> "RedisServer":
-    try:
-        from replay.redis import RedisServer
-    except ImportError as exc:  # an extra
-        raise SettingsError(f"replay.redis needs {exc.name}; install it: pip install 'anabranch[redis]'") from exc
-    assert keys
-    server = RedisServer(settings.url.get_secret_value(), f"anabranch:{keys}:")
-    server.open(needed=needed)
-    return server
-
-
-def _in_redis(contents: Contents | None) -> bool:
-    file = None if contents is None else contents.standing.file
-    return file is not None and file.name == RedisTier.name
-
-
-def _source_of(
-    contents: Contents | None, folder: Path | None, server: "RedisServer | None", row_bytes: int, *, pinned: bool
-) -> DiskTier | RedisTier | None:
-    """Open what has the payload of a cut; None where the cut has it."""
-    if contents is None or contents.standing.file is None:
-        return None
-    standing, file = contents.standing, contents.standing.file
-    if _in_redis(contents):
-        if server is None:
-            raise SettingsError(
-                f"the replay contents of cut {standing.cut} are in Redis, and replay.redis is not set; set it again, "
-                "or begin anew by moving the cuts away"
-            )
-        named = [*contents.index["slot"].tolist(), *standing.retired[:, 1].tolist()]
-        return RedisTier(server, file.id, row_bytes, max(named, default=-1) + 1, pinned=pinned)
-    assert folder is not None
-    source = DiskTier.open(folder / file.name, pinned=pinned)
-    if source.id != file.id:
-        source.close()
-        raise SettingsError(f"{source.path} is not the file that cut {standing.cut} belongs to; put that one back")
-    return source
-
-
-def _disk(folder: Path, source: DiskTier | RedisTier | None, row_bytes: int, count: int, *, pinned: bool) -> DiskTier:
-    """Return the disk tier: the cut's own file where it fits, else a new one."""
-    if isinstance(source, DiskTier) and (source.row_bytes, source.slots) == (row_bytes, count):
-        return source
-    number = max((int(path.stem) for path in folder.glob(f"*{_SUFFIX}") if path.stem.isdigit()), default=0) + 1
-    return DiskTier.create(folder / f"{number}{_SUFFIX}", row_bytes, count, pinned=pinned)
-
-
-def _redis(
-    settings: RedisSettings,
-    server: "RedisServer",
-    disk: DiskTier | None,
-    source: DiskTier | RedisTier | None,
-    row_bytes: int,
-    count: int,
-    *,
-    pinned: bool,
-) -> RedisTier:
-    """Return the tier in Redis: of the disk's generation, so that it is warm after a restart, of the cut's, or new."""
-    if disk is not None:
-        return RedisTier(
-            *(server, disk.id[:_GENERATION], row_bytes, min(count, _slots_in_redis(settings, row_bytes))), pinned=pinned
-        )
-    goes_on = isinstance(source, RedisTier) and source.slots <= count
-    generation = source.id if source is not None and goes_on else secrets.token_hex(_GENERATION // 2)
-    return RedisTier(server, generation, row_bytes, count, pinned=pinned)
-
-
-def _leftovers(
-    folder: Path | None, disk: DiskTier | None, redis: RedisTier | None, *, first: bool
-) -> list[Callable[[], None]]:
-    """Return what removes things that only cuts of earlier processes can name."""
-    files = [] if folder is None else list(folder.glob(f"*{_SUFFIX}"))
-    found: list[Callable[[], None]] = [
-        functools.partial(_discard, path) for path in files if disk is None or path != disk.path
-    ]
-    if redis is not None and first:
-        redis.sweep_later()
-    elif redis is not None:
-        found.append(redis.sweep_later)
-    return found
-
-
-def _discard(path: Path) -> None:
-    log.info("removing %s, which belongs to no cut", path)
-    path.unlink(missing_ok=True)
-
-
-def _restore(store: Store, contents: Contents, source: DiskTier | RedisTier | None) -> None:
+def _restore(store: Store, contents: Contents, source: SlowTier | None) -> None:
     if source is None:
         store.restore(contents)
         return
@@ -262,8 +158,8 @@ def _restore(store: Store, contents: Contents, source: DiskTier | RedisTier | No
         source.close()
 
 
-def _memory(settings: ReplaySettings, row_bytes: int, slots: int, device: torch.device) -> MemoryTier:
-    on_host = settings.device_memory == "host"
+def _memory(settings: ReplaySettings, row_bytes: int, count: int, device: torch.device) -> MemoryTier:
+    slots, on_host = min(int(settings.device_bytes) // row_bytes, count), settings.device_memory == "host"
     try:
         return MemoryTier(row_bytes, slots, device, on_host=on_host)
     except RuntimeError as exc:

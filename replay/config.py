@@ -19,20 +19,30 @@ def _url(value: SecretStr) -> SecretStr:
     return value
 
 
-class RedisSettings(Section):
+_TierBytes = Annotated[ByteSize, Field(ge=4096)]
+
+
+class TierSettings(Section):
+    """A slower tier: one below the memory tier."""
+
+    bytes: _TierBytes
+    """Bytes that the events may take there."""
+
+
+class RedisSettings(TierSettings):
     """The tier in Redis or Valkey: below the memory tier, a cache of the disk tier or, without one, what holds all."""
 
     url: Annotated[SecretStr, AfterValidator(_url)]
     """`redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://...?ssl_ca_certs=/path/ca.pem` for TLS, or `unix://PATH`; never
     printed."""
-    bytes: Annotated[ByteSize, Field(ge=4096)]
+    bytes: _TierBytes
     """Memory that the events may take there, keys and all; less than the server's `maxmemory`."""
 
 
-class DiskSettings(Section):
+class DiskSettings(TierSettings):
     """The disk tier: a file below `state_dir` that holds everything stored, with the other tiers as its caches."""
 
-    bytes: Annotated[ByteSize, Field(ge=4096)]
+    bytes: _TierBytes
     """Size of the file; its space is taken at the start."""
 
 
@@ -61,8 +71,13 @@ class ReplaySettings(Section):
     disk: DiskSettings | None = None
     """The disk tier; without it and Redis, what is kept lies in memory and in cuts."""
 
+    @property
+    def slower(self) -> dict[str, TierSettings]:
+        """The sections of the slower tiers that there are, by name."""
+        return {name: section for name, section in self if isinstance(section, TierSettings)}
+
     @model_validator(mode="after")
     def _there_is_a_tier(self) -> Self:
-        if not self.device_bytes and self.redis is None and self.disk is None:
+        if not self.device_bytes and not self.slower:
             raise ValueError("device_bytes = 0 leaves no tier; set replay.disk or replay.redis, or raise device_bytes")
         return self

@@ -1,4 +1,4 @@
-"""The tier `disk`: one preallocated file of records that hold a row and a checksum each.
+"""The tier `disk`: one preallocated file of records that hold a row and a checksum each; and how it is opened.
 
 The file begins with a page that describes it. Records are written by `pwrite` and read by `pread`, not through a memory
 map: a disk that fails is an OSError here, and not a signal that ends the process. The checksum covers the row and names
@@ -8,9 +8,12 @@ Legend: S slots, R bytes of a row, n rows of a call.
 """
 
 import contextlib
+import functools
+import logging
 import os
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,15 +23,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ingest.errors import SettingsError
+from replay.config import DiskSettings
+from replay.contents import Contents, TierFile
 from replay.files import sync_directory
 from replay.record import CHECKSUM, row_sums
+from replay.tier import Kind, Site, SlowTier
 
+_SUFFIX = ".rows"
 _PAGE = 4096
 _FORMAT = 1
 _MOST_AT_ONCE = 256
 """Records of one call; the system takes 1,024 parts."""
 _COLD_SECONDS = 20e-6
 """A read that takes longer was not in the page cache."""
+
+log = logging.getLogger(__name__)
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +59,16 @@ class DiskTier:
         self.slots = header.slots
         self.row_bytes = header.row_bytes
         self.slot_bytes = header.row_bytes + CHECKSUM.itemsize
+        self.ill: str | None = None
+        """One sentence on why it could not be written, until it can."""
         self._file = descriptor
         self._pinned = pinned
         self._cold = True
+
+    @property
+    def file(self) -> TierFile:
+        """What a cut names for these slots to be found again."""
+        return TierFile(self.path.name, self.id)
 
     @staticmethod
     def slots_in(size: int, row_bytes: int) -> int:
@@ -112,6 +128,11 @@ class DiskTier:
 
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         """Write n records, neighbours in one call; they are durable after the next `sync`."""
+        with self._said("; events are not stored"):
+            self._write(slots, identity, rows_nR)
+        self.ill = None
+
+    def _write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         rows = np.ascontiguousarray(rows_nR).reshape(-1).data
         sums = (row_sums(rows, self.row_bytes, range(len(slots))) ^ identity).view(np.uint8).data
         order = np.argsort(slots)
@@ -154,9 +175,10 @@ class DiskTier:
     def erase(self, slots: NDArray[np.int64]) -> None:
         """Overwrite n records with zeros, those that are not zeros yet: no event's row has the checksum 0 with them."""
         zeros = bytes(self.slot_bytes)
-        for slot in slots.tolist():
-            if os.pread(self._file, self.slot_bytes, _PAGE + slot * self.slot_bytes) != zeros:
-                self._put([memoryview(zeros)], slot)
+        with self._said("; events are not erased"):
+            for slot in slots.tolist():
+                if os.pread(self._file, self.slot_bytes, _PAGE + slot * self.slot_bytes) != zeros:
+                    self._put([memoryview(zeros)], slot)
 
     def sync(self) -> None:
         """Wait until what was written is on the disk; raises OSError when it is not."""
@@ -165,6 +187,18 @@ class DiskTier:
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._file)
+
+    @contextlib.contextmanager
+    def _said(self, cost: str) -> Iterator[None]:
+        """Say once that the file cannot be written, and what that costs."""
+        try:
+            yield
+        except OSError as exc:
+            sentence = f"replay.disk: {self.path} cannot be written: {exc.strerror}{cost}"
+            if sentence != self.ill:
+                log.error("%s", sentence)  # noqa: TRY400
+            self.ill = sentence
+            raise
 
     def _record(self, rows: memoryview, place: int, sums: memoryview, at: int) -> list[memoryview]:
         """Return the two parts of a record, which lie in two arrays here."""
@@ -178,6 +212,74 @@ class DiskTier:
         while rest:
             more = os.pwrite(self._file, rest, offset + written)
             rest, written = rest[more:], written + more
+
+
+class DiskKind(Kind):
+    """Opens tiers on the disk: files with rising numbers in the folder of the site."""
+
+    def __init__(self, section: DiskSettings | None, site: Site) -> None:
+        self._section = section
+        self._site = site
+        self._mine: Path | None = None
+
+    @property
+    def slots(self) -> int:
+        """The slots of a file of its bytes."""
+        assert self._section is not None
+        return DiskTier.slots_in(int(self._section.bytes), self._site.row_bytes)
+
+    def has(self, file: TierFile) -> bool:
+        """A cut names the file."""
+        return file.name.endswith(_SUFFIX)
+
+    def source(self, contents: Contents) -> DiskTier:
+        """Open the cut's file."""
+        file = contents.standing.file
+        assert file is not None
+        tier = DiskTier.open(self._folder / file.name, pinned=self._site.pinned, writable=self._site.writable)
+        if tier.id != file.id:
+            tier.close()
+            raise SettingsError(
+                f"{tier.path} is not the file that cut {contents.standing.cut} belongs to; put that one back"
+            )
+        return tier
+
+    def home(self, slots: int, source: SlowTier | None) -> DiskTier:
+        """Return the cut's own file where it fits, else a new one."""
+        if isinstance(source, DiskTier) and (source.row_bytes, source.slots) == (self._site.row_bytes, slots):
+            self._mine = source.path
+            return source
+        return self._made(slots)
+
+    def cache(self, slots: int, _home: SlowTier) -> DiskTier:
+        """Make a new file: a cache on the disk is empty after a restart."""
+        return self._made(slots)
+
+    def leftovers(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 `discard_files` is called before
+        """Return what removes the files of earlier processes."""
+        files = [] if self._site.folder is None else self._site.folder.glob(f"*{_SUFFIX}")
+        return [functools.partial(_discard, path) for path in files if path != self._mine]
+
+    @property
+    def _folder(self) -> Path:
+        assert self._site.folder is not None
+        return self._site.folder
+
+    def _made(self, slots: int) -> DiskTier:
+        numbers = (int(path.stem) for path in self._folder.glob(f"*{_SUFFIX}") if path.stem.isdigit())
+        self._mine = self._folder / f"{max(numbers, default=0) + 1}{_SUFFIX}"
+        return DiskTier.create(self._mine, self._site.row_bytes, slots, pinned=self._site.pinned)
+
+
+def discard_files(folder: Path) -> None:
+    """Remove the disk tier's files, when there is no cut that could name them."""
+    for path in [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f".tmp-*{_SUFFIX}")]:
+        _discard(path)
+
+
+def _discard(path: Path) -> None:
+    log.info("removing %s, which belongs to no cut", path)
+    path.unlink(missing_ok=True)
 
 
 def _lost(path: Path, what: str) -> str:

@@ -1,4 +1,4 @@
-"""The tier `redis`: a record for each slot under a key of its own, the same record as on disk.
+"""The tier `redis`: a record for each slot under a key of its own, the same record as on disk; and how it is opened.
 
 What a slot's key holds may be gone at any time (the server restarts empty, or evicts), or be another event's: the
 checksum tells, and such a row is not whole. Keys are `PREFIX<generation>:<slot>`; a generation is the life of one
@@ -7,6 +7,9 @@ arrangement of slots, named by cuts, so that rows of another are never taken for
 Legend: S slots, R bytes of a row, n rows of a call, m of them found.
 """
 
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,13 +17,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ingest.errors import SettingsError
+from replay.config import RedisSettings
+from replay.contents import Contents, TierFile
 from replay.record import CHECKSUM, row_sums
+from replay.tier import Kind, Site, SlowTier
 
 if TYPE_CHECKING:
     from replay.redis import RedisServer  # whose client is an extra
 
 _KEY_BYTES = 128
 """Memory of a key beside its value: name, object, entry of the hash table. Measured: 75 to 125 with names of 45."""
+_GENERATION = 16
+"""Letters of the name of a generation of keys: each key has them."""
 _CLASSES = 8
 """Allocators round sizes up to one of four to eight between two powers of two; four are reckoned with."""
 
@@ -31,8 +40,16 @@ class RedisTier:
     name = "redis"
 
     def __init__(
-        self, server: "RedisServer", generation: str, row_bytes: int, slots: int, *, pinned: bool = False
+        self,
+        server: "RedisServer",
+        generation: str,
+        row_bytes: int,
+        slots: int,
+        *,
+        pinned: bool = False,
+        shared: bool = False,
     ) -> None:
+        """Take S slots; where the server is `shared`, another tier closes it."""
         self.server = server
         self.id = generation
         """Tells these slots from those of any other arrangement."""
@@ -40,6 +57,17 @@ class RedisTier:
         self.row_bytes = row_bytes
         self.slot_bytes = self.bytes_of(row_bytes)
         self._pinned = pinned
+        self._shared = shared
+
+    @property
+    def file(self) -> TierFile:
+        """What a cut names for these slots to be found again."""
+        return TierFile(self.name, self.id)
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence on why the server is not what it should be."""
+        return self.server.ill
 
     @staticmethod
     def bytes_of(row_bytes: int) -> int:
@@ -87,7 +115,9 @@ class RedisTier:
         """What the server has outlives the process as far as the server does."""
 
     def close(self) -> None:
-        """Let go of nothing: the server may have other tiers."""
+        """Let go of the server."""
+        if not self._shared:
+            self.server.close()
 
     def sweep_later(self, keep: frozenset[str] = frozenset()) -> None:
         """Remove what earlier processes left on the server: all but these slots and the generations `keep`."""
@@ -105,3 +135,75 @@ class RedisTier:
 
     def _keys(self, slots: NDArray[np.int64]) -> list[str]:
         return [f"{self.id}:{slot}" for slot in slots.tolist()]
+
+
+class RedisKind(Kind):
+    """Opens tiers in Redis, all on one server."""
+
+    def __init__(self, section: RedisSettings | None, site: Site) -> None:
+        self._section = section
+        self._site = site
+        self._server: RedisServer | None = None
+        self._mine: RedisTier | None = None
+
+    @property
+    def slots(self) -> int:
+        """The slots whose records and keys take its bytes."""
+        assert self._section is not None
+        return int(self._section.bytes) // RedisTier.bytes_of(self._site.row_bytes)
+
+    def reach(self, opened: ExitStack, *, needed: bool) -> None:
+        """Reach the server; one that is away and not needed is waited for in the background."""
+        if self._section is None:
+            return
+        try:
+            from replay.redis import RedisServer
+        except ImportError as exc:  # an extra
+            raise SettingsError(f"replay.redis needs {exc.name}; install it: pip install 'anabranch[redis]'") from exc
+        assert self._site.keys
+        server = RedisServer(self._section.url.get_secret_value(), f"anabranch:{self._site.keys}:")
+        self._server = opened.enter_context(server)
+        server.open(needed=needed)
+
+    def has(self, file: TierFile) -> bool:
+        """A cut names the generation."""
+        return file.name == RedisTier.name
+
+    def source(self, contents: Contents) -> RedisTier:
+        """Open the slots that the cut names."""
+        standing = contents.standing
+        assert standing.file is not None
+        if self._server is None:
+            raise SettingsError(
+                f"the replay contents of cut {standing.cut} are in Redis, and replay.redis is not set; set it again, "
+                "or begin anew by moving the cuts away"
+            )
+        named = [*contents.index["slot"].tolist(), *standing.retired[:, 1].tolist()]
+        return self._tier(standing.file.id, max(named, default=-1) + 1, shared=True)
+
+    def home(self, slots: int, source: SlowTier | None) -> RedisTier:
+        """Return the slots of the cut's generation where they are not too many, else of a new one."""
+        if isinstance(source, RedisTier) and source.slots <= slots:
+            self._mine = self._tier(source.id, slots)
+        else:
+            self._mine = self._tier(secrets.token_hex(_GENERATION // 2), slots)
+        return self._mine
+
+    def cache(self, slots: int, home: SlowTier) -> RedisTier:
+        """Return slots of the home's generation, so that they are warm after a restart."""
+        assert home.file is not None
+        self._mine = self._tier(home.file.id[:_GENERATION], slots)
+        return self._mine
+
+    def leftovers(self, *, first: bool) -> list[Callable[[], None]]:
+        """Return what sweeps the server of all but what was opened; the first process does so at once."""
+        if self._mine is None:
+            return []
+        if not first:
+            return [self._mine.sweep_later]
+        self._mine.sweep_later()
+        return []
+
+    def _tier(self, generation: str, slots: int, *, shared: bool = False) -> RedisTier:
+        assert self._server is not None
+        return RedisTier(self._server, generation, self._site.row_bytes, slots, pinned=self._site.pinned, shared=shared)

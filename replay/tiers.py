@@ -1,17 +1,15 @@
 """Where the payload of the events held lies: a chain of tiers, of which the last, the *home*, has all of it.
 
 Those above are caches whose loss costs time and nothing else. Which tier has a row is decided here, changes freely, and
-shows in no draw. The memory tier takes what comes as long as there is room. Redis above a disk has the events in the
-first slots of the disk: slots are given out without regard to the event, so that this is a fair part of them, and no
-memory is spent on knowing which.
+shows in no draw. The memory tier takes what comes as long as there is room. A slower cache has the events in the first
+slots of the home: slots are given out without regard to the event, so that this is a fair part of them, and no memory
+is spent on knowing which.
 
 Legend: n rows of a call, m of them not in the memory tier, R bytes of a row, S slots.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,11 +19,10 @@ from torch import Tensor
 from replay.cache import Budget, Cache
 from replay.contents import TierFile
 from replay.courier import Courier
-from replay.disk import DiskTier
 from replay.memory import MemoryTier
-from replay.redis_tier import RedisTier
 from replay.staged import Late, Staged
 from replay.tier import SlowTier, Tier
+from replay.tier_stats import TierStats
 
 Identify = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
 """Returns the identities of the events in n slots."""
@@ -36,35 +33,6 @@ Pack = Callable[[slice], NDArray[np.uint8]]
 _BYTES_A_SECOND = 64_000_000
 """At most so much is moved up between two tiers beside what is drawn."""
 
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class TierStats:
-    """Running totals. Those of the memory tier are counted by the step's thread, those of others by the courier.
-
-    Attributes:
-        read: rows that were read for draws, by tier.
-        missed: rows that a cache was to have and had not, by tier.
-        moved: bytes by tier and direction, `read` or `written`.
-        stall_seconds: time that the step has waited for a tier.
-    """
-
-    read: dict[str, int] = field(default_factory=dict)
-    missed: dict[str, int] = field(default_factory=dict)
-    moved: dict[tuple[str, str], int] = field(default_factory=dict)
-    stall_seconds: float = 0.0
-
-    @classmethod
-    def of(cls, tiers: Sequence[Tier]) -> "TierStats":
-        """Return totals of nothing."""
-        names = [tier.name for tier in tiers]
-        return cls(
-            dict.fromkeys(names, 0),
-            dict.fromkeys(names[:-1], 0),
-            {(name, direction): 0 for name in names for direction in ("read", "written")},
-        )
-
 
 class Tiers:
     """S slots, one for each event that the store may hold. Used by one thread, but for `read` and `sync`.
@@ -73,22 +41,18 @@ class Tiers:
     slower tiers are done in the order in which they are asked for.
     """
 
-    def __init__(
-        self, device: MemoryTier, disk: DiskTier | None = None, redis: RedisTier | None = None, *, promote: bool = False
-    ) -> None:
+    def __init__(self, device: MemoryTier, slow: Sequence[SlowTier] = (), *, promote: bool = False) -> None:
         """Compose the tiers that there are; a memory tier of no slots only says where rows go.
 
         Args:
             device: the memory tier.
-            disk: the home, where it is given.
-            redis: its cache, or without a disk tier the home.
+            slow: the slower ones, from fast to slow; the last is the home, and without any the memory tier is.
             promote: whether rows that are drawn take the places of others in the memory tier: where not all events are
                 drawn alike.
         """
-        self.disk = disk
-        self._redis = redis
-        self._slow: list[SlowTier] = [tier for tier in (redis, disk) if tier is not None]
-        self._all: list[Tier] = [device, *self._slow]
+        self.slow = tuple(slow)
+        """The slower tiers, from fast to slow."""
+        self._all: list[Tier] = [device, *slow]
         self._home = self._all[-1]
         self.slots = self._home.slots
         self.stats = TierStats.of(self._all)
@@ -98,29 +62,26 @@ class Tiers:
         self._coming: deque[Staged] = deque()
         self._lost: deque[tuple[NDArray[np.int64], NDArray[np.uint16]]] = deque()
         self._unerased: list[tuple[SlowTier, NDArray[np.int64]]] = []
-        self._disk_ill: str | None = None
         self._refill = Budget(_BYTES_A_SECOND)
-        self._in_redis = 0
-        if self._slow:
+        self._given = {tier.name: 0 for tier in slow[:-1]}
+        if slow:
             self._courier = Courier("tiers")
             self._cache = Cache(device, self.slots, Budget(_BYTES_A_SECOND) if promote else None)
 
     @property
     def durable(self) -> bool:
         """Whether the payload outlives the process, so that a cut need not hold it."""
-        return bool(self._slow)
+        return bool(self.slow)
 
     @property
     def file(self) -> TierFile | None:
         """What a cut names for the payload of its slots to be found again; None where the cut has to hold it."""
-        if self.disk is not None:
-            return TierFile(self.disk.path.name, self.disk.id)
-        return None if self._redis is None else TierFile(self._redis.name, self._redis.id)
+        return self.slow[-1].file if self.slow else None
 
     @property
     def ill(self) -> str | None:
         """One sentence on what does not work as it should."""
-        said = [self._disk_ill, None if self._redis is None else self._redis.server.ill]
+        said = [tier.ill for tier in reversed(self.slow)]
         return "; ".join(sentence for sentence in said if sentence is not None) or None
 
     @property
@@ -129,8 +90,8 @@ class Tiers:
         return 0 if self._cache is None else self._cache.demoted
 
     def rows(self, held: int) -> dict[str, int]:
-        """Return the events by tier, when so many are held; of Redis as a cache, those that it was given."""
-        counts = {"device": 0 if self._cache is None else len(self._cache), "redis": self._in_redis}
+        """Return the events by tier, when so many are held; of a slower cache, those that it was given."""
+        counts = {self._device.name: 0 if self._cache is None else len(self._cache), **self._given}
         counts[self._home.name] = held
         return {tier.name: counts[tier.name] for tier in self._all}
 
@@ -151,7 +112,7 @@ class Tiers:
             self._count("device", "written", len(slots))
             return
         generation = self._cache.generation(slots)
-        self._in_redis += self._redis_share(slots)
+        self._give(slots, 1)
         self._count("device", "written", self._cache.keep(slots, lambda n: torch.from_numpy(pack(slice(n)))))
         # Last, since the courier's thread competes for the interpreter from now on.
         self.stats.stall_seconds += self._courier.send(
@@ -202,7 +163,7 @@ class Tiers:
 
     def take_up(self, slots: NDArray[np.int64]) -> None:
         """Learn that the home has the rows of n events already; the memory tier fills as they are drawn."""
-        self._in_redis += self._redis_share(slots)
+        self._give(slots, 1)
 
     def staged(self, rows_nR: Tensor) -> Staged:
         """Return rows that are on the host, uint8 `[n, R]`, as a plan has them."""
@@ -212,7 +173,7 @@ class Tiers:
         """Let go of what caches hold of events that have left."""
         if self._cache is not None:
             self._cache.free(slots)
-            self._in_redis -= self._redis_share(slots)
+            self._give(slots, -1)
 
     def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
         """Return rows that are written, uint8 `[n, R]` on the host, and which are whole. In any thread.
@@ -226,11 +187,11 @@ class Tiers:
     def sync(self) -> None:
         """Wait until all that was written before is where a restart finds it; raises OSError when it is not.
 
-        In any thread. Rows that Redis did not take are lost, not an error.
+        In any thread. Rows that a tier did not take are lost, not an error.
         """
         if self._courier is not None:
             self._courier.drain()
-            for tier in self._slow:
+            for tier in self.slow:
                 tier.sync()
 
     def erase(self, slots: NDArray[np.int64]) -> None:
@@ -246,7 +207,7 @@ class Tiers:
             staged.wait()
         self._fill()
         self._cache.erase(slots)
-        for tier in self._slow:
+        for tier in self.slow:
             self._send_erasure(tier, slots[slots < tier.slots])
 
     def erase_again(self, held: NDArray[np.bool_]) -> None:
@@ -263,10 +224,8 @@ class Tiers:
         def job() -> None:
             try:
                 tier.erase(slots)
-            except OSError as exc:
+            except OSError:
                 self._unerased.append((tier, slots))
-                if tier is self.disk:
-                    self._say(f"replay.disk: {self.disk.path} cannot be written: {exc.strerror}; events are not erased")
 
         assert self._courier is not None
         self._courier.send(job, 0)
@@ -282,8 +241,6 @@ class Tiers:
             self._courier.close()
         for tier in self._all:
             tier.close()
-        if self._redis is not None:
-            self._redis.server.close()
 
     def _fill(self) -> None:
         """Let be found what has come into the memory tier since the last time."""
@@ -295,10 +252,9 @@ class Tiers:
             n = len(late.reserved)
             keep = cache.fill(late.slots[:n], late.generation[:n], late.reserved, staged.brought[:n])
             if self._device.lies_on.type != "cpu" and keep.any():
+                which = torch.from_numpy(np.flatnonzero(keep)).to(self._device.lies_on)
                 rows_nR = staged.first_brought(n).to(self._device.lies_on, non_blocking=True)
-                self._device.put(
-                    late.reserved[keep], rows_nR[torch.from_numpy(np.flatnonzero(keep)).to(rows_nR.device)]
-                )
+                self._device.put(late.reserved[keep], rows_nR[which])
             self._count("device", "written", int(keep.sum()))
 
     def _gather(self, places: NDArray[np.int64], misses: int) -> Tensor:
@@ -316,29 +272,26 @@ class Tiers:
         generation: NDArray[np.uint16],
     ) -> None:
         """Write new rows to the slower tiers; in the courier."""
-        for tier in self._slow:
+        for tier in self.slow:
             mine = np.flatnonzero(slots < tier.slots)
             whose = slots, identity, rows_nR
             try:
                 tier.write(*(whose if len(mine) == len(slots) else (each[mine] for each in whose)))
-            except OSError as exc:
+            except OSError:
                 if tier is self._home:
                     self._lost.append((slots, generation))
-                if tier is self.disk:
-                    self._say(f"replay.disk: {self.disk.path} cannot be written: {exc.strerror}; events are not stored")
             else:
                 self._count(tier.name, "written", len(mine))
-                if tier is self.disk:
-                    self._disk_ill = None
 
     def _bring_up(self, staged: Staged, late: Late) -> None:
         """Read what the memory tier has not, from the first tier that has it; in the courier."""
         m = len(late.slots)
-        whole, lost, missed = np.zeros(m, np.bool_), np.zeros(m, np.bool_), np.zeros(m, np.bool_)
-        refill = np.empty((0, self._device.slot_bytes), np.uint8)
+        whole, lost = np.zeros(m, np.bool_), np.zeros(m, np.bool_)
+        missed: list[tuple[SlowTier, NDArray[np.bool_]]] = []
+        refill: list[tuple[SlowTier, NDArray[np.intp], NDArray[np.uint8]]] = []
         try:
             rows_NR, places = staged.basket()
-            for tier in self._slow:
+            for tier in self.slow:
                 asked = ~whole & (late.slots < tier.slots)
                 if not asked.any():
                     continue
@@ -351,23 +304,25 @@ class Tiers:
                 if tier is self._home:
                     lost = asked & ~whole
                 else:
-                    missed = asked & ~whole
-                    self.stats.missed[tier.name] += int(missed.sum())
-            missed &= whole
-            missed[np.flatnonzero(missed)[self._refill.take(int(missed.sum()), self._device.slot_bytes) :]] = False
-            # Copied before it lands: what draws hold may be changed by whoever draws.
-            refill = rows_NR.numpy()[places[missed]]
+                    missed.append((tier, asked & ~whole))
+                    self.stats.missed[tier.name] += int(missed[-1][1].sum())
+            for tier, which in missed:
+                back = np.flatnonzero(which & whole)
+                back = back[: self._refill.take(len(back), self._device.slot_bytes)]
+                # Copied before it lands: what draws hold may be changed by whoever draws.
+                refill.append((tier, back, rows_NR.numpy()[places[back]]))
             if self._device.lies_on.type == "cpu":
                 # Nobody reads what is reserved. On a device it would have to be in turn with what the step asks of it.
                 kept = np.flatnonzero(whole[: len(late.reserved)])
                 self._device.put(late.reserved[kept], torch.from_numpy(rows_NR.numpy()[places[kept]]))
         finally:
             staged.land(whole, lost)
-        if len(refill) and self._redis is not None:
-            self._put_back(self._redis, late.slots[missed], late.identity[missed], refill)
+        for tier, back, rows_nR in refill:
+            if len(back):
+                self._put_back(tier, late.slots[back], late.identity[back], rows_nR)
 
     def _put_back(
-        self, cache: RedisTier, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]
+        self, cache: SlowTier, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]
     ) -> None:
         try:
             cache.write(slots, identity, rows_nR)
@@ -375,10 +330,10 @@ class Tiers:
             return  # it says so itself, and misses them the next time
         self._count(cache.name, "written", len(slots))
 
-    def _redis_share(self, slots: NDArray[np.int64]) -> int:
-        if self._redis is None or self._redis is self._home:
-            return 0
-        return int(np.count_nonzero(slots < self._redis.slots))
+    def _give(self, slots: NDArray[np.int64], times: int) -> None:
+        """Count the rows of n slots as given to the slower caches, or with -1 as taken from them."""
+        for cache in self.slow[:-1]:
+            self._given[cache.name] += times * int(np.count_nonzero(slots < cache.slots))
 
     def _count_read(self, name: str, rows: int) -> None:
         self.stats.read[name] += rows
@@ -386,8 +341,3 @@ class Tiers:
 
     def _count(self, name: str, direction: str, rows: int) -> None:
         self.stats.moved[name, direction] += rows * self._device.slot_bytes
-
-    def _say(self, sentence: str) -> None:
-        if self._disk_ill != sentence:
-            log.error("%s", sentence)
-        self._disk_ill = sentence

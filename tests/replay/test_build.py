@@ -16,9 +16,10 @@ from ingest.config import SchemaSettings
 from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
-from replay.build import build_store, discard_files
+from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents
+from replay.disk import DiskTier, discard_files
 from replay.fake import FakeCuts
 from replay.store import AHEAD, Store
 
@@ -122,18 +123,20 @@ def test_a_disk_that_holds_less_keeps_the_smallest_priorities(
     assert "replay.disk.bytes = 60000 holds" in caplog.text
 
 
-def test_the_old_file_goes_when_no_cut_can_name_it(schema: Schema, build: Build, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("after", "mine"), [(LARGER, ["2.rows"]), (MEMORY, [])], ids=["larger disk", "memory"])
+def test_the_old_file_goes_when_no_cut_can_name_it(
+    schema: Schema, build: Build, tmp_path: Path, after: dict[str, Any], mine: list[str]
+) -> None:
     store = build(DISK)
     fill(store, schema, 0, 3000)
     contents = cut(store, 4)
-    moved = build(LARGER, contents)
+    moved = build(after, contents)
     names = lambda: sorted(path.name for path in tmp_path.iterdir())  # noqa: E731
-    assert names() == ["1.rows", "2.rows"]
-    for number, oldest, files in ((5, 3, 2), (6, 4, 2), (7, 5, 1)):
+    assert names() == ["1.rows", *mine]
+    for number, oldest, left in ((5, 3, ["1.rows"]), (6, 4, ["1.rows"]), (7, 5, [])):
         moved.hold(number)
         moved.let_go(oldest)
-        assert len(names()) == files, f"with cuts from {oldest} on"
-    assert names() == ["2.rows"]
+        assert names() == [*left, *mine], f"with cuts from {oldest} on"
 
 
 def test_files_that_belong_to_no_cut_are_removed(build: Build, tmp_path: Path) -> None:
@@ -158,12 +161,12 @@ def test_rows_that_went_bad_are_left_behind_when_they_are_copied(schema: Schema,
 
 def spoil(store: Store, places: int) -> None:
     """Flip a bit in the rows of the first events of the index."""
-    assert store.tiers.disk is not None
+    disk = store.tiers.slow[-1]
+    assert isinstance(disk, DiskTier)
     store.tiers.sync()
-    path, size = store.tiers.disk.path, store.tiers.disk.slot_bytes
-    with path.open("r+b") as file:
+    with disk.path.open("r+b") as file:
         for slot in store.entries.copy()["slot"][:places].tolist():
-            file.seek(4096 + slot * size)
+            file.seek(4096 + slot * disk.slot_bytes)
             byte = file.read(1)[0]
             file.seek(-1, 1)
             file.write(bytes([byte ^ 1]))

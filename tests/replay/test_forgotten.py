@@ -205,8 +205,7 @@ def test_what_is_on_its_way_into_memory_when_it_is_forgotten_is_overwritten_ther
         store.tiers.sync()
         (memory,) = (tier for tier in store.tiers._all if isinstance(tier, MemoryTier))
         assert 0 < len(store.tiers._cache or ()) == memory.slots < 20
-        disk, asked = store.tiers.disk, threading.Event()
-        assert disk is not None
+        (disk,), asked = store.tiers.slow, threading.Event()
         read, wait = disk.read_into, Staged.wait
         monkeypatch.setattr(disk, "read_into", lambda *args: asked.wait() and read(*args))
         monkeypatch.setattr(Staged, "wait", lambda staged: asked.set() or wait(staged))
@@ -267,9 +266,9 @@ def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_cut_na
     while store.erase_unknown(named, 64):
         rounds += 1
     assert (rounds > 0) == store.tiers.durable
-    if store.tiers.disk is not None:
+    if store.tiers.slow and isinstance(disk := store.tiers.slow[-1], DiskTier):
         store.tiers.sync()
-        written = np.array(written_slots(store.tiers.disk))
+        written = np.array(written_slots(disk))
         assert set(written.tolist()) <= {*store.entries.slots.tolist(), *kept.tolist()}
         assert set(store.entries.slots.tolist()) <= set(written.tolist())
     assert len(store.fetch(store.plan(0, 50))) == 50

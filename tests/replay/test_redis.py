@@ -219,6 +219,15 @@ def test_as_the_home_a_full_one_turns_events_away(schema: Schema, build: Build, 
     assert drawn(store) == len(store) >= 500
 
 
+def test_a_store_that_is_closed_leaves_its_server(build: Build) -> None:
+    store = build()
+    (redis,) = store.tiers.slow
+    assert isinstance(redis, RedisTier)
+    assert redis.server._keeper.is_alive()
+    store.close()
+    assert not redis.server._keeper.is_alive()
+
+
 def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build()
     fill(store, schema, 0, 1500)
@@ -241,6 +250,20 @@ def test_as_a_cache_it_is_warm_after_a_restart(schema: Schema, build: Build, mor
     assert drawn(again) == 1500 == again.tiers.stats.read["redis"] == again.rows["redis"]
 
 
+def test_one_that_a_cut_was_copied_from_is_found_again_when_it_was_away(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    store = build()
+    fill(store, schema, 0, 500)
+    moved = build(disk=True, contents=FakeCuts(store).cut(1))
+    assert drawn(moved) == 500
+    mortal_redis.stop()
+    assert drawn(moved) == 500
+    assert moved.tiers.ill is not None
+    mortal_redis.start()
+    until(lambda: moved.tiers.ill is None)
+
+
 def test_what_no_cut_can_name_is_swept_and_what_others_have_is_not(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
@@ -249,8 +272,9 @@ def test_what_no_cut_can_name_is_swept_and_what_others_have_is_not(
     store = build(first=True)
     fill(store, schema, 0, 1500)
     contents = FakeCuts(store).cut(3)
-    assert store.tiers._redis is not None
-    server = store.tiers._redis.server
+    (redis,) = store.tiers.slow
+    assert isinstance(redis, RedisTier)
+    server = redis.server
     until(lambda: not server._sweeps)
     moved = build(contents=contents, bytes="200kB")
     moved.tiers.sync()

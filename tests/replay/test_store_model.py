@@ -29,9 +29,10 @@ from ingest.block import TopicPartition
 from ingest.fake import Columns, fake_columns
 from ingest.identity import identity_hash, partition_base, partition_name
 from ingest.schema import Schema
-from replay.build import build_store, discard_files
+from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents
+from replay.disk import discard_files
 from replay.draw import Draw
 from replay.fake import FakeCuts
 from replay.forgotten import ByKey, ByRange, Forgotten, Record
