@@ -1,7 +1,10 @@
-"""A schema and stores for the tests of replay."""
+"""A schema and stores for the tests of replay, and what docs/replay.md adds to the package."""
 
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,10 +12,39 @@ import torch
 
 from ingest.config import SchemaSettings
 from ingest.schema import Schema
+from replay import config, kinds
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents
 from replay.store import Store
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "replay.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """`added("replay.weekly")`: a module that docs/replay.md shows, as if it were a file of the package."""
+    files = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+    def add(name: str) -> ModuleType:
+        module = ModuleType(name)
+        exec(compile(files[name.replace(".", "/") + ".py"], name, "exec"), module.__dict__)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return add
+
+
+@pytest.fixture
+def with_host(added: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> type[ReplaySettings]:
+    """`[replay]` with the tier `host` of docs/replay.md, which is added as the page says."""
+    (line,) = re.findall(r'^```python\n(    "host": .*?,)\n```$', PAGE, re.MULTILINE)
+    (section,) = re.findall(r"^```python\n(    host: .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    namespace = {**vars(config), "HostKind": added("replay.host").HostKind}
+    monkeypatch.setattr(kinds, "TIERS", {**eval("{" + line + "}", namespace), **kinds.TIERS})
+    exec("class WithHost(ReplaySettings):\n" + section, namespace)
+    settings: type[ReplaySettings] = namespace["WithHost"]
+    return settings
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +66,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "disk with a small cache": {"disk": {"bytes": "20MB"}, "device_bytes": "1kB"},
     "redis": {"redis": {"bytes": "20MB"}, "device_bytes": "0"},
     "all": {"disk": {"bytes": "20MB"}, "redis": {"bytes": "30kB"}, "device_bytes": "1kB"},
+    "the page's": {"disk": {"bytes": "20MB"}, "host": {"bytes": "10kB"}, "device_bytes": "1kB"},
 }
 
 
@@ -51,7 +84,8 @@ def make_store(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -
         options = dict(ARRANGEMENTS[request.param])
         if "redis" in options:
             options["redis"] = {"url": request.getfixturevalue("mortal_redis").url, **options["redis"]}
-        settings = ReplaySettings.model_validate({"capacity": capacity, **options})
+        section = request.getfixturevalue("with_host") if "host" in options else ReplaySettings
+        settings = section.model_validate({"capacity": capacity, **options})
         file = contents.standing.file if contents is not None else None
         mine = keys[file.id] if file is not None and file.id in keys else f"store-{len(stores)}:rank-0"
         # One folder for all: files of the disk tier never get in each other's way.

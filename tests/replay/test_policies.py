@@ -26,7 +26,6 @@ from replay.store import Store
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PAGE = (DOCS / "replay.md").read_text(encoding="utf-8")
-FILES: dict[str, str] = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 LINES: dict[str, str] = {
     name: line for line, name in re.findall(r'^```python\n(    "(\S+)": .*?,)\n```$', PAGE, re.MULTILINE)
 }
@@ -37,19 +36,11 @@ admissions = pytest.mark.parametrize("name", [*sorted(ADMISSIONS.keys() - COMPAR
 Open = Callable[..., Store]
 
 
-def added(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return a module that docs/replay.md shows, as if it were a file of the package."""
-    module = ModuleType(name)
-    exec(compile(FILES[name.replace(".", "/") + ".py"], name, "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
-
-
 @pytest.fixture(autouse=True)
-def _the_page_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _the_page_is_followed(added: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """Add to the dicts what the page says."""
     for name, kind, known in (("weekly", "Weekly", SAMPLERS), ("fresh-classes", "FreshClasses", ADMISSIONS)):
-        module = added(f"replay.{name.replace('-', '_')}", monkeypatch)
+        module = added(f"replay.{name.replace('-', '_')}")
         namespace = {**vars(policies), kind: vars(module)[kind]}
         monkeypatch.setitem(known, name, eval("{" + LINES[name] + "}", namespace)[name])
 
@@ -174,21 +165,6 @@ class TestThePage:
             index = store.entries.copy()
             assert np.ptp(np.bincount(index["label"])) <= 5  # those up to the next clearing
         assert np.median(fresh.entries.copy()["offset"]) > 1700 > np.median(fair.entries.copy()["offset"])
-
-    def test_its_tier_gives_back_what_was_written_for_an_event(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        tier = added("replay.host", monkeypatch).HostTier(40, 100)
-        rng = np.random.default_rng(0)
-        slots, identity = rng.permutation(100)[:50], rng.integers(0, 2**64, 50, np.uint64)
-        rows = rng.integers(0, 256, (50, 40), np.uint8)
-        tier.write(slots, identity, rows)
-        tier.write(slots[:10], identity[:10] + np.uint64(1), rows[:10])
-        tier.erase(slots[10:20])
-        read, whole = tier.read(slots, identity)
-        assert whole.tolist() == [False] * 20 + [True] * 30
-        assert np.array_equal(read.numpy()[20:], rows[20:])
-        into = torch.full((90, 40), 7, dtype=torch.uint8)
-        assert tier.read_into(into, np.arange(60, 90), slots[20:], identity[20:]).all()
-        assert np.array_equal(into.numpy(), np.concatenate([np.full((60, 40), 7), rows[20:]]))
 
     def test_its_picture_is_what_the_policies_do(self) -> None:
         """When they change: python docs/images/draw_policies.py > docs/images/replay-policies.svg."""

@@ -123,7 +123,7 @@ def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: 
     assert len(store) >= 320
     assert max(store.rows.values()) == len(store)
     size = store._layout.row_bytes
-    row_bytes = {"device": size, "disk": size + 8, "redis": RedisTier.bytes_of(size)}
+    row_bytes = {"device": size, "host": size + 9, "disk": size + 8, "redis": RedisTier.bytes_of(size)}
     assert store.bytes == {tier: rows * row_bytes[tier] for tier, rows in store.rows.items()}
 
 

@@ -1,4 +1,4 @@
-"""What every tier promises, whatever it is made of."""
+"""What every tier promises, whatever it is made of: also the one that docs/replay.md adds."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,32 +23,38 @@ REDIS = pytest.param("redis", marks=pytest.mark.services)
 def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[Open]:
     """`open(row_bytes=ROW_BYTES, slots=SLOTS)`: a tier; the second time the same one anew."""
     tiers: list[Tier] = []
-    servers: list[RedisServer] = []
 
     def make(row_bytes: int = ROW_BYTES, slots: int = SLOTS) -> Tier:
-        if kind in ("device", "host"):
-            tiers.append(MemoryTier(row_bytes, slots, torch.device("cpu"), on_host=kind == "host"))
+        if kind in ("device", "device on the host"):
+            tiers.append(MemoryTier(row_bytes, slots, torch.device("cpu"), on_host=kind != "device"))
+        elif kind == "host":
+            tiers.append(request.getfixturevalue("added")("replay.host").HostTier(row_bytes, slots))
         elif kind == "disk":
             file = path / f"{row_bytes}.rows"
             tiers.append(DiskTier.open(file) if file.exists() else DiskTier.create(file, row_bytes, slots))
         else:
-            servers.append(RedisServer(request.getfixturevalue("mortal_redis").url, "anabranch:test:rank-0:"))
-            servers[-1].open(needed=True)
-            tiers.append(RedisTier(servers[-1], f"g{row_bytes}", row_bytes, slots))
+            server = RedisServer(request.getfixturevalue("mortal_redis").url, "anabranch:test:rank-0:")
+            server.open(needed=True)
+            tiers.append(RedisTier(server, f"g{row_bytes}", row_bytes, slots))
         return tiers[-1]
 
     yield make
-    for each in [*tiers, *servers]:
-        each.close()
+    for tier in tiers:
+        tier.close()
 
 
-@pytest.fixture(params=["device", "host", "disk", REDIS])
+@pytest.fixture(params=["device", "device on the host", "host", "disk", REDIS])
 def open_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     yield from opened(request.param, tmp_path, request)
 
 
-@pytest.fixture(params=["disk", REDIS])
+@pytest.fixture(params=["host", "disk", REDIS])
 def open_slow(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., SlowTier]]:
+    yield from opened(request.param, tmp_path, request)  # type: ignore[misc]
+
+
+@pytest.fixture(params=["disk", REDIS])
+def open_home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., SlowTier]]:
     yield from opened(request.param, tmp_path, request)  # type: ignore[misc]
 
 
@@ -130,12 +136,14 @@ def test_rows_are_read_into_their_places_and_no_others(open_slow: Callable[..., 
     assert (np.delete(into.numpy(), places, axis=0) == 7).all()
 
 
-def test_a_tier_that_is_opened_again_has_what_was_written(open_slow: Callable[..., SlowTier]) -> None:
-    tier = open_slow()
+def test_a_home_that_is_opened_again_has_what_was_written(open_home: Callable[..., SlowTier]) -> None:
+    tier = open_home()
     slots, identity, written = some(700), names(700), rows(700)
     tier.write(slots, identity, written)
     tier.sync()
-    read, whole = open_slow().read(slots, identity)
+    again = open_home()
+    assert again.file == tier.file
+    read, whole = again.read(slots, identity)
     assert whole.all()
     assert np.array_equal(read.numpy(), written)
 
