@@ -68,7 +68,7 @@ def build_app(
     _add_dashboard(app, overview, report)
     _add_orders(app, service, settings.tokens)
     _add_metrics(app, metrics)
-    _add_description(app, service, overview.history.steps, _OPEN if _tokens(settings.tokens) else None)
+    _add_description(app, service, overview.history.steps, tokens=bool(_tokens(settings.tokens)))
     return _Named(_Door(app, settings.tokens, metrics), RequestLog(settings.request_log))
 
 
@@ -299,12 +299,12 @@ def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
         )
 
 
-def _add_description(app: FastAPI, service: Service, steps: Sequence[int], open_paths: frozenset[str] | None) -> None:
+def _add_description(app: FastAPI, service: Service, steps: Sequence[int], *, tokens: bool) -> None:
     @app.get("/openapi.json", response_class=Response, include_in_schema=False)
     async def description() -> Response:
         return content
 
-    content = _json(whole(app.openapi(), service.name, service.signature, steps, open_paths))
+    content = _json(whole(app.openapi(), service.name, service.signature, steps, _OPEN, tokens=tokens))
 
 
 def _tokens(tokens: Tokens) -> list[bytes]:

@@ -33,13 +33,13 @@ _ERRORS: Mapping[str, Sequence[int]] = {
     "/api/history": [400],
     _ORDER: [401, 403, 404, 409],
 }
-"""What else a route answers than 200, beside 401 where tokens are asked for, and 500 for a bug."""
+"""What else a route answers than 200, beside 500 for a bug, 401 where tokens are asked for, and 403 where none are."""
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
 _MEANINGS = {
     304: "The page has not changed.",
     400: "Mend the request.",
     401: "Send a token that this server knows.",
-    403: "Send the admin token; orders from pages of other sites are not taken.",
+    403: "Send the admin token, no order from a page of another site, and without tokens a Host that is this machine.",
     404: "Ask for what is there; the sentence names it.",
     409: "Change first what the sentence names.",
     413: "Send less at once.",
@@ -52,7 +52,13 @@ _MEANINGS = {
 
 
 def whole(
-    document: Document, name: str, signature: Signature, steps: Sequence[int], open_paths: frozenset[str] | None
+    document: Document,
+    name: str,
+    signature: Signature,
+    steps: Sequence[int],
+    open_paths: frozenset[str],
+    *,
+    tokens: bool,
 ) -> Document:
     """Return the framework's document with bodies, errors and the routes that it does not know.
 
@@ -61,7 +67,8 @@ def whole(
         name: of the served model.
         signature: of the served model.
         steps: the resolutions of the history, in seconds.
-        open_paths: those that need no token; None where none does.
+        open_paths: those that anybody may ask for.
+        tokens: whether the others need one.
     """
     _, components = msgspec.json.schema_components([InferBody, ReplyBody], ref_template=_SCHEMAS + "{name}")
     components["InferBody"]["example"] = _example(signature)
@@ -85,29 +92,29 @@ def whole(
     order["responses"]["200"]["content"] = {_JSON: {"schema": state}}
     for path, operations in paths.items():
         for operation in operations.values():
-            _complete(path, operation, guarded=open_paths is not None and path not in open_paths)
+            _complete(path, operation, [] if path in open_paths else [401 if tokens else 403])
             for parameter in operation.get("parameters", ()):
                 if path.startswith("/v2/models/{name}") and parameter["name"] == "name":
                     parameter["schema"] = {"type": "string", "enum": [name]}
                 if parameter["name"] == "action":
                     parameter["schema"] = {"type": "string", "enum": list(ORDERS)}
-            if open_paths is not None:
+            if tokens:
                 operation["security"] = [] if path in open_paths else [{"bearer": []}]
     document["paths"] = paths
     document["components"] = {"schemas": components}
-    if open_paths is not None:
+    if tokens:
         document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return document
 
 
-def _complete(path: str, operation: Document, *, guarded: bool) -> None:
-    """Say what a route answers: its content, and errors, which are all alike."""
+def _complete(path: str, operation: Document, refusals: Sequence[int]) -> None:
+    """Say what a route answers: its content, and errors, which are all alike, those of who may ask among them."""
     answers = operation["responses"]
     answers.pop("422", None)
     answers["200"].setdefault("content", {_OTHER_CONTENT.get(path, _JSON): {}})
     if path == "/":
         answers["304"] = {"description": _MEANINGS[304]}
-    for status in sorted({*_ERRORS.get(path, ()), 500, *([401] if guarded else [])}):
+    for status in sorted({*_ERRORS.get(path, ()), 500, *refusals}):
         answers[str(status)] = {
             "description": _MEANINGS[status],
             "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}Error"}}},

@@ -58,8 +58,13 @@ def test_the_example_in_the_description_is_answered(mixed: Any, served: Any) -> 
         document = httpx.get(f"{server.url}/openapi.json").json()
         example = document["components"]["schemas"]["InferBody"]["example"]
         response = httpx.post(server.infer, json=example)
+        elsewhere = httpx.post(server.infer, json=example, headers={"Host": "elsewhere.example"})
     assert response.status_code == 200, response.text
-    assert "security" not in document["paths"]["/v2"]["get"]
+    assert elsewhere.status_code == 403
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert "security" not in operation
+            assert ("403" in operation["responses"]) == (path not in OPEN), path
 
 
 @pytest.mark.slow
