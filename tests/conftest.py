@@ -1,6 +1,7 @@
 """What tests share: a Kafka broker for the session, topics of their own, and plain ways to write and read them; Valkey.
 
-A test that takes `kafka` or `mortal_redis` is marked `services` by that alone. Without any broker or Valkey it is
+A test that takes a broker is marked `kafka` and `services` by that alone, one that takes `mortal_redis`, or is marked
+`any_broker` since to it a broker is only where events come from, `services` alone. Without any broker or Valkey it is
 skipped, but fails under CI.
 """
 
@@ -169,9 +170,13 @@ class MortalRedis:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"kafka", "sasl_kafka", "mortal_kafka", "mortal_redis"} & set(getattr(item, "fixturenames", ())):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        brokers = {"kafka", "sasl_kafka", "guarded_kafka", "mortal_kafka"} & fixtures
+        if brokers or "mortal_redis" in fixtures:
             item.add_marker(pytest.mark.services)
-        if "browser" in getattr(item, "fixturenames", ()):
+        if brokers and not item.get_closest_marker("any_broker"):
+            item.add_marker(pytest.mark.kafka)
+        if "browser" in fixtures:
             item.add_marker(pytest.mark.browser)
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))

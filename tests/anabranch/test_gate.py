@@ -15,7 +15,7 @@ from learner.trained import parse_trained_through
 from learner.version import Versions
 from tests.pipelines import LINEAR
 
-pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.any_broker, pytest.mark.slow, pytest.mark.timeout(300)]
 
 CONFIG = """
 batch_size = 16

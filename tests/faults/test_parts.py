@@ -92,7 +92,10 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(
     pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, TEXT.format(port=port))
     first = start(pipeline, "up")
     send(kafka.bootstrap, topic, encoded(events(300)))
-    first.until(lambda: ready(port) and total(pipeline.report()) == 300, "an outcome for each event")
+    first.until(
+        lambda: ready(port) and (told := pipeline.report()) is not None and total(told) == 300,
+        "an outcome for each event",
+    )
     family = first.family()
     assert len(family) >= 4, "it is not all parts that are looked at"
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.faults.serving_kills import asked_while_the_learner_is_killed
 
+pytestmark = pytest.mark.any_broker
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)

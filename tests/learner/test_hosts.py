@@ -28,6 +28,8 @@ from learner.version import Versions
 from learner.voice import Voice, Word, listen
 from tests.pipelines import Learner, adds_up, events, total
 
+pytestmark = pytest.mark.any_broker
+
 CONFIG = """
 batch_size = 8
 hosts = 2

@@ -19,6 +19,8 @@ from learner.version import Versions
 from learner.voice import Round, Seat
 from tests.pipelines import Learner, adds_up, events, total
 
+pytestmark = pytest.mark.any_broker
+
 CONFIG = """
 batch_size = 8
 replicas = 2

@@ -26,6 +26,8 @@ from learner.task import Classification
 from learner.trainer import Trainer
 from tests.pipelines import LINEAR, Learner, events
 
+pytestmark = pytest.mark.any_broker
+
 SLO = timedelta(milliseconds=20)
 CONFIG = """
 batch_size = 16
