@@ -3,11 +3,12 @@
 import threading
 from dataclasses import replace
 
+from learner.channel import Channel
 from learner.confinement import confined, limit_threads
 from learner.replicas import Meeting, Place, Replicas, join_group
 from learner.session import bounded
 from learner.sharing import share
-from learner.team import Channel, follow
+from learner.team import follow
 from learner.trainer import Trainer
 from learner.workbench import Deployment, prepare
 

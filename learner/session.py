@@ -16,6 +16,7 @@ from ingest.errors import GapError, SettingsError
 from ingest.metrics import IngestMetrics
 from ingest.source import Source
 from ingest.sources import Sources
+from learner.channel import Channel, lead
 from learner.confinement import confined, limit_threads
 from learner.cut import RANK, Cuts
 from learner.cutter import Cutter
@@ -36,7 +37,7 @@ from learner.resumed import Resumed
 from learner.scorer import Scorer
 from learner.sharing import share
 from learner.status import serve_status
-from learner.team import Channel, Leader, lead
+from learner.team import Leader
 from learner.tracing import Tracing
 from learner.trainer import Trainer
 from learner.version import Versions

@@ -3,147 +3,30 @@
 Rank 0 reads the stream and has the store, the ledger, versions and cuts. For each step it deals events to all ranks,
 itself included; all do the same step, in which gradients are averaged; what the others found out comes back. Whatever
 is decided is decided by rank 0 and told in a header, so that all ranks do it or none.
-
-A message is a header of int64 on the CPU, and bytes on the learner's device where it announces some.
 """
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ingest.errors import AnabranchError
-from learner.config import LearnerSettings
+from learner.channel import Action, Channel
 from learner.dealing import Form, Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
-from learner.errors import RankLostError
 from learner.heard import StepResult
-from learner.replicas import SILENCE, Place, Replicas, join_group
+from learner.replicas import Replicas
 from learner.strategy import Examples
 from learner.trainer import Trainer
 
-_HEADER = 24
-_PATIENCE = timedelta(seconds=2)
-_QUIET_SECONDS = 1.0
-"""After so long without a step the leader says that it is there, so that no rank gives up on a quiet stream."""
 _PARTS = ("model", "optimizer", "strategy")
 """What of a cut is the trainer's."""
 _LOSSES, _EMBEDDINGS, _OUTPUTS = 1, 2, 4
 """What the leader wants back from a step."""
-
-
-class Action(IntEnum):
-    """What a header asks of the other ranks."""
-
-    STOP = 0
-    WAIT = 1
-    BEGIN = 2
-    FORMS = 3
-    STEP = 4
-    RESTORE = 5
-    GATHER = 6
-    DRIFT = 7
-    SNAPSHOT = 8
-    MOMENTS = 9
-
-
-class Channel:
-    """The headers and bytes between the leader and the others. Called by every rank."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = device
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []
-        self._due = 0.0
-
-    @property
-    def others(self) -> range:
-        """The ranks that are led."""
-        return range(1, self.size)
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing was said for a second."""
-        return time.monotonic() >= self._due
-
-    def tell(self, rank: int, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None) -> None:
-        """Send a header, and a message with it, without waiting until they have arrived."""
-        header = torch.zeros(_HEADER, dtype=torch.int64)
-        size = -1 if message is None else len(message)
-        header[: 3 + len(numbers)] = torch.tensor([action, size, len(numbers), *numbers])
-        self._sent.append((dist.isend(header, rank), header))
-        if message is not None:
-            self._sent.append((dist.isend(message, rank), message))
-        self._due = time.monotonic() + _QUIET_SECONDS
-
-    def tell_all(
-        self, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None, patience: timedelta = SILENCE
-    ) -> None:
-        """Tell every other rank the same, and wait until it has arrived."""
-        for rank in self.others:
-            self.tell(rank, action, numbers, message)
-        self.arrived(patience)
-
-    def arrived(self, patience: timedelta = SILENCE) -> None:
-        """Wait until all that was told has arrived; raises RuntimeError when a rank does not listen."""
-        for work, _ in self._sent:
-            if work is not None:
-                work.wait(patience)
-        self._sent.clear()
-
-    def hear(self) -> tuple[Action, list[int], Tensor | None]:
-        """Wait for the leader's next header, and the message that goes with it."""
-        header = torch.zeros(_HEADER, dtype=torch.int64)
-        try:
-            dist.recv(header, 0)
-        except RuntimeError as exc:
-            raise RankLostError(f"rank 0 is gone: {exc}") from exc
-        action, size, count, *numbers = header.tolist()
-        return Action(action), numbers[:count], None if size < 0 else self.receive(0, size)
-
-    def reply(self, message: Tensor) -> None:
-        """Send bytes to the leader."""
-        dist.send(message, 0)
-
-    def receive(self, rank: int, size: int) -> Tensor:
-        """Wait for so many bytes of a rank, uint8 on the learner's device."""
-        message = torch.empty(size, dtype=torch.uint8, device=self.device)
-        dist.recv(message, rank)
-        return message
-
-    @contextmanager
-    def leading(self) -> Iterator[None]:
-        """Tell the others to begin now, and to stop when the block is left in order or by an error that is no bug.
-
-        When a rank is lost there is nobody to tell, and the others see for themselves that the group is broken.
-        """
-        try:
-            yield
-        except AnabranchError:
-            # Ranks in the midst of a step do not listen: they see for themselves that this one is gone.
-            with suppress(RuntimeError):
-                self.tell_all(Action.STOP, patience=_PATIENCE)
-            raise
-        self.tell_all(Action.STOP)
-
-
-@contextmanager
-def lead(place: Place, settings: LearnerSettings) -> Iterator[Channel]:
-    """Join the group of all ranks as the one that leads it."""
-    with join_group(place, settings) as device:
-        channel = Channel(device)
-        with channel.leading():
-            yield channel
 
 
 class Leader(Trainer):

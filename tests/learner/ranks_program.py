@@ -19,6 +19,7 @@ from torch import nn
 from ingest.config import SchemaSettings
 from ingest.fake import fake_columns
 from ingest.schema import Schema
+from learner.channel import Channel
 from learner.config import LearnerSettings
 from learner.embedding import Embedding
 from learner.precision import choose_precision
@@ -26,7 +27,7 @@ from learner.replicas import Meeting, Place, Replicas, join_group
 from learner.strategies import STRATEGIES
 from learner.strategy import Examples
 from learner.task import Classification
-from learner.team import Channel, Leader, follow
+from learner.team import Leader, follow
 from learner.trainer import Trainer
 
 SCHEMA = Schema(

@@ -13,13 +13,13 @@ from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner import compiled
+from learner.channel import Channel
 from learner.config import LearnerSettings, ShareSettings
 from learner.precision import Precision, choose_precision
 from learner.session import _trainer
 from learner.strategies import STRATEGIES
 from learner.support import RULES, point, refused
 from learner.task import Classification
-from learner.team import Channel
 from learner.trainer import Trainer
 from learner.workbench import Workbench
 from replay.config import ReplaySettings
