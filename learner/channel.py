@@ -34,6 +34,7 @@ class Action(IntEnum):
     DRIFT = 7
     SNAPSHOT = 8
     MOMENTS = 9
+    GENERATORS = 10
 
 
 class Channel:
@@ -93,6 +94,17 @@ class Channel:
     def reply(self, message: Tensor) -> None:
         """Send bytes to the leader."""
         dist.send(message, 0)
+
+    def reply_with_size(self, message: Tensor) -> None:
+        """Send the leader bytes of which it does not know how many they are."""
+        dist.send(torch.tensor([len(message)]), 0)
+        self.reply(message)
+
+    def receive_with_size(self, rank: int) -> Tensor:
+        """Wait for what a rank sends by `reply_with_size`."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, rank)
+        return self.receive(rank, int(size))
 
     def receive(self, rank: int, size: int) -> Tensor:
         """Wait for so many bytes of a rank, uint8 on the learner's device."""

@@ -4,6 +4,8 @@
     var/cuts/<number>/rank-0/state.json           everything that is no tensor
     var/cuts/<number>/manifest.json               number, epoch, step, schema, and the SHA-256 of every file
 
+In `rng` the generators of another rank are one tensor of bytes, `rank-<r>`, which that rank has packed.
+
 Files first, fsync, manifest last, one rename, as with versions. Nothing is unpickled. A part that is the same as in an
 earlier cut is linked to: each cut is whole by itself, whichever others are deleted.
 

@@ -33,7 +33,6 @@ from learner.rates import Rates
 from learner.ratio import Tally, make_ratio
 from learner.rehearsal import rehearsal
 from learner.retention import retention_of
-from learner.rng import restore_rng, rng_tensors, rng_values
 from learner.round_robin import RoundRobin
 from learner.strategy import OUTPUT, Examples
 from learner.trainer import Trainer
@@ -313,12 +312,14 @@ class Loop:
         self._batches.restore(state.get("batches", {}))
         parts.lag.restore(state.get("lag", {}))
         parts.publisher.go_on_from(self._progress())
-        restore_rng(dict(cut.tensors["rng"]), state["rng"])
+        parts.trainer.restore_generators(cut.tensors["rng"], state["rng"])
 
     def _moment(self, number: int) -> Moment:
         """Copy all that cut `number` is made from; called between steps."""
         parts = self._parts
         self.rates.measure(self.ledger.partitions)
+        tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors()}
+        tensors["rng"], rng_values = parts.trainer.generators()
         state = {
             "trainer": parts.trainer.state(),
             "ledger": self.ledger.state(),
@@ -330,12 +331,11 @@ class Loop:
             "rows_new": self.rows_new,
             "rows_replay": self.rows_replay,
             "replay_debt": self._replay_debt,
-            "rng": rng_values(),
+            "rng": rng_values,
             OUTPUT: _shape_kept(parts.store),
             "batches": self._batches.state(),
             "lag": parts.lag.state(),
         }
-        tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors(), "rng": rng_tensors()}
         return Moment(self.steps, tensors, state, parts.store.hold(number) if parts.store is not None else None)
 
     def _standing(self) -> object:

@@ -1,6 +1,7 @@
 """The random generators that a model or a sampler may use, as plain values for a cut."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor
 
 
-def rng_tensors() -> dict[str, Tensor]:
-    """Return the states of torch's generators: the CPU's, and every CUDA device's."""
+def rng_tensors(device: torch.device | None = None) -> dict[str, Tensor]:
+    """Return the states of torch's generators: the CPU's, and every CUDA device's, or the one's given as `cuda`."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if device is not None:
+        states |= {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    elif torch.cuda.is_available():
         states |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
     return states
 
@@ -26,13 +29,15 @@ def rng_values() -> dict[str, Any]:
     }
 
 
-def restore_rng(tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Put all generators back; those of CUDA devices that are not there are left out."""
+def restore_rng(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Put all generators back; those of CUDA devices that are not there are left out, and `cuda` is the current one."""
     torch.set_rng_state(tensors["cpu"])
     for name, state in tensors.items():
         device, _, index = name.partition(".")
-        if device == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, int(index))
+        if device == "cuda" and torch.cuda.is_available():
+            place = int(index or torch.cuda.current_device())
+            if place < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, place)
     version, words, gauss = values["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = values["numpy"]

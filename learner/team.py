@@ -20,11 +20,12 @@ from learner.channel import Action, Channel
 from learner.dealing import Form, Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
 from learner.heard import StepResult
 from learner.replicas import Replicas
+from learner.rng import restore_rng, rng_tensors, rng_values
 from learner.strategy import Examples
 from learner.trainer import Trainer
 
 _PARTS = ("model", "optimizer", "strategy")
-"""What of a cut is the trainer's."""
+"""What of a cut all ranks take up."""
 _LOSSES, _EMBEDDINGS, _OUTPUTS = 1, 2, 4
 """What the leader wants back from a step."""
 
@@ -70,8 +71,22 @@ class Leader(Trainer):
         flat = {
             f"{part}/{name}": value.cpu().clone() for part in _PARTS for name, value in tensors.get(part, {}).items()
         }
-        flat["/"] = _bytes(json.dumps(state).encode())
-        self._channel.tell_all(Action.RESTORE, (), _bytes(safetensors.torch.save(flat)).to(self.device))
+        self._channel.tell_all(Action.RESTORE, (), _saved(flat, state).to(self.device))
+
+    def generators(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the states of the random generators of all ranks: those of another rank are one tensor of bytes."""
+        tensors, values = super().generators()
+        self._channel.tell_all(Action.GENERATORS)
+        others = {_of_rank(rank): self._channel.receive_with_size(rank) for rank in self._channel.others}
+        return tensors | others, values
+
+    def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Put the random generators of all ranks back; a rank that the cut does not know goes on from its seed."""
+        super().restore_generators(tensors, values)
+        for rank in self._channel.others:
+            if (kept := tensors.get(_of_rank(rank))) is not None:
+                self._channel.tell(rank, Action.GENERATORS, (), kept.to(self.device))
+        self._channel.arrived()
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the weights and buffers as they are now, averaged over the ranks where those have stepped apart."""
@@ -163,6 +178,10 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, Replicas]]) -> No
         elif action is Action.RESTORE:
             assert message is not None
             _restore(trainer, message)
+        elif action is Action.GENERATORS and message is not None:
+            restore_rng(*_loaded(message))
+        elif action is Action.GENERATORS:
+            channel.reply_with_size(_saved(rng_tensors(channel.device), rng_values()).to(channel.device))
         elif action is Action.GATHER:
             replicas.gather()
         elif action is Action.DRIFT:
@@ -197,8 +216,7 @@ def _step(
 
 def _restore(trainer: Trainer, message: Tensor) -> None:
     tensors: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
-    flat = safetensors.torch.load(message.cpu().numpy().tobytes())
-    state = json.loads(flat.pop("/").numpy().tobytes())
+    flat, state = _loaded(message)
     for key, value in flat.items():
         part, _, name = key.partition("/")
         tensors[part][name] = value
@@ -221,6 +239,22 @@ def _pieces(result: StepResult, share: Share, wants: int) -> list[Tensor]:
         assert result.output_B is not None
         pieces.append(result.output_B.float())
     return pieces
+
+
+def _of_rank(rank: int) -> str:
+    """Name what a cut has of the generators of a rank that is led."""
+    return f"rank-{rank}"
+
+
+def _saved(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
+    """Return tensors and JSON values as bytes."""
+    return _bytes(safetensors.torch.save({**tensors, "/": _bytes(json.dumps(state).encode())}))
+
+
+def _loaded(message: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what `_saved` made bytes of."""
+    tensors = safetensors.torch.load(message.cpu().numpy().tobytes())
+    return tensors, json.loads(tensors.pop("/").numpy().tobytes())
 
 
 def _bits(number: float) -> int:

@@ -28,6 +28,7 @@ from learner.micro import idle, micro_batches
 from learner.model import forward, tensor_dtype
 from learner.precision import Precision
 from learner.ranks import Alone, Ranks
+from learner.rng import restore_rng, rng_tensors, rng_values
 from learner.strategy import Examples, Learner, Strategy, Tensors, Whole, twice
 from learner.task import Task
 from learner.transfer import Transfer
@@ -319,6 +320,14 @@ class Trainer:
                 "the newest cut does not fit the model or optimizer of the config; put those back, or begin anew by "
                 f"moving the cuts away: {' '.join(str(exc).split())}"
             ) from exc
+
+    def generators(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the states of all random generators, as tensors and as JSON values, for a cut."""
+        return rng_tensors(), rng_values()
+
+    def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Put all random generators back, after `restore`."""
+        restore_rng(tensors, values)
 
     def _restore_strategy(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
         """Let the strategy go on, unless the cut is of another, which says nothing to this one."""

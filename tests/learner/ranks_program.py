@@ -6,21 +6,24 @@ is a file `FOLDER/address` they meet there, as ranks of several hosts do, and ra
 """
 
 import json
+import random
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ingest.config import SchemaSettings
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.channel import Channel
 from learner.config import LearnerSettings
+from learner.cut import Cut, Cuts
 from learner.embedding import Embedding
 from learner.precision import choose_precision
 from learner.replicas import Meeting, Place, Replicas, join_group
@@ -45,15 +48,24 @@ def settings_of(scenario: dict[str, Any]) -> LearnerSettings:
     )
 
 
-def arguments_of(scenario: dict[str, Any]) -> dict[str, Any]:
+class Noise(nn.Module):
+    """Multiplies by a number of Python's and one of numpy's generator."""
+
+    def forward(self, x_BH: Tensor) -> Tensor:
+        return x_BH * (1 + random.random()) * (1 + np.random.random())
+
+
+def arguments_of(scenario: dict[str, Any], rank: int = 0) -> dict[str, Any]:
     torch.manual_seed(0)
     width = scenario.get("width", 8)
     inner = [nn.Linear(width, width), nn.Tanh()] if "width" in scenario else []
+    inner += [nn.Dropout(0.5), Noise()] * scenario.get("noisy", False)
     model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), *inner, nn.Linear(width, 3))
     if scenario.get("double", True):
         model = model.double()
         model.register_forward_pre_hook(lambda _, given: (given[0].double(),))
     settings = settings_of(scenario)
+    seed(rank)
     return {
         "model": model,
         "task": Classification(),
@@ -64,6 +76,12 @@ def arguments_of(scenario: dict[str, Any]) -> dict[str, Any]:
         "precision": choose_precision(settings.precision, CPU),
         "embedding": Embedding(model, "1"),
     }
+
+
+def seed(rank: int) -> None:
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
 
 
 def examples(trainer: Trainer, begin: int, n: int, double: bool) -> Examples:
@@ -100,7 +118,8 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Step as the scenario says: [new, old...] a step; return the weights, and what the last step found out."""
     begun: float | None = None
     found = {}
-    for step in range(scenario.get("times", 1) * len(scenario["steps"])):
+    taken_up, first_step = go_on(trainer, scenario["go_on_from"]) if "go_on_from" in scenario else ({}, 0)
+    for step in range(first_step, scenario.get("times", 1) * len(scenario["steps"])):
         new, *drawn = scenario["steps"][step % len(scenario["steps"])]
         double = scenario.get("double", True)
         old = [seen(trainer, 50 * place, n, double) for place, n in enumerate(drawn, 1) if n]
@@ -123,10 +142,32 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
             trainer.drifted()
         if step == scenario.get("cut_at"):
             trainer.restore(trainer.tensors(), trainer.state())
+        if step + 1 == scenario.get("write_at"):
+            write(trainer, step + 1, scenario["write_to"])
     tensors, state = trainer.tensors(), trainer.state()
     trainer.restore(tensors, state)
-    moments = {f"optimizer.{name}": value for name, value in tensors["optimizer"].items()}
-    return found | moments | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
+    taken_up |= {f"optimizer.{name}": value for name, value in tensors["optimizer"].items()}
+    return found | taken_up | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
+
+
+def cuts_at(path: str) -> Cuts:
+    return Cuts(Path(path), "schema", 1)
+
+
+def write(trainer: Trainer, step: int, path: str) -> None:
+    """Write a cut of what is the trainer's."""
+    tensors, (tensors["rng"], values) = trainer.tensors(), trainer.generators()
+    cuts_at(path).write(1, Cut(step, tensors, {"trainer": trainer.state(), "rng": values}), 0.0)
+
+
+def go_on(trainer: Trainer, path: str) -> tuple[dict[str, Tensor], int]:
+    """Take up a cut, and return the generators of all ranks thereafter, and the step."""
+    found = cuts_at(path).newest()
+    assert found is not None
+    _, cut = found
+    trainer.restore(cut.tensors, cut.state["trainer"])
+    trainer.restore_generators(cut.tensors["rng"], cut.state["rng"])
+    return {f"rng.{name}": value for name, value in trainer.generators()[0].items()}, cut.step
 
 
 def main() -> None:
@@ -143,7 +184,7 @@ def main() -> None:
     with join_group(Place(rank, size, meeting), settings_of({})) as device:
         for number, scenario in enumerate(scenarios):
             channel, replicas = Channel(device), Replicas(settings_of(scenario))
-            arguments = arguments_of(scenario)
+            arguments = arguments_of(scenario, rank)
             if rank == 0:
                 with channel.leading():
                     begin = time.monotonic()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from learner.config import LearnerSettings
+from learner.cut import Cuts
 from learner.hosts import Alone, Change
 from learner.launcher import launch
 from learner.lock import hold_state_directory
@@ -105,6 +106,9 @@ def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
         produce(kafka.bootstrap, topic, events(200))
         report = learner.wait_for(lambda each, n=200 * turn: total(each) == n)
         assert learner.stop(40) == 0
+        cuts = Cuts(learner.state_dir / "cuts", "", 0)
+        has_others = "rank-1" in cuts.part(cuts.numbers()[-1], "rng")
+        assert has_others == (replicas == 2), "a cut has the generators of all ranks that there are"
     assert learner.log.read_text().count("going on from cut") == 1
     assert report.steps > report.steps_since_start > 0
     assert report.replay_rows == {"device": report.outcomes["trained"]}

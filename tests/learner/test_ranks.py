@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings
+from learner.cut import Cuts
 from learner.dealing import Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
 from learner.precision import choose_precision
 from learner.replicas import Place, Replicas, join_group
@@ -27,6 +29,9 @@ from learner.trainer import Trainer
 LONG = "ANABRANCH_TEST_STEPS"
 UNEVEN = [[11, 9], [1, 0], [1, 1], [2, 0], [1, 5], [3, 1], [7, 0]]
 """New and old events of steps: some leave a rank with nothing new, or with nothing at all."""
+
+NOISY = {"steps": UNEVEN, "times": 2, "noisy": True, "double": False}
+"""Of a model that throws dice, in the precision that models have."""
 
 Play = Any
 
@@ -166,6 +171,51 @@ def test_what_ranks_have_learned_apart_is_averaged_in_versions_and_cuts(play: Pl
     (found,), (exact,) = play(2, [scenario]), play(1, [scenario | {"settings": {}}])
     for name in ("model.0.weight", "model.2.bias"):
         assert torch.allclose(found[name], exact[name], rtol=0, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def of_two(play: Play, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tensor]]:
+    """A cut by two ranks in the midst of their steps, and what comes out of those, which is the same without it."""
+    path = str(tmp_path_factory.mktemp("of-two"))
+    without, found = play(2, [NOISY, NOISY | {"write_at": 7, "write_to": path}])
+    for name in without.keys() - {"seconds"}:
+        assert torch.equal(found[name], without[name]), f"making a cut changes {name}"
+    return path, found
+
+
+def test_ranks_go_on_from_a_cut_as_if_they_had_never_ended(play: Play, of_two: tuple[str, dict[str, Tensor]]) -> None:
+    """Bit for bit, though their model throws dice of torch, Python and numpy, others on each rank."""
+    path, found = of_two
+    (resumed,) = play(2, [NOISY | {"go_on_from": path}])
+    for name in found.keys() - {"begun", "seconds"}:
+        assert torch.equal(resumed[name], found[name]), name
+
+
+def test_a_cut_gives_each_rank_that_it_knows_its_generators_back(
+    play: Play, of_two: tuple[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """With more ranks than it is of, and with one: those that it does not know go on from their seed."""
+    one, (two, _) = str(tmp_path), of_two
+    fewer, _ = play(1, [NOISY | {"go_on_from": two}, NOISY | {"write_at": 7, "write_to": one}])
+    more, most = play(3, [NOISY | {"go_on_from": two}, NOISY | {"go_on_from": one}])
+    known, alone = (rng_of(path) for path in (two, one))
+    assert known.keys() == {"cpu", "rank-1"}
+    assert alone.keys() == {"cpu"}
+    assert torch.equal(more["rng.cpu"], known["cpu"])
+    assert torch.equal(more["rng.rank-1"], known["rank-1"])
+    assert torch.equal(more["rng.rank-2"], most["rng.rank-2"])
+    assert torch.equal(fewer["rng.cpu"], known["cpu"])
+    assert "rng.rank-1" not in fewer
+    assert torch.equal(most["rng.cpu"], alone["cpu"])
+    assert not torch.equal(most["rng.rank-1"], known["rank-1"])
+    assert all(found["loss"].isfinite() for found in (fewer, more, most))
+
+
+def rng_of(path: str) -> Mapping[str, Tensor]:
+    """Return what a cut has of torch's generators on the CPU, and of other ranks."""
+    found = Cuts(Path(path), "schema", 1).newest()
+    assert found is not None
+    return {name: value for name, value in found[1].tensors["rng"].items() if not name.startswith("cuda")}
 
 
 def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tmp_path: Path) -> None:
