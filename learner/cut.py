@@ -13,6 +13,7 @@ Only what is forgotten changes a cut: a part without it is written as <part>.<n>
 replaced, then the old file is deleted.
 """
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
@@ -101,6 +102,14 @@ class Cuts:
     def numbers(self) -> list[int]:
         """Return the numbers of all cuts, rising."""
         return self._storage.numbers()
+
+    def epoch(self) -> int:
+        """Return the latest epoch of a learner that wrote one; 0 when there is none."""
+        found = [0]
+        for number in self.numbers():
+            with contextlib.suppress(CutError):  # `newest` says what is wrong with it
+                found.append(self.manifest(number).epoch)
+        return max(found)
 
     def newest(self) -> tuple[int, Cut] | None:
         """Return the newest cut that is whole, or None when there is none; others are named in the log.

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -71,7 +72,7 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
         bench = prepare(deployment, channel.device if channel is not None else choose_device(deployment.learner.device))
         schema, device = bench.schema, bench.device
-        known = Versions(deployment.state_dir / "versions").epoch
+        known = functools.partial(_latest_epoch, deployment.state_dir)
         epoch = stack.enter_context(
             hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout, known)
         )
@@ -146,6 +147,11 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
             raise
         _finish(loop, reporter, deployment.learner.stop_timeout)
         log.info("stopped after %d steps, version %s", loop.steps, publisher.number)
+
+
+def _latest_epoch(state_dir: Path) -> int:
+    """Return the latest epoch of a learner that wrote a version or a cut; 0 when there is none."""
+    return max(Versions(state_dir / "versions").epoch(), Cuts(state_dir / "cuts", schema="", epoch=0).epoch())
 
 
 def _publisher(

@@ -382,6 +382,7 @@ def test_a_cut_that_is_not_whole_is_refused_and_the_one_before_it_taken(
     assert found is not None
     assert (found[0], found[1].step) == (1, 4)
     assert "the one before it is taken" in caplog.text
+    assert bench.cuts.epoch() == 1
 
 
 def test_a_cut_that_was_refused_takes_no_good_ones_place(make_bench: Callable[..., Bench]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -16,6 +17,7 @@ import torch
 from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
+from learner.cut import Cuts
 from learner.lock import EPOCH, LOCK, hold_state_directory
 from learner.report import LearnerReport, read_report
 from learner.version import Versions
@@ -358,7 +360,7 @@ def test_a_second_learner_on_the_same_state_directory_ends_with_2(
     assert (code, "another learner is at work" in sentence) == (2, True)
 
 
-def test_a_learner_goes_on_after_the_versions_that_are_there_where_the_file_of_epochs_was_lost(
+def test_a_learner_goes_on_after_what_is_there_of_versions_and_cuts_where_the_file_of_epochs_was_lost(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -373,9 +375,12 @@ def test_a_learner_goes_on_after_the_versions_that_are_there_where_the_file_of_e
         learner.wait_for(lambda each, n=50 * turn: total(each) == n)
         assert learner.stop() == 0
         versions = Versions(learner.state_dir / "versions")
-        assert versions.epoch() == turn
+        cuts = Cuts(learner.state_dir / "cuts", "", 0)
+        assert [versions.epoch(), cuts.epoch(), cuts.manifest(max(cuts.numbers())).epoch] == [turn] * 3
         assert versions.stale(versions.numbers()) == set()
         (learner.state_dir / EPOCH).unlink()
+        if turn == 2:
+            shutil.rmtree(learner.state_dir / "versions")
 
 
 def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writes_nothing_more(
