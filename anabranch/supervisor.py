@@ -8,7 +8,6 @@ stops by itself (`daemon.stop_with_parent`), also after a SIGKILL of the supervi
 import contextlib
 import logging
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import msgspec
 
 from anabranch.config import Config
 from anabranch.daemon import Exit
+from ingest.jitter import jittered
 from learner.report import REPORT as LEARNER_REPORT
 from serving.report import REPORT as SERVING_REPORT
 
@@ -66,7 +66,7 @@ class Backoff:
         if deaths <= 1:
             return 0.0
         longest = min(self.longest.total_seconds(), self.first.total_seconds() * 2.0 ** min(deaths - 2, 30))
-        return longest * random.uniform(0.5, 1.0)  # noqa: S311
+        return jittered(longest)
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Hosts that do not read their part of a stream, and are tried again beside the reading of others."""
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +8,7 @@ from datetime import timedelta
 
 from ingest.block import TopicPartition
 from ingest.errors import AnabranchError
+from ingest.jitter import jittered
 from ingest.messages import Mark, Position
 from ingest.source import Source
 
@@ -76,7 +76,7 @@ class Absent:
         in_a_row = now - self._failed_at < _IN_A_ROW_SECONDS
         self._pause = min(_LONGEST_SECONDS, self._pause * 2) if in_a_row else _SHORTEST_SECONDS
         self._failed_at = now
-        self._try_at = now + self._pause * random.uniform(0.5, 1.0)  # noqa: S311 jitter, no secret
+        self._try_at = now + jittered(self._pause)
 
 
 class _Trial(threading.Thread):

@@ -1,7 +1,6 @@
 """The learner's end of ingest: starts the process, receives blocks, gives slots back."""
 
 import logging
-import random
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from ingest import errors
 from ingest.block import Block, BlockLayout, TopicPartition, current
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import AnabranchError, BrokerError
+from ingest.jitter import jittered
 from ingest.messages import (
     Broker,
     Commit,
@@ -325,7 +325,7 @@ class Source:
         self._drop(0)
         if not self._opened:
             raise BrokerError("the ingest process died before it had found the topics; its own words stand above")
-        self._restart_at = time.monotonic() + self._backoff * random.uniform(0.5, 1.0)  # noqa: S311 jitter, no secret
+        self._restart_at = time.monotonic() + jittered(self._backoff)
         self._backoff = min(_LONGEST_BACKOFF_SECONDS, max(0.2, self._backoff * 2))
 
     def _say(self, message: ToIngest) -> None:

@@ -5,7 +5,6 @@ from the last block it received.
 """
 
 import logging
-import random
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ from ingest.client import RECREATED, Client, DeadLetter, Lag, Messages
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, RecreatedError
 from ingest.fingerprint import fingerprint, recreated
+from ingest.jitter import jittered
 from ingest.messages import (
     Broker,
     Commit,
@@ -304,7 +304,7 @@ class Worker:
     def _back_off(self, seconds: float, ill: str) -> float:
         """Say what is ill, wait while listening to the learner, and return the next waiting time."""
         seconds = min(_LONGEST_BACKOFF_SECONDS, max(0.1, seconds * 2))
-        until = time.monotonic() + seconds * random.uniform(0.5, 1.0)  # noqa: S311 jitter needs no secrecy
+        until = time.monotonic() + jittered(seconds)
         while (left := until - time.monotonic()) > 0:
             self._report(Lag(ill=ill))
             if self._connection.poll(min(left, _LAG_SECONDS)):

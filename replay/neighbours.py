@@ -8,13 +8,13 @@ Legend: n events of a call, D numbers of an embedding, C clusters, Q queries, k 
 
 import importlib.util
 import logging
-import random
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from ingest.errors import SettingsError
+from ingest.jitter import jittered
 from replay.index_link import GoneError, IndexLink
 from replay.index_wire import Figures, Ids, IndexSettings, Kind, Record, Vectors
 
@@ -339,5 +339,5 @@ class Neighbours:
         self.epoch += 1
         self._before = (self._before[0] + int(self._figures.malformed), self._before[1] + int(self._figures.full))
         self._figures = Figures()
-        self._restart_at = now + self._backoff * random.uniform(0.5, 1.0)  # noqa: S311 jitter needs no secrecy
+        self._restart_at = now + jittered(self._backoff)
         self._backoff = min(_LONGEST_BACKOFF_SECONDS, max(0.2, 2 * self._backoff))

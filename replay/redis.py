@@ -7,7 +7,6 @@ becomes an OSError here. KEYS and FLUSHDB are never sent: others may use the sam
 
 import collections
 import logging
-import random
 import ssl
 import threading
 import time
@@ -20,6 +19,7 @@ from redis.exceptions import OutOfMemoryError
 from redis.retry import Retry
 
 from ingest.errors import DependencyError, SettingsError
+from ingest.jitter import jittered
 
 _TIMEOUT_SECONDS = 0.25
 _FIRST_DELAY_SECONDS = 0.1
@@ -195,7 +195,7 @@ class RedisServer:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._away is not None or bool(self._sweeps))
-            pause = self._delay * random.uniform(0.5, 1.0)  # noqa: S311 jitter needs no secrecy
+            pause = jittered(self._delay)
             if self._closes_within(pause if self._away is not None else _SWEEP_PAUSE_SECONDS):
                 return
             if self._away is not None:
