@@ -78,7 +78,7 @@ def fetch(plan: Plan, layout: RowLayout, tiers: Tiers, n: int | None) -> Draw:
     columns = layout.unpack(tiers.arrive(plan.rows, n))
     which = plan.rows.which(n)
     label = columns["label"]
-    weights = _ones(len(label), label.device)
+    weights = _ones(label.shape[0], label.device)
     if plan.rates is not None and plan.shares is not None:
         rate, share = (torch.from_numpy(each[which]).to(label.device) for each in (plan.rates, plan.shares))
         weights = importance(columns["weight"], rate, share)

@@ -37,6 +37,7 @@ class MemoryTier:
         self.lies_on = torch.device("cpu") if on_host else device
         """Where the rows are."""
         self._words = _zeros((slots, row_bytes // 8), self.lies_on)
+        self._on_host: NDArray[np.int64] | None = self._words.numpy() if self.lies_on.type == "cpu" else None
         self._crosses = device.type == "cuda" and self.lies_on.type == "cpu"
         if self._crosses and slots:
             _pin(self._words)
@@ -50,9 +51,9 @@ class MemoryTier:
         if not len(slots):
             return
         words = rows_nR.view(torch.int64)
-        if self.lies_on.type == "cpu":
+        if self._on_host is not None:
             # Half the time of index_copy_, which checks more.
-            self._words.numpy()[slots] = words.numpy(force=True)
+            self._on_host[slots] = words.numpy(force=True)
             return
         where = torch.from_numpy(slots).to(self.device)
         self._words.index_copy_(0, where, words.to(self.device, non_blocking=True))
@@ -63,7 +64,8 @@ class MemoryTier:
 
     def gather(self, slots: NDArray[np.int64]) -> Tensor:
         """Return the rows of n slots, uint8 `[n, R]` on the device; from the host in one copy that nobody waits for."""
-        return self._take(slots, pinned=self._crosses).to(self.device, non_blocking=True)
+        rows_nR = self._take(slots, pinned=self._crosses)
+        return rows_nR.to(self.device, non_blocking=True) if self._crosses else rows_nR
 
     def stage(self, slots: NDArray[np.int64]) -> Staged:
         """Return the rows of n slots on their way: those that have to cross to the device set out at once."""
@@ -79,18 +81,18 @@ class MemoryTier:
         """Let go of the memory."""
         if self._crosses and len(self._words):
             _unpin(self._words)
-        self._words = self._words.new_empty((0, self.slot_bytes // 8))
+        self._words, self._on_host = self._words.new_empty((0, self.slot_bytes // 8)), None
 
     def _take(self, slots: NDArray[np.int64], *, pinned: bool) -> Tensor:
+        if self._on_host is None:
+            return self._words.index_select(0, torch.from_numpy(slots).to(self.device)).view(torch.uint8)
         if pinned:
             words = torch.empty((len(slots), self._words.shape[1]), dtype=torch.int64, pin_memory=True)
-            np.take(self._words.numpy(), slots, axis=0, out=words.numpy(), mode="clip")
+            self._on_host.take(slots, 0, words.numpy(), "clip")
             return words.view(torch.uint8)
-        if self.lies_on.type == "cpu":
-            # As fast as index_select of one thread; several wait for each other where cores are scarce. A tenth less
-            # than into torch's memory: numpy gets the block again that was let go of last, which is in the cache.
-            return torch.from_numpy(np.take(self._words.numpy(), slots, axis=0, mode="clip").view(np.uint8))
-        return self._words.index_select(0, torch.from_numpy(slots).to(self.device)).view(torch.uint8)
+        # As fast as index_select of one thread; several wait for each other where cores are scarce. A tenth less
+        # than into torch's memory: numpy gets the block again that was let go of last, which is in the cache.
+        return torch.from_numpy(self._on_host.take(slots, 0, None, "clip").view(np.uint8))
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:

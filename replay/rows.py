@@ -86,7 +86,7 @@ class RowLayout:
         """View the fields in rows, each `[n, ...]`: nothing is copied."""
         if rows_nR.is_cpu:
             # A third of the time of views by strides.
-            records = np.ndarray(len(rows_nR), self._record, rows_nR.numpy())
+            records = np.ndarray(rows_nR.shape[0], self._record, rows_nR.numpy())
             return {name: torch.from_numpy(records[name]) for name in self._fields}
         n, views = len(rows_nR), {dtype: rows_nR.view(dtype) for dtype in self._dtypes}
         columns: dict[str, Tensor] = {}

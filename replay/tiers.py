@@ -30,6 +30,7 @@ Identify = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
 Pack = Callable[[slice], NDArray[np.uint8]]
 """Returns the rows of some of n events, uint8 `[<= n, R]`; in any thread, and more than once."""
 
+_NO_SLOTS = np.empty(0, np.int64)
 _BYTES_A_SECOND = 64_000_000
 """At most so much is moved up between two tiers beside what is drawn."""
 
@@ -155,9 +156,9 @@ class Tiers:
 
     def lost(self) -> NDArray[np.int64]:
         """Return the slots of events whose rows were found lost since the last time, and that are there yet."""
+        if not self._lost or self._cache is None:
+            return _NO_SLOTS
         found = [self._lost.popleft() for _ in range(len(self._lost))]
-        if not found or self._cache is None:
-            return np.empty(0, np.int64)
         slots, generation = (np.concatenate(each) for each in zip(*found, strict=True))
         return np.unique(slots[self._cache.generation(slots) == generation])
 
