@@ -136,10 +136,12 @@ class Shadow:
             return
         self._look_due = now + _LOOK_FOR_CANDIDATES.total_seconds()
         shadowing = self._candidate.number if self._candidate else served.number
-        for number in reversed(self._deployment.versions.numbers()):
+        numbers = self._deployment.versions.numbers()
+        left_out = self._unusable | self._deployment.versions.stale(numbers)
+        for number in reversed(numbers):
             if number <= shadowing:
                 return
-            if number not in self._unusable and self._is_candidate(number) and self._take(number):
+            if number not in left_out and self._is_candidate(number) and self._take(number):
                 return
 
     def _is_candidate(self, number: int) -> bool:
