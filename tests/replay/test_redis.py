@@ -201,11 +201,11 @@ def test_as_the_home_what_it_evicts_is_a_hole(schema: Schema, build: Build, mort
     fill(store, schema, 0, 500)
     mortal_redis.bound(mortal_redis.used_bytes + 50_000, "allkeys-random")
     fill(store, schema, 500, 2000)
-    came = drawn(store)
-    store._drop_lost()
-    assert 0 < came < 2000
-    assert store.lost + len(store) == 2000
-    assert drawn(store) >= 0.9 * len(store)
+    for _ in range(2):  # to answer takes memory too, for which more may have to go
+        came = drawn(store)
+        store._drop_lost()
+        assert 0 < came == len(store) < 2000
+        assert store.lost + len(store) == 2000
 
 
 def test_as_the_home_a_full_one_turns_events_away(schema: Schema, build: Build, mortal_redis: Any) -> None:
