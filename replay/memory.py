@@ -14,7 +14,8 @@ from replay.staged import Staged, Unread
 class MemoryTier:
     """Rows as words of 8 bytes, which are copied in a third of the time that bytes take.
 
-    Used by one thread, but for `read` of rows that are not written meanwhile.
+    Used by one thread, but for `read` of rows that are not written meanwhile, and on the host for `put` into rows that
+    nobody reads.
     """
 
     name = "device"
