@@ -10,11 +10,13 @@
 
 The learner reads a live topic of packed rows, replays one old event for each new one, publishes every second and cuts
 every 30 seconds. The bare loop trains the same model with the same optimizer on as many new and old rows a step. Both
-have one thread of torch on one and the same core, in turns: the learner, its ingest process and the producer are
-stopped by a signal while the bare loop has its turn, which waits while they have theirs. The broker, the ingest process
+have one thread of torch on one and the same core, in turns: the learner and its ingest process are stopped by a signal
+while the bare loop has its turn, which waits while they have theirs, and the producer sends nothing. The broker, ingest
 and the producer are on the other cores, and so are the learner's threads but that of the loop: they publish and cut.
 What the loop waits for them counts against it, and so do its clocks, which go on while it is stopped: a version falls
-due at each turn's begin, and cuts come more often.
+due at each turn's begin, and cuts come more often. In a third arm the bare loop has its turn while an ingest process
+reads the stream as fast as the learner did, and throws it away: two cores that share a cache, memory or more are not
+two, and that part of the difference is the machine's.
 """
 
 import sys
@@ -24,6 +26,7 @@ sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: this fil
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -35,6 +38,7 @@ from typing import Any
 
 import numpy as np
 from harness.bare import BareLoop, Loop
+from harness.drain import Drain
 from harness.feed import Feed
 from harness.pipeline import LearnerProcess, Stream, broker, make_topic, messages, packed, pipeline, schema_of
 from harness.ranks import uneven_over_even
@@ -82,10 +86,11 @@ CORE, OTHERS = _cores()
 class Live:
     """A learner on a stream that goes on, which is stopped between turns."""
 
-    def __init__(self, learner: LearnerProcess, feed: Feed, sizes: Sizes) -> None:
-        self._learner, self._feed, self._sizes = learner, feed, sizes
-        self.busy: list[float] = []
-        """The processor's seconds a step of each turn."""
+    def __init__(self, learner: LearnerProcess, feed: Feed, drain: Drain, sizes: Sizes) -> None:
+        self._learner, self._feed, self._drain, self._sizes = learner, feed, drain, sizes
+        self.busy = 0.0
+        """The processor's seconds a step of the last turn."""
+        self._rate = 0.0
 
     def turn(self) -> float:
         """Let it learn, and return the steps a second by its own reports; what follows a stop at once is left out."""
@@ -95,10 +100,17 @@ class Live:
         first, busy = self._learner.wait_for(lambda report: report.time > warm), self._learner.busy_seconds()
         end = first.time + self._sizes.turn
         last = self._learner.wait_for(lambda report: report.time > end)
-        self.busy.append((self._learner.busy_seconds() - busy) / max(1, last.steps - first.steps))
+        self.busy = (self._learner.busy_seconds() - busy) / max(1, last.steps - first.steps)
         self._feed.pause()
         self._learner.pause()
-        return (last.steps - first.steps) / (last.time - first.time)
+        self._rate = (last.steps - first.steps) / (last.time - first.time)
+        return self._rate
+
+    def beside(self, turn: Callable[[], float]) -> float:
+        """Have another's turn while the stream is read as fast as in the last one, by an ingest process alone."""
+        with self._drain.reading(self._rate * BATCH):
+            time.sleep(self._sizes.warm_up)
+            return turn()
 
 
 def document(stream: Stream, model: dict[str, Any], form: str) -> dict[str, Any]:
@@ -134,7 +146,8 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
         learner.spare(OTHERS, threads=True)
         feed.pause()
         learner.pause()
-        yield Live(learner, feed, sizes)
+        with Drain(stream, form, feed) as drain:
+            yield Live(learner, feed, drain, sizes)
 
 
 def _json(x: np.ndarray[Any, Any], label: np.ndarray[Any, Any]) -> list[bytes]:
@@ -151,13 +164,30 @@ def over_bare(table: Table, key: str, model: dict[str, Any], form: str, sizes: S
         BareLoop(loop) as bare,
         live(bootstrap, model, form, sizes, Path(folder).resolve()) as learner,
     ):
-        arms: dict[str, Callable[[], float]] = {"learner": learner.turn, "bare": lambda: bare.turn(sizes.turn)}
+        busy: dict[str, list[float]] = {"bare": [], "learner": [], "beside": []}
+
+        def turn(arm: str, source: BareLoop | Live, call: Callable[[], float]) -> Callable[[], float]:
+            def taken() -> float:
+                rate = call()
+                busy[arm].append(source.busy)
+                return rate
+
+            return taken
+
+        alone = functools.partial(bare.turn, sizes.turn)
+        arms = {  # the learner's turn comes first, since the last needs its rate
+            "bare": turn("bare", bare, alone),
+            "learner": turn("learner", learner, learner.turn),
+            "beside": turn("beside", bare, lambda: learner.beside(alone)),
+        }
         rates = in_turns(arms, sizes.rounds, warm_up=0)
     milliseconds = 1000 / statistics.median(rates["bare"])
     table.say(f"{key}_over_bare", ratio(rates["learner"], rates["bare"]), f"a bare step takes {milliseconds:.1f} ms")
+    table.say(f"{key}_over_bare_beside", ratio(rates["learner"], rates["beside"]), "while others read the stream")
     table.say(
-        f"{key}_busy_over_bare", ratio(bare.busy, learner.busy), "by the processor's time of both, waits left out"
+        f"{key}_busy_over_bare", ratio(busy["bare"], busy["learner"]), "by the processor's time of both, waits left out"
     )
+    table.say(f"{key}_busy_over_bare_beside", ratio(busy["beside"], busy["learner"]))
     for arm, found in rates.items():
         table.say(f"{key}_steps_per_second_{arm}", Spread.of(found))
 

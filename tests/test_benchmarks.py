@@ -210,3 +210,30 @@ def test_requests_arrive_when_they_are_to_whatever_the_server_does(load: Load) -
     assert (len(first.seconds), first.failed, len(second.seconds)) == (100, 0, 20)
     assert (first.seconds > 0.1).sum() > 20
     assert (second.seconds < 0.1).sum() > 15
+
+
+HASTY = """
+import socket
+
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        connection, _ = server.accept()
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\n\\r\\nok")
+        connection.close()
+        print("closed", flush=True)
+"""
+
+
+def test_a_connection_that_the_server_gave_up_is_not_asked_again(load: Load) -> None:
+    server = subprocess.Popen([sys.executable, "-c", HASTY], stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}/v2"
+        with load("load").Load(url, b"{}", {}) as requests:
+            first, _, second = requests.turn(10, 0.1), server.stdout.readline(), requests.turn(10, 0.1)
+    finally:
+        server.kill()
+        server.communicate()
+    assert (len(first.seconds), len(second.seconds), second.failed) == (1, 1, 0)

@@ -48,8 +48,8 @@ class BareLoop:
         self._process = context.Process(target=_serve, args=(loop, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        self.busy: list[float] = []
-        """The processor's seconds a step of each turn."""
+        self.busy = 0.0
+        """The processor's seconds a step of the last turn."""
 
     def __enter__(self) -> "BareLoop":
         self._ours.recv()  # it is ready
@@ -65,7 +65,7 @@ class BareLoop:
         """Train for so long, and return the steps a second."""
         self._ours.send(seconds)
         steps, taken, busy = self._ours.recv()
-        self.busy.append(busy / steps)
+        self.busy = busy / steps
         rate: float = steps / taken
         return rate
 

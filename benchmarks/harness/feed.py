@@ -3,10 +3,9 @@
 import itertools
 import multiprocessing
 import os
-import signal
-import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import TracebackType
 
@@ -25,7 +24,9 @@ class Feed:
     def __init__(self, stream: Stream, messages: Sequence[bytes], rows: float, cores: set[int] | None) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_send, args=(stream, messages, rows, cores, theirs), daemon=True)
+        self._drained = context.Value("q", 0)
+        arguments = stream, messages, rows, cores, theirs, self._drained
+        self._process = context.Process(target=_send, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -43,20 +44,27 @@ class Feed:
         self._ours.send(state_dir)
 
     def pause(self) -> None:
-        """Stop where it is."""
-        self._signal(signal.SIGSTOP)
+        """Send no more once what is on its way has arrived: a producer that is stopped meanwhile gives it up."""
+        self._ours.send(None)
+        self._ours.recv()
+
+    def drained(self, rows: int) -> None:
+        """Hear that so many events were read by others than the learner."""
+        with self._drained.get_lock():
+            self._drained.value += rows
 
     def go_on(self) -> None:
         """Go on after a pause."""
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        self._ours.send(None)
 
 
 def _send(
-    stream: Stream, messages: Sequence[bytes], rows: float, cores: set[int] | None, connection: Connection
+    stream: Stream,
+    messages: Sequence[bytes],
+    rows: float,
+    cores: set[int] | None,
+    connection: Connection,
+    drained: "Synchronized[int]",
 ) -> None:
     if cores is not None:
         os.sched_setaffinity(0, cores)
@@ -65,8 +73,12 @@ def _send(
     producer.open()
     sent = 0.0
     for message in itertools.cycle(messages):
-        while sent > _learned(state_dir) + _AHEAD_ROWS:
-            time.sleep(_LOOK_SECONDS)
+        while connection.poll() or sent > _learned(state_dir) + drained.value + _AHEAD_ROWS:
+            if connection.poll(_LOOK_SECONDS):
+                connection.recv()
+                producer.flush()
+                connection.send(None)
+                connection.recv()
         producer.send(message)
         sent += rows
 

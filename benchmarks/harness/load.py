@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -26,14 +27,19 @@ class Answers:
     Attributes:
         seconds: from each one's arrival to the end of its answer, float64, in the order of the answers; those that
             were answered 200.
-        failed: the others: another status, or none.
+        refused: the others, by status; 0: the connection broke, or no answer came in time.
         late_p99: how much later than it should a request was sent at the 99th percentile, in seconds: the generator's
             own part of `seconds`.
     """
 
     seconds: NDArray[np.float64]
-    failed: int
+    refused: Counter[int]
     late_p99: float
+
+    @property
+    def failed(self) -> int:
+        """Requests without the answer that they asked for."""
+        return self.refused.total()
 
     def percentile(self, q: float) -> float:
         """Return a percentile of the seconds."""
@@ -82,7 +88,8 @@ class Load:
 
     def end(self) -> Answers:
         """Wait for the last answer."""
-        return Answers(*self._ours.recv())
+        answers: Answers = self._ours.recv()
+        return answers
 
     def turn(self, rate: float, seconds: float) -> Answers:
         """Send, and wait for the answers."""
@@ -110,10 +117,11 @@ class _Client:
         self._message = message
         self._free: list[socket.socket] = []
 
-    def turn(self, arrivals: Sequence[float]) -> tuple[NDArray[np.float64], int, float]:
+    def turn(self, arrivals: Sequence[float]) -> Answers:
         begin = time.perf_counter() + _LEAD_SECONDS
         busy: dict[socket.socket, tuple[float, bytearray]] = {}
-        seconds, late, failed, sent = [], [], 0, 0
+        refused: Counter[int] = Counter()
+        seconds, late, sent = [], [], 0
         while sent < len(arrivals) or busy:
             now = time.perf_counter()
             due = begin + arrivals[sent] if sent < len(arrivals) else now + _PATIENCE_SECONDS
@@ -123,11 +131,11 @@ class _Client:
                 try:
                     busy[self._send()] = (due, bytearray())
                 except OSError:
-                    failed += 1
+                    refused[0] += 1
                 continue
             readable, _, _ = select.select(list(busy), [], [], max(0.0, due - now))
             if not readable and sent == len(arrivals):
-                failed += len(busy)
+                refused[0] += len(busy)
                 for each in busy:
                     each.close()
                 break
@@ -140,24 +148,22 @@ class _Client:
                 if status == 200:
                     seconds.append(time.perf_counter() - since)
                 else:
-                    failed += 1
+                    refused[status] += 1
                 if status:
                     self._free.append(each)
                 else:
                     each.close()
-        return np.array(seconds), failed, float(np.percentile(late, 99)) if late else 0.0
+        return Answers(np.array(seconds), refused, float(np.percentile(late, 99)) if late else 0.0)
 
-    def flood(self, clients: int, seconds: float) -> tuple[NDArray[np.float64], int, float]:
-        while self._free:  # which the server may have given up meanwhile
-            self._free.pop().close()
+    def flood(self, clients: int, seconds: float) -> Answers:
         end = time.perf_counter() + seconds
         busy = {self._send(): (time.perf_counter(), bytearray()) for _ in range(clients)}
         taken: list[float] = []
-        failed = 0
+        refused: Counter[int] = Counter()
         while busy:
             readable, _, _ = select.select(list(busy), [], [], _PATIENCE_SECONDS)
             if not readable:
-                failed += len(busy)
+                refused[0] += len(busy)
                 for each in busy:
                     each.close()
                 break
@@ -170,20 +176,30 @@ class _Client:
                 now = time.perf_counter()
                 if status == 200 and now <= end:
                     taken.append(now - since)
-                failed += status != 200
+                if status != 200:
+                    refused[status] += 1
                 if status:
                     self._free.append(each)
                 else:
                     each.close()
                 if now < end:
                     busy[self._send()] = (now, bytearray())
-        return np.array(taken), failed, 0.0
+        return Answers(np.array(taken), refused, 0.0)
 
     def _send(self) -> socket.socket:
-        connection = self._free.pop() if self._free else socket.create_connection(self._address, _PATIENCE_SECONDS)
+        connection = self._kept() or socket.create_connection(self._address, _PATIENCE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(self._message)
         return connection
+
+    def _kept(self) -> socket.socket | None:
+        """Return a connection that the server has not given up meanwhile: those at the bottom may rest for minutes."""
+        while self._free:
+            connection = self._free.pop()
+            if not select.select([connection], [], [], 0)[0]:
+                return connection
+            connection.close()
+        return None
 
 
 def _received(connection: socket.socket, held: bytearray) -> int | None:

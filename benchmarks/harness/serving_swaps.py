@@ -5,6 +5,8 @@ them and what sends requests are on the others.
 
 `swap_added_p99_seconds` is the 99th percentile of a turn with swaps less that of the turn without before it,
 `swap_memory_growth` the server's resident memory at the end over that after the first tenth of the swaps.
+`swap_disk_bytes` is what the server took from the disk while it swapped: weights that were just written lie in memory,
+which both processes share, and come from there.
 """
 
 import multiprocessing
@@ -12,6 +14,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -128,6 +131,7 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 
                 Publisher(published, server.process.pid, others) as publisher,
             ):
                 load.turn(_RATE, 1.0)
+                read = _disk_bytes(server.process.pid)
                 pairs: list[tuple[Answers, Answers]] = []
                 found = Swaps([], [])
                 for _ in range(rounds):
@@ -137,12 +141,22 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 
                     of_turn = publisher.end()
                     found.late.extend(of_turn.late)
                     found.resident.extend(of_turn.resident)
+                read = None if read is None else (_disk_bytes(server.process.pid) or 0) - read
     tenth = max(5, len(found.resident) // 10)
     first, last = (statistics.median(part) for part in (found.resident[tenth : 2 * tenth], found.resident[-tenth:]))
-    table.say("swap_failed", float(sum(swapping.failed for _, swapping in pairs)))
+    refused = sum((swapping.refused for _, swapping in pairs), Counter())
+    table.say("swap_failed", float(refused.total()), ", ".join(f"{n} with {code}" for code, n in refused.items()))
     table.say("swap_added_p99_seconds", Spread.of([s.percentile(99) - q.percentile(99) for q, s in pairs]))
     table.say("swap_memory_growth", last / first, f"of {first / 1e6:.0f} MB")
+    if read is not None:
+        table.say("swap_disk_bytes", float(read), f"of {len(found.late)} versions of 4 MB")
     table.say("swap_p99_seconds", Spread.of([swapping.percentile(99) for _, swapping in pairs]))
     table.say("swap_quiet_p99_seconds", Spread.of([quiet.percentile(99) for quiet, _ in pairs]))
     table.say("swap_noticed_seconds", Spread.of(found.late), "from the publish to the swap")
     table.say("swap_load_late_p99_seconds", max(s.late_p99 for _, s in pairs), "of the generator, part of the above")
+
+
+def _disk_bytes(server: int) -> int | None:
+    """Return what a process has taken from the disk so far; None where the system does not say."""
+    counters = getattr(psutil.Process(server), "io_counters", None)
+    return None if counters is None else int(counters().read_bytes)

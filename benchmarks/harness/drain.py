@@ -1,0 +1,63 @@
+"""A stream that is read and thrown away: what the other cores do beside a learner, without one."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+from harness.feed import Feed
+from harness.pipeline import Stream
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.source import Source
+
+_LOOK = timedelta(seconds=0.1)
+
+
+class Drain:
+    """An ingest process of its own, whose blocks are let go of at a rate; it ends with the context."""
+
+    def __init__(self, stream: Stream, form: str, feed: Feed) -> None:
+        settings = StreamSettings.model_validate(
+            {
+                "bootstrap_servers": stream.bootstrap,
+                "topics": [stream.topic],
+                "format": form,
+                "start": "latest",
+                "buffer_bytes": "8MB",  # so that little is read beyond what is let go of
+            }
+        )
+        schema = SchemaSettings.model_validate(stream.schema)
+        self._source = Source(settings.resolved("drain"), schema, HoldOut(fraction=0.01, seed=0))
+        self._feed = feed
+
+    def __enter__(self) -> "Drain":
+        self._source.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._source.close()
+
+    @contextlib.contextmanager
+    def reading(self, rate: float) -> Iterator[None]:
+        """Read so many events a second of what the feed sends meanwhile."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._read, args=(rate, done))
+        self._source.pass_over()
+        self._feed.go_on()
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            self._feed.pause()
+
+    def _read(self, rate: float, done: threading.Event) -> None:
+        begin, rows = time.perf_counter(), 0
+        while not done.wait(max(0.0, begin + rows / rate - time.perf_counter())):
+            block = self._source.poll(_LOOK)
+            if block is not None:
+                rows += len(block.columns["row"])
+                self._feed.drained(len(block.columns["row"]))
+                self._source.release(block)
