@@ -41,8 +41,12 @@ def main() -> int:
             _read(connection, begin, stream, ring)
             ring.close()
     connection = Connection(arguments.connection)
-    asked = receive_in_ingest(connection)
-    assert isinstance(asked, Begin)
+    try:
+        asked = receive_in_ingest(connection)
+    except EOFError:
+        return 0
+    if not isinstance(asked, Begin):
+        return 0  # the learner ends before it has begun
     stream = StreamSettings.model_validate_json(asked.stream)
     try:
         shared = Ring(_layout(asked), int(stream.buffer_bytes), arguments.ring)

@@ -106,6 +106,21 @@ class Source:
         self.unknown_fields = 0
         """Messages so far with fields that the schema does not know."""
 
+    def start(self) -> None:
+        """Start the process, which waits for `open` or `go_on`: before work that it need not wait for."""
+        ours, theirs = socket.socketpair()
+        ring = Ring(self._layout, int(self._stream.buffer_bytes))
+        with theirs:
+            # -P: a folder named ingest where the user stands must not take this package's place.
+            command = [sys.executable, "-P", "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
+            command += [str(ring.descriptor), *(("--relay", self._address) if self._address else ())]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(), ring.descriptor),
+                stdin=subprocess.DEVNULL,
+            )
+        self._ring, self._connection = ring, Connection(ours.detach())
+
     def open(
         self,
         positions: Mapping[TopicPartition, Position] | None = None,
@@ -136,7 +151,7 @@ class Source:
         self._received = dict(positions or {})
         self._marks = dict(marks or {})
         self._table = list(self._received)
-        self._start()
+        self._begin()
         deadline = time.monotonic() + timeout.total_seconds()
         while not self._opened and not (stop is not None and stop.is_set()):
             if self._connection is None or time.monotonic() > deadline:
@@ -153,7 +168,7 @@ class Source:
         """Read on after `close`, from these positions. Partitions are known: a broker that is away is waited for."""
         self._elsewhere = elsewhere
         self._received, self._marks, self._table = dict(positions), dict(marks), list(positions)
-        self._start()
+        self._begin()
 
     @property
     def partitions(self) -> Sequence[Partition]:
@@ -189,7 +204,7 @@ class Source:
                 if time.monotonic() < self._restart_at:
                     time.sleep(max(0.0, min(left, self._restart_at - time.monotonic(), 0.05)))
                 else:
-                    self._start()
+                    self._begin()
             elif not self._connection.poll(left):
                 self._note_silence()
             elif (block := self._receive()) is not None:
@@ -229,19 +244,10 @@ class Source:
         self._drop(_STOP_SECONDS if self._opened else 0)
         self._passing = False
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        ring = Ring(self._layout, int(self._stream.buffer_bytes))
-        with theirs:
-            # -P: a folder named ingest where the user stands must not take this package's place.
-            command = [sys.executable, "-P", "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
-            command += [str(ring.descriptor), *(("--relay", self._address) if self._address else ())]
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(), ring.descriptor),
-                stdin=subprocess.DEVNULL,
-            )
-        self._ring, self._connection = ring, Connection(ours.detach())
+    def _begin(self) -> None:
+        """Have a process read, a new one unless one waits."""
+        if self._process is None:
+            self.start()
         self._silence.heard()
         positions = [(name, self._received[name]) for name in self._table]
         marks = [self._marks.get(name, Mark()) for name in self._table]

@@ -5,6 +5,7 @@ they meet.
 """
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -43,9 +44,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def learn_config(config: "Config", stop: threading.Event) -> None:
     """Learn what the config describes until `stop` is set."""
-    from learner.session import learn
+    from ingest.source import Source
 
-    learn(_deployment(config), stop)
+    pipeline = config.pipeline
+    source = Source(pipeline.stream, pipeline.events, pipeline.gate.hold_out(pipeline.seed))
+    source.start()  # its process gets ready while torch is imported in this one
+    gc.disable()  # until all is there, of which nothing is garbage
+    try:
+        from learner.session import learn
+
+        learn(_deployment(config), stop, source=source)
+    finally:
+        source.close()
 
 
 def _launch(config: "Config", stop: threading.Event) -> int | None:

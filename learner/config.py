@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ingest.config import Section
+from ingest.config import HoldOut, Section
 from ingest.units import PositiveDuration
 
+_GUARD_SALT = 0x5F3759DF
 _IMPORT_STRING = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 TASK_NAMES = ("classification", "multilabel", "regression")
 """The tasks that come with the learner."""
@@ -236,6 +237,10 @@ class GateSettings(Section):
     on_hold: Literal["alert", "serve"] = "alert"
     """What is done then: `alert` goes on and is ill; `serve` serves the next one all the same, and it is from then on
     what others are compared with."""
+
+    def hold_out(self, seed: int) -> HoldOut:
+        """Return which events of a pipeline are held out: a choice that is independent of what is kept."""
+        return HoldOut(fraction=self.guard_fraction, seed=seed ^ _GUARD_SALT)
 
 
 class ShareSettings(Section):

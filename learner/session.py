@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from ingest.config import HoldOut
 from ingest.errors import GapError, SettingsError
 from ingest.metrics import IngestMetrics
 from ingest.source import Source
@@ -48,16 +48,17 @@ from replay.forgotten_log import NAME as LOG
 from replay.forgotten_log import ForgottenLog
 from replay.metrics import ReplayMetrics
 
-_GUARD_SALT = 0x5F3759DF
-"""Makes the choice of held-out events independent of the choice of what is kept."""
-
 _FINISHING_SHARE = 0.8
 
 log = logging.getLogger(__name__)
 
 
-def learn(deployment: Deployment, stop: threading.Event, place: Place | None = None) -> None:
+def learn(
+    deployment: Deployment, stop: threading.Event, place: Place | None = None, source: Source | None = None
+) -> None:
     """Compose the learner and run it until `stop` is set; with a place among other ranks, as the one that leads them.
+
+    What it reads from may have been started already.
 
     Everything that can be wrong is found before the first step: settings, model, the lock, the address, the broker.
     When `stop` is set: 1. polling stops; 2. the step ends; 3. what was learned is published and positions are
@@ -65,7 +66,6 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
     """
     registry = CollectorRegistry()
     metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
-    hold_out = HoldOut(fraction=deployment.gate.guard_fraction, seed=deployment.seed ^ _GUARD_SALT)
     with contextlib.ExitStack() as stack:
         stack.enter_context(bounded(stop, deployment.learner.stop_timeout))
         limit_threads(deployment.share.settings)
@@ -84,7 +84,7 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         sharing = stack.enter_context(
             share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
         )
-        source = _source(deployment, hold_out, place)
+        reader = source or _source(deployment, place)
         guard = GuardSet(schema, deployment.gate.guard_rows)
         written = ForgottenLog(deployment.state_dir / LOG)
         written.refresh()
@@ -98,13 +98,13 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, resumed.segments, alone)
         forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, store, guard, cutter)
         forgetting.take_note(*resumed.less)
-        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
-        parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting, lag)
+        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, reader, reads=deployment.events.key is not None)
+        parts = Parts(reader, trainer, store, guard, publisher, cutter, forgetting, lag)
         bounded_scores = schema.label.classes is not None
         loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
         resumed.restore(loop)
         reporter = Reporter(
-            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, lag, metrics),
+            *(deployment.state_dir, epoch, loop, reader, store, guard, publisher, cutter, forgetting, lag, metrics),
             strategy=deployment.learner.strategy.name,
             classification=bounded_scores,
             launched=place is not None,
@@ -117,23 +117,25 @@ def learn(deployment: Deployment, stop: threading.Event, place: Place | None = N
         port = stack.enter_context(
             serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
         )
-        stack.callback(source.close)
-        if isinstance(source, Sources):
-            source.rates = loop.rates.now
-        source.open(loop.ledger.positions, stop, marks=loop.ledger.marks)
+        stack.callback(reader.close)
+        if isinstance(reader, Sources):
+            reader.rates = loop.rates.now
+        reader.open(loop.ledger.positions, stop, marks=loop.ledger.marks)
         if stop.is_set():
             return
         log.info(
             "learning %s on %s in %s; metrics on port %d",
             *(", ".join(deployment.stream.topics), device, bench.precision.name, port),
         )
+        gc.freeze()  # a look at all that is imported takes as long as ten steps
+        gc.enable()
         tracing = Tracing(deployment.learner.profile, deployment.state_dir)
         stack.callback(tracing.close)
 
         def at_boundary() -> None:
             reporter.report_if_due()
-            if isinstance(source, Sources):
-                source.look(loop.rates.now)
+            if isinstance(reader, Sources):
+                reader.look(loop.rates.now)
             tracing.look(loop.steps)
             if sharing is not None:
                 sharing.steer(trainer, loop.rows_of_step)
@@ -167,9 +169,9 @@ def _publisher(
     return Publisher(*(versions, settings, reference, bench.schema, scorer, jury, epoch, metrics.learner, alone))
 
 
-def _source(deployment: Deployment, hold_out: HoldOut, place: Place | None) -> Source | Sources:
+def _source(deployment: Deployment, place: Place | None) -> Source | Sources:
     """Make what reads the stream, on other hosts too where they do."""
-    settings = deployment.stream, deployment.events, hold_out
+    settings = deployment.stream, deployment.events, deployment.gate.hold_out(deployment.seed)
     return Sources(*settings, place.readers) if place is not None and place.readers else Source(*settings)
 
 

@@ -83,6 +83,43 @@ def read(source: Source, events: int) -> list[tuple[int, int, int, Outcome]]:
     return seen
 
 
+def started() -> Source:
+    settings = StreamSettings.model_validate({**STREAM, "bootstrap_servers": "127.0.0.1:1", "topics": ["none"]})
+    source = Source(settings.resolved("test"), SchemaSettings.model_validate(SCHEMA), HoldOut(fraction=0, seed=0))
+    source.start()
+    return source
+
+
+def test_a_process_that_was_started_before_is_the_one_that_reads(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic, begun = make_topic(), Source.open
+
+    def open_later(source: Source, *arguments: Any, **options: Any) -> None:
+        source.start()
+        waiting = source._process
+        begun(source, *arguments, **options)
+        assert source._process is waiting
+
+    monkeypatch.setattr(Source, "open", open_later)
+    produce(kafka.bootstrap, topic, [GOOD])
+    with opened(kafka.bootstrap, topic) as source:
+        assert len(read(source, 1)) == 1
+
+
+def test_a_process_that_has_nothing_to_read_yet_ends_with_the_learner_without_a_word(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    closed, gone = started(), started()
+    process = gone._process
+    assert process is not None
+    assert gone.connection is not None
+    gone.connection.close()  # as a kill of the learner does
+    assert process.wait(20) == 0
+    closed.close()
+    assert capfd.readouterr().err == ""
+
+
 BAD = {
     "bad JSON": (b"not json", "malformed"),
     "wrong shape": ({"x": [1, 2], "y": 1}, "length >= 3"),
