@@ -30,7 +30,7 @@ from learner.version import Manifest, ModelReference, Versions
 _LEARNED_TIMES = 32
 """So many record times stand for all the events that a version is the first to have learned."""
 
-_SCORING_SHARE = 10
+_SCORING_SHARE = 4
 """Scoring may take one part in so many of a core; versions that fall due meanwhile are skipped and counted."""
 _WATCH_SECONDS = 1.0
 

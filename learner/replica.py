@@ -1,5 +1,6 @@
 """The ranks but the first: they compute what the leader deals, and touch neither the stream nor the state directory."""
 
+import gc
 import threading
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
             trainer.lane = lane
             if sharing is not None:
                 sharing.attend(trainer)
+            gc.freeze()  # as rank 0 does
             return trainer, replicas
 
         follow(channel, make)

@@ -6,7 +6,9 @@ around them, by their median. As much is found where nothing was written, since 
 steps at all times: the same sum over as many steps, at moments without any, is taken off. Cuts are counted likewise.
 
 `cut_cost_fraction` goes by the clock, so that on a machine whose cores are all taken it counts what the writing thread
-takes from the steps of its core. `cut_cost_fraction_busy` is the same by the processor's time of the loop's thread.
+takes from the steps of its core. `cut_cost_fraction_busy` is the same by the processor's time of the loop's thread, and
+`cut_cost_fraction_queued` by the time for which the kernel gave it no core though it could have worked; what is left of
+the first is what it slept, such as for the interpreter's lock.
 """
 
 import sys
@@ -34,6 +36,7 @@ _QUICK_CUT_SECONDS = 4.0
 _STORED = 10_000
 _POOL_ROWS = 20_000
 _AROUND_SECONDS = 1.0
+_CLOCKS = {"cut_cost_fraction": "end", "cut_cost_fraction_busy": "busy", "cut_cost_fraction_queued": "queued"}
 _SHAMS = 4
 """Moments without a write for each one with."""
 _RESAMPLED = 2000
@@ -123,7 +126,9 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
         "cost", f"steps of {BATCH} events for {seconds:.0f} s, a version a second, a cut every {cut_seconds:.0f} s"
     )
     notes = noted(folder, bootstrap, seconds, cut_seconds)
-    for key, clock in (("cut_cost_fraction", "end"), ("cut_cost_fraction_busy", "busy")):
+    for key, clock in _CLOCKS.items():
+        if np.isnan(notes[clock]).any():
+            continue
         versions, cuts = lost(notes, "version", clock), lost(notes, "cut", clock)
         dice = np.random.default_rng(0)
         many = sorted(_share(versions.mean(dice), cuts.mean(dice)) for _ in range(_RESAMPLED))

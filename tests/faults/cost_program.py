@@ -3,6 +3,8 @@
 The file is written when the learner ends: one row a boundary between steps, as `NOTE` says.
 """
 
+import math
+import os
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ NOTE = np.dtype(
     [
         ("end", "f8"),  # seconds, by a clock that only grows
         ("busy", "f8"),  # seconds that the processor has worked for the loop's thread
+        ("queued", "f8"),  # seconds that it could have worked and had no core; nan where the system does not say
         ("blocked", "f8"),  # seconds in calls that cut and publish, since the boundary before
         ("steps", "f8"),
         ("version", "f8"),  # the newest one begun, whose thread is at work; 0 without one
@@ -38,6 +41,7 @@ class NotingLoop(Loop):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._notes, self._blocked = array("d"), 0.0
+        self._schedule: int | None = None
         publisher, cutter = self._parts.publisher, self._parts.cutter
         for part, name in ((publisher, "publish_if_due"), (cutter, "cut_if_due")):
             setattr(part, name, self._timed(getattr(part, name)))
@@ -51,14 +55,20 @@ class NotingLoop(Loop):
             busy, watching = publisher._background.busy, publisher._watching
             version = publisher.published + publisher.skipped + 1 if busy and not watching else 0
             cut = cutter._highest if cutter.busy else 0
-            moment = time.perf_counter(), time.thread_time()
+            moment = time.perf_counter(), time.thread_time(), self._queued()
             self._notes.extend((*moment, self._blocked, self.steps, version, cut, busy and watching))
             self._blocked = 0.0
 
+        schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        if schedule.exists():
+            self._schedule = os.open(schedule, os.O_RDONLY)
         try:
             super().run(stop, noted)
         finally:
             np.save(self.file, np.frombuffer(self._notes).view(NOTE))
+
+    def _queued(self) -> float:
+        return math.nan if self._schedule is None else int(os.pread(self._schedule, 100, 0).split()[1]) / 1e9
 
     def _timed(self, call: Callable[..., None]) -> Callable[..., None]:
         def timed(*arguments: Any) -> None:
