@@ -35,7 +35,7 @@ from harness import peers
 from harness.drawing import BATCH, Drawing, Steps
 from harness.events import PARTITIONS, Events
 from harness.memory import beyond_payload, no_room
-from harness.stores import best_admission, drop_page_cache, fill, open_store, valkey, why_no_redis
+from harness.stores import best_admission, cold_reads, drop_page_cache, fill, open_store, valkey, why_no_redis
 from harness.table import Table, Target, options
 from harness.turns import Spread, in_turns, ratio, seconds
 from numpy.typing import NDArray
@@ -155,6 +155,11 @@ def cold(table: Table, sizes: Sizes, folder: Path) -> None:
                 table.word(
                     "rows read from: " + ", ".join(f"{tier} {n / sum(read.values()):.0%}" for tier, n in read.items())
                 )
+                store.tiers.sync()
+                count = round(BATCH * read.get("disk", 0) / sum(read.values()))
+                if taken := cold_reads(Path(name), events.row_bytes, count):
+                    told = f"what the disk alone takes for the {count} rows of a draw"
+                    table.say(f"disk_seconds_cold{suffix}", Spread.of(taken), told)
 
 
 def _stalls(table: Table, suffix: str, steps: Steps, turns: int, folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 import importlib.util
 import os
+import time
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from harness.events import PARTITIONS, Events
@@ -82,6 +84,32 @@ def drop_page_cache(folder: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def cold_reads(folder: Path, size: int, count: int, rounds: int = 10) -> list[float]:
+    """Return how long the disk takes for `count` records at random that are asked for at once, in seconds.
+
+    From the disk tier's file itself, with an empty page cache, and nothing else that it is to do; none where the system
+    cannot be asked to forget.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return []
+    (path,) = folder.glob("*.rows")
+    generator, taken = np.random.default_rng(0), list[float]()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for _ in range(rounds):
+            drop_page_cache(folder)
+            offsets = (generator.integers(0, path.stat().st_size // size - 1, count) * size).tolist()
+            begin = time.perf_counter()
+            for offset in sorted(offsets):
+                os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+            for offset in offsets:
+                os.pread(descriptor, size, offset)
+            taken.append(time.perf_counter() - begin)
+    finally:
+        os.close(descriptor)
+    return taken
 
 
 def why_no_redis() -> str | None:
