@@ -79,6 +79,8 @@ def number(text: str) -> float:
 
 def test_its_figures_are_those_of_the_status_and_change_by_themselves(live: str, watched: Any) -> None:
     watched.goto(live)
+    for figure in ("accuracy_now", "accuracy_old", "accuracy_worst", "accuracy_twin_old", "freshness_p99"):
+        watched.locator(f"[data-figure={figure}]").filter(has_text=re.compile(r"\d")).wait_for(timeout=60_000)
     status, figures = shown_with_its_status(watched)
     learner, serving = status["learner"], status["serving"]
     for window in ("now", "old", "worst"):
