@@ -111,11 +111,14 @@ def _missing(config: Config, log: ForgottenLog, through: int, patience: timedelt
 
 
 def _erase(config: Config, log: ForgottenLog) -> str | None:
-    from learner.offline import erase  # loads torch, which takes seconds
+    from learner.offline import ERASED, erase  # loads torch, which takes seconds
+    from replay.kinds import TIERS
 
-    redis = config.pipeline.replay.redis is not None
-    erase(config.state_dir, Schema(config.pipeline.events).digest, log, redis=redis)
-    return "rows in Redis are removed by the next start of the learner, before anything is drawn" if redis else None
+    left = [name for name in TIERS if name != ERASED and getattr(config.pipeline.replay, name) is not None]
+    erase(config.state_dir, Schema(config.pipeline.events).digest, log, whole=not left)
+    if not left:
+        return None
+    return f"rows in replay.{left[0]} are removed by the next start of the learner, before anything is drawn"
 
 
 def _known(config: Config) -> Mapping[TopicPartition, PartitionReport]:

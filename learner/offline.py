@@ -10,17 +10,18 @@ from learner.forgotten_cut import remembered
 from replay.forgotten import Forgotten
 from replay.forgotten_log import Applied, ForgottenLog, now
 
+ERASED = "disk"
+"""The kind of tier whose files are erased; rows in others are left to the next start of a learner."""
 
-def erase(state_dir: Path, schema: str, written: ForgottenLog, *, redis: bool) -> Applied:
+
+def erase(state_dir: Path, schema: str, written: ForgottenLog, *, whole: bool) -> Applied:
     """Take all records that are not applied yet out of cuts and disk tier, and say so in the log.
-
-    Rows in Redis are left to the next start of a learner: the log then says what was removed, and not that it is all.
 
     Args:
         state_dir: whose lock the caller holds.
         schema: the digest of the schema, under which the cuts were made.
         written: the log.
-        redis: whether there may be rows in Redis.
+        whole: whether there are no rows elsewhere; else the log says what was removed, and not that it is all.
 
     Raises:
         SettingsError: something cannot be written; it is done again by the next start of a learner.
@@ -31,7 +32,7 @@ def erase(state_dir: Path, schema: str, written: ForgottenLog, *, redis: bool) -
     try:
         store, guard = _counted(cuts, forgotten)
         Eraser(cuts, state_dir / "replay" / RANK, forgotten).run()
-        done = Applied(time=now(), through=written.through if redis else through, store=store, guard=guard)
+        done = Applied(time=now(), through=through if whole else written.through, store=store, guard=guard)
         written.append(done)
     except OSError as exc:
         raise SettingsError(

@@ -243,7 +243,7 @@ def test_rows_in_redis_are_removed(
     learner.stop()
     answer = forget_now(config, "anna")
     assert (answer.applied, answer.store) == (False, 5)
-    assert "Redis" in "".join(answer.sentences())
+    assert "rows in replay.redis are removed by the next start" in "".join(answer.sentences())
     assert files_with_the_secret(learner.state_dir) == []
     learner = start(config)
     learner.wait_for(lambda each: each.forgotten_through == 2)
