@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -86,9 +86,13 @@ class Supervisor:
     Used by one thread.
     """
 
-    def __init__(self, parts: Iterable[Part], backoff: Backoff | None = None) -> None:
+    def __init__(
+        self, parts: Iterable[Part], backoff: Backoff | None = None, on_death: Callable[[Part], None] | None = None
+    ) -> None:
+        """Take the parts; `on_death` is called for one that has died, before it is started again."""
         self._children = [_Child(part) for part in parts]
         self._backoff = backoff or Backoff()
+        self._on_death = on_death
         self._leftovers: dict[int, float] = {}
         self.ended: Part | None = None
         """The part that ended everything, when one did."""
@@ -128,15 +132,12 @@ class Supervisor:
         """
         self._kill_leftovers()
         for child in self._children:
-            if child.process is None:
-                if time.monotonic() >= child.due:
-                    _start(child)
-                continue
-            code = child.process.poll()
-            if code is not None:
+            if child.process is not None and (code := child.process.poll()) is not None:
                 ended = self._bury(child, child.process.pid, code)
                 if ended is not None:
                     return ended
+            if child.process is None and time.monotonic() >= child.due:
+                _start(child)
         return None
 
     def stop(self) -> None:
@@ -172,6 +173,8 @@ class Supervisor:
         child.process = None
         self._leave(pid)
         progress = part.report is not None and _has_progressed(part.report, pid)
+        if self._on_death is not None:
+            self._on_death(part)
         if code == Exit.SETTINGS or (code == Exit.DEPENDENCY and child.starts == 1 and not progress):
             self.ended = part
             log.error("%s ended with exit code %d, which starting it again cannot mend", part.name, code)

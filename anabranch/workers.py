@@ -46,15 +46,13 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
         parts = [_part(config, crew, number, listener.fileno()) for number in range(crew.size)]
         desk = _Desk(config.state_dir, crew)
         log.info("%d workers serve on %s", crew.size, address_of(settings, listener))
-        supervisor, ended = Supervisor(parts), None
+        # A worker's report goes before the next of its number writes one.
+        supervisor = Supervisor(parts, on_death=lambda part: crew.forget(parts.index(part)))
+        ended = None
         try:
             supervisor.start()
             while ended is None and not stop.wait(_LOOK_SECONDS):
-                before = supervisor.pids()
                 ended = supervisor.check()
-                for number, part in enumerate(parts):
-                    if part.name in before and part.name not in supervisor.pids():
-                        crew.forget(number)
                 desk.tell()
         finally:
             listener.close()

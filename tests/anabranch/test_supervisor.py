@@ -176,6 +176,21 @@ def test_a_part_is_not_started_before_its_backoff_is_over(part, until, noted):
         supervisor.stop()
 
 
+def test_a_dead_part_is_told_of_and_started_again_in_one_look(part, until, noted, is_gone):
+    ran = []
+    supervisor = Supervisor([part(STAYS)], on_death=lambda dead: ran.append((dead.name, supervisor.pids())))
+    supervisor.start()
+    try:
+        (pid,) = until(lambda: noted("started"), "the start")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: is_gone(pid), "its end")
+        supervisor.check()
+        assert ran == [("part", {})]
+        assert supervisor.pids().keys() == {"part"}
+    finally:
+        supervisor.stop()
+
+
 def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest():
     backoff = Backoff(timedelta(seconds=1), timedelta(seconds=30))
     assert backoff.seconds(1) == 0
