@@ -2,7 +2,8 @@
 
 A child is the leader of a session of its own, so that Ctrl-C reaches the supervisor alone, which decides when and how
 a child stops. Its stdin is a pipe that stays open for as long as the supervisor lives: a child that reads its end
-stops by itself (`daemon.stop_with_parent`), also after a SIGKILL of the supervisor.
+stops by itself (`daemon.stop_with_parent`), also after a SIGKILL of the supervisor. What stands by for a child takes
+its place when a line comes on that pipe.
 """
 
 import contextlib
@@ -49,6 +50,11 @@ class Part:
     """Time that it has to stop after SIGTERM."""
     descriptors: tuple[int, ...] = ()
     """What it inherits beside stdin, stdout and stderr."""
+    standby: tuple[str, ...] | None = None
+    """Command of a process that gets ready, and becomes this part when a line comes on its stdin; None: there is none.
+
+    One of it stands by whenever the part has made progress, until it is needed. One that dies while it waits is not
+    started again before the part was."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class _Child:
     """Deaths in a row, the last counted too when it made no progress."""
     due: float = 0.0
     """When to start it again, in seconds of the monotonic clock."""
+    standby: subprocess.Popen[bytes] | None = None
+    """What stands by for it."""
+    stood_by: int = 0
+    """The start since which something has stood by for it, in which it may have died."""
 
 
 class Supervisor:
@@ -124,7 +134,7 @@ class Supervisor:
             _start(child)
 
     def check(self) -> Exit | None:
-        """Look at every child once: note deaths, start again what is due.
+        """Look at every child once: note deaths, start again what is due, have something stand by.
 
         Returns:
             The exit code with which everything is to end, or None: SETTINGS when a child ended with it, DEPENDENCY
@@ -136,6 +146,7 @@ class Supervisor:
                 ended = self._bury(child, child.process.pid, code)
                 if ended is not None:
                     return ended
+            self._tend_standby(child)
             if child.process is None and time.monotonic() >= child.due:
                 _start(child)
         return None
@@ -143,10 +154,14 @@ class Supervisor:
     def stop(self) -> None:
         """SIGTERM to all children in order, then SIGKILL to those that outlive their `stop_timeout`; wait for all.
 
-        An exception on the way, such as that of a second Ctrl-C, kills the rest at once.
+        What stands by has nothing to end, and is killed. An exception on the way, such as that of a second Ctrl-C,
+        kills the rest at once.
         """
         running = [(child, child.process) for child in self._children if child.process is not None]
+        standbys = [child.standby for child in self._children if child.standby is not None]
         try:
+            for process in standbys:
+                process.kill()
             for _, process in running:
                 process.terminate()
             begin = time.monotonic()
@@ -158,12 +173,13 @@ class Supervisor:
                     log.warning("%s (pid %d) did not stop in time and is killed", child.part.name, process.pid)
                     process.kill()
         finally:
-            for child, process in running:
+            for process in [*standbys, *(process for _, process in running)]:
                 process.kill()
                 process.wait()
                 _close(process)
                 self._leftovers[process.pid] = time.monotonic() + _LEFTOVERS_SECONDS
-                child.process = None
+            for child in self._children:
+                child.process = child.standby = None
             self._await_leftovers()
 
     def _bury(self, child: _Child, pid: int, code: int) -> Exit | None:
@@ -172,7 +188,7 @@ class Supervisor:
         _close(child.process)
         child.process = None
         self._leave(pid)
-        progress = part.report is not None and _has_progressed(part.report, pid)
+        progress = _has_progressed(part.report, pid)
         if self._on_death is not None:
             self._on_death(part)
         if code == Exit.SETTINGS or (code == Exit.DEPENDENCY and child.starts == 1 and not progress):
@@ -185,6 +201,22 @@ class Supervisor:
         when = f"in {delay:.1f} s" if delay else "now"
         log.warning("%s (pid %d) ended with %s; it is started again %s", part.name, pid, _describe(code), when)
         return None
+
+    def _tend_standby(self, child: _Child) -> None:
+        """Note the death of what stands by for a child; start it once in each life of the child that makes progress."""
+        part, standby, process = child.part, child.standby, child.process
+        if standby is not None:
+            code = standby.poll()
+            if code is not None:
+                log.warning("what stood by for %s (pid %d) ended with %s", part.name, standby.pid, _describe(code))
+                _close(standby)
+                self._leave(standby.pid)
+                child.standby = None
+        elif part.standby is None or process is None or child.stood_by == child.starts:
+            return
+        elif _has_progressed(part.report, process.pid):
+            child.standby, child.stood_by = _spawn(part, part.standby), child.starts
+            log.info("pid %d stands by for %s", child.standby.pid, part.name)
 
     def _leave(self, group: int) -> None:
         """Ask what a dead child has left behind in its session to end; `_kill_leftovers` insists later."""
@@ -238,7 +270,9 @@ class _Progress(msgspec.Struct):
     version: int | None = None
 
 
-def _has_progressed(report: Path, pid: int) -> bool:
+def _has_progressed(report: Path | None, pid: int) -> bool:
+    if report is None:
+        return False
     try:
         progress = msgspec.json.decode(report.read_bytes(), type=_Progress)
     except (OSError, msgspec.MsgspecError):
@@ -248,11 +282,35 @@ def _has_progressed(report: Path, pid: int) -> bool:
 
 
 def _start(child: _Child) -> None:
-    part = child.part
+    """Have what stands by for a child take its place, else start it."""
+    part, standby, child.standby = child.part, child.standby, None
+    if standby is not None and _goes_on(standby):
+        child.process = standby
+        log.info("%s goes on (pid %d)", part.name, standby.pid)
+    else:
+        child.process = _spawn(part, part.command)
+        log.info("%s started (pid %d)", part.name, child.process.pid)
+    child.starts += 1
+
+
+def _goes_on(standby: subprocess.Popen[bytes]) -> bool:
+    """Tell what stands by to go on; False when it has died since it was looked at."""
+    assert standby.stdin is not None
+    try:
+        os.write(standby.stdin.fileno(), b"\n")
+    except BrokenPipeError:
+        standby.kill()
+        standby.wait()
+        _close(standby)
+        return False
+    return True
+
+
+def _spawn(part: Part, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(part.output.open("ab")) if part.output else None
-        child.process = subprocess.Popen(
-            part.command,
+        return subprocess.Popen(
+            command,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -260,8 +318,6 @@ def _start(child: _Child) -> None:
             start_new_session=True,
             pass_fds=part.descriptors,
         )
-    child.starts += 1
-    log.info("%s started (pid %d)", part.name, child.process.pid)
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

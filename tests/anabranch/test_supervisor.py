@@ -9,12 +9,15 @@ import threading
 from concurrent.futures import Future
 from datetime import timedelta
 
+import psutil
 import pytest
 
 from anabranch.daemon import Exit
 from anabranch.supervisor import Backoff, Part, Supervisor, pipeline_parts
 
 STAYS = "note('started')\nwhile sys.stdin.read(1): pass\nnote('end of stdin')"
+LEARNS = "report(steps_since_start=1)\n" + STAYS
+STANDS_BY = "note('standby')\nif sys.stdin.readline():\n    " + LEARNS.replace("\n", "\n    ")
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
 place = {place!r}
@@ -42,7 +45,10 @@ from datetime import timedelta
 from pathlib import Path
 from anabranch.daemon import stop_on_signals
 from anabranch.supervisor import Part, Supervisor
-parts = [Part(name, tuple(command), stop_timeout=timedelta(seconds=s)) for name, command, s in json.loads(sys.argv[1])]
+parts = [
+    Part(name, tuple(command), Path(report), stop_timeout=timedelta(seconds=s), standby=standby and tuple(standby))
+    for name, command, report, s, standby in json.loads(sys.argv[1])
+]
 with stop_on_signals() as stop:
     sys.exit(Supervisor(parts).run(stop))
 """
@@ -72,9 +78,12 @@ def place(tmp_path):
 def part(place):
     """Makes a part of Python code that may call `note`, `notes` and `report`."""
 
-    def make(code, name="part", **options):
-        script = PRELUDE.format(place=str(place)) + textwrap.dedent(code)
-        return Part(name, (sys.executable, "-c", script), place / "report.json", **options)
+    def program(code):
+        return (sys.executable, "-c", PRELUDE.format(place=str(place)) + textwrap.dedent(code))
+
+    def make(code, name="part", standby=None, **options):
+        standby = program(standby) if standby else None
+        return Part(name, program(code), place / "report.json", standby=standby, **options)
 
     return make
 
@@ -88,6 +97,17 @@ def noted(place):
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     return read
+
+
+@pytest.fixture
+def children(place):
+    """Returns the pids of parts that run, and of what stands by."""
+
+    def look():
+        processes = psutil.Process().children()
+        return [each.pid for each in processes if any(str(place) in word for word in each.cmdline())]
+
+    return look
 
 
 @pytest.fixture
@@ -268,6 +288,87 @@ def test_what_a_dead_part_leaves_in_its_session_is_ended(part, running, until, n
     until(lambda: is_gone(pid), "the grandchild's end")
 
 
+def test_what_stands_by_takes_the_place_of_a_part_that_dies_each_time(part, running, until, noted):
+    supervisor = Supervisor([part(LEARNS, standby=STANDS_BY)], Backoff(first=timedelta(hours=1)))
+    running(supervisor)
+    for deaths in (0, 1, 2):
+        standbys = until(lambda deaths=deaths: len(noted("standby")) > deaths and noted("standby"), "a standby")
+        assert noted("started")[1:] == standbys[:-1]
+        assert supervisor.restarts == {"part": deaths}
+        os.kill(supervisor.pids()["part"], signal.SIGKILL)
+        until(lambda pid=standbys[-1]: noted("started")[-1] == pid, "what stood by")
+        assert supervisor.pids() == {"part": standbys[-1]}
+
+
+def test_what_takes_over_and_makes_no_progress_is_a_death_more(part, running, until, noted):
+    backoff = RecordedBackoff()
+    supervisor = Supervisor([part(LEARNS, standby="note('standby')\nsys.stdin.readline()\nos._exit(1)")], backoff)
+    running(supervisor)
+    (pid,) = until(lambda: noted("standby"), "a standby")
+    os.kill(noted("started")[0], signal.SIGKILL)
+    until(lambda: len(noted("started")) == 2, "the second start")
+    assert pid not in noted("started")
+    assert backoff.asked == [1, 2]
+
+
+def test_nothing_stands_by_before_progress(part, until, noted, children):
+    supervisor = Supervisor([part(STAYS, standby=STANDS_BY)])
+    supervisor.start()
+    try:
+        until(lambda: (supervisor.check(), noted("started"))[1], "the start")
+        assert children() == noted("started")
+    finally:
+        supervisor.stop()
+
+
+def test_a_standby_that_dies_is_started_again_after_the_part_was(part, until, noted, is_gone, children, caplog):
+    supervisor = Supervisor([part(LEARNS, standby="note('standby')\nos._exit(1)")])
+    supervisor.start()
+    try:
+        (gone,) = until(lambda: (supervisor.check(), noted("standby"))[1], "a standby")
+        until(lambda: is_gone(gone), "its end")
+        for _ in range(3):
+            supervisor.check()
+            assert children() == noted("started")
+        assert f"what stood by for part (pid {gone}) ended with exit code 1" in caplog.text
+        os.kill(noted("started")[0], signal.SIGKILL)
+        until(lambda: (supervisor.check(), len(noted("standby")) == 2)[1], "another standby")
+        assert gone not in noted("started")
+        assert supervisor.restarts == {"part": 1}
+    finally:
+        supervisor.stop()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_where_nothing_can_go_on_the_part_is_started(part, until, noted, is_gone, dies):
+    deaf = "note('standby')\n" + ("sys.stdin.read()" if dies else "os.close(0)\nnote('deaf')\nsignal.pause()")
+    supervisor = Supervisor([part(LEARNS, standby=deaf)])
+    supervisor.start()
+    try:
+        (standby,) = until(lambda: (supervisor.check(), noted("standby" if dies else "deaf"))[1], "a standby")
+        killed = [noted("started")[0], *([standby] if dies else [])]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: all(map(is_gone, killed)), "the end")
+        supervisor.check()
+        until(lambda: len(noted("started")) == 2, "the second start")
+        assert supervisor.pids() == {"part": noted("started")[1]}
+        assert is_gone(standby)
+        assert standby not in noted("started")
+    finally:
+        supervisor.stop()
+
+
+def test_a_stop_ends_what_stands_by_at_once(part, running, until, noted, is_gone):
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('standby')\nwhile True: time.sleep(60)"
+    stop, result = running(Supervisor([part(LEARNS, standby=deaf, stop_timeout=timedelta(hours=1))]))
+    (pid,) = until(lambda: noted("standby"), "a standby")
+    stop.set()
+    assert result.result(30) is Exit.DONE
+    assert is_gone(pid)
+    assert noted("sigterm") == noted("started")
+
+
 def test_output_goes_to_the_part_s_file_and_variables_reach_it(part, running, until, place):
     code = "print(os.environ['COLOUR'], flush=True)\nprint('ill', file=sys.stderr, flush=True)\n" + STAYS
     output = place / "log"
@@ -278,8 +379,10 @@ def test_output_goes_to_the_part_s_file_and_variables_reach_it(part, running, un
 
 
 def supervise(spawn, *parts):
-    arguments = json.dumps([(part.name, part.command, part.stop_timeout.total_seconds()) for part in parts])
-    return spawn("-c", SUPERVISE, arguments)
+    arguments = [
+        (part.name, part.command, str(part.report), part.stop_timeout.total_seconds(), part.standby) for part in parts
+    ]
+    return spawn("-c", SUPERVISE, json.dumps(arguments))
 
 
 def test_parts_end_when_their_supervisor_is_killed(part, spawn, until, noted, is_gone):
@@ -288,6 +391,14 @@ def test_parts_end_when_their_supervisor_is_killed(part, spawn, until, noted, is
     process.kill()
     until(lambda: all(map(is_gone, pids)), "the end of both")
     assert sorted(noted("end of stdin")) == sorted(pids)
+
+
+def test_what_stands_by_ends_when_the_supervisor_is_killed(part, spawn, until, noted, is_gone):
+    process = supervise(spawn, part(LEARNS, standby=STANDS_BY + "\nelse: note('never needed')"))
+    standby = until(lambda: noted("standby"), "a standby")
+    process.kill()
+    until(lambda: all(map(is_gone, noted("started") + standby)), "the end of both")
+    assert noted("never needed") == standby
 
 
 def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(part, spawn, until, noted, is_gone):
