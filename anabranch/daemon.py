@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -12,6 +13,8 @@ from types import FrameType
 
 from anabranch.intruders import refuse_intruders
 from ingest.errors import AnabranchError, DependencyError
+
+_LOOK_SECONDS = 0.1
 
 log = logging.getLogger("anabranch")
 
@@ -79,6 +82,15 @@ def stop_on_signals() -> Iterator[threading.Event]:
         yield stop
     finally:
         restore()
+
+
+def wait_for_parent(stop: threading.Event) -> bool:
+    """Wait for a line on stdin, and return True; False when stdin ends or `stop` is set before one comes."""
+    stdin = sys.stdin.fileno()
+    while not stop.is_set():
+        if select.select([stdin], [], [], _LOOK_SECONDS)[0]:
+            return bool(os.read(stdin, 4096))
+    return False
 
 
 def stop_with_parent(stop: threading.Event) -> None:

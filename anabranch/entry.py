@@ -4,6 +4,7 @@ Imports nothing of the four packages before it has seen that they are this distr
 """
 
 import argparse
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +15,15 @@ from anabranch.intruders import refuse_intruders
 if TYPE_CHECKING:
     from anabranch.config import Config
 
+log = logging.getLogger(__name__)
+
 
 def enter(
-    name: str, description: str, work: "Callable[[Config, threading.Event], None]", arguments: Sequence[str] | None
+    name: str,
+    description: str,
+    work: "Callable[[Config, threading.Event], None]",
+    arguments: Sequence[str] | None,
+    prepare: Callable[[], None] | None = None,
 ) -> int:
     """Do `work` with the settings until a signal, or with `--supervised` the end of stdin, stops it.
 
@@ -26,6 +33,8 @@ def enter(
         work: takes the settings and the event that stops it; it imports what takes seconds, since by then a signal is
             noticed.
         arguments: of the command line; None takes those of the process.
+        prepare: does what `work` needs whatever the settings are. With it there is `--standby`, which prepares and then
+            waits for a line on stdin before it reads the settings; the end of stdin or a signal ends it until then.
 
     Returns:
         An exit code of `anabranch.daemon.Exit`.
@@ -33,15 +42,22 @@ def enter(
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("-c", "--config", type=Path, default=Path("pipeline.toml"), help="the pipeline's settings")
     parser.add_argument("--supervised", action="store_true", help="stop when stdin ends")
+    if prepare is not None:
+        parser.add_argument("--standby", action="store_true", help="begin when a line comes on stdin")
     options = parser.parse_args(arguments)
     refuse_intruders()
     from anabranch.config import load_config
-    from anabranch.daemon import configure_logging, run, stop_on_signals, stop_with_parent
+    from anabranch.daemon import configure_logging, run, stop_on_signals, stop_with_parent, wait_for_parent
 
     def work_until_stopped() -> None:
-        config = load_config(options.config)
         configure_logging()
         with stop_on_signals() as stop:
+            if prepare is not None and options.standby:
+                prepare()
+                log.info("%s is ready and stands by", name)
+                if not wait_for_parent(stop):
+                    return
+            config = load_config(options.config)
             if options.supervised:
                 stop_with_parent(stop)
             work(config, stop)

@@ -119,6 +119,7 @@ The design fixes the names that users build on. These were added to it:
   `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
   `learner.comm_hook`, `learner.sync_every`, `learner.sharding`,
   `learner.hosts`, `learner.host_rank`, `learner.rendezvous`, `learner.interface`, `learner.join_timeout`,
+  `learner.standby`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
   `serving.twin`, `serving.request_log`, `serving.workers`, `serving.shadow`,
   `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,

@@ -3,7 +3,7 @@
 A child is the leader of a session of its own, so that Ctrl-C reaches the supervisor alone, which decides when and how
 a child stops. Its stdin is a pipe that stays open for as long as the supervisor lives: a child that reads its end
 stops by itself (`daemon.stop_with_parent`), also after a SIGKILL of the supervisor. What stands by for a child takes
-its place when a line comes on that pipe.
+its place when a line comes on that pipe (`daemon.wait_for_parent`).
 """
 
 import contextlib
@@ -246,12 +246,14 @@ def pipeline_parts(config: Config) -> list[Part]:
     # The path is made absolute because a part may not be started from the same folder.
     arguments = ("-c", str(config.path), "--supervised")
     learner_timeout = config.pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
+    learner = (sys.executable, "-P", "-m", "learner", *arguments)
     return [
         Part(
             "learner",
-            (sys.executable, "-P", "-m", "learner", *arguments),
+            learner,
             config.state_dir / LEARNER_REPORT,
             stop_timeout=learner_timeout,
+            standby=(*learner, "--standby") if config.pipeline.learner.standby else None,
         ),
         Part(
             "serving",

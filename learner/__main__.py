@@ -29,17 +29,28 @@ def main(arguments: list[str] | None = None) -> int:
     options, others = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if options.group is not None:
         return _rank(options.group, others)
-    codes: list[int | None] = []
+    told: int | None = 0
 
     def learn_or_launch(config: "Config", stop: threading.Event) -> None:
+        nonlocal told
         if config.pipeline.learner.replicas == config.pipeline.learner.hosts == 1:
-            codes.append(0)
             learn_config(config, stop)
         else:
-            codes.append(_launch(config, stop))
+            told = _launch(config, stop)
 
-    code = enter("learner", "Learn from the stream, and publish versions.", learn_or_launch, others)
-    return code or (codes[0] if codes and codes[0] is not None else 1)
+    code = enter("learner", "Learn from the stream, and publish versions.", learn_or_launch, others, prepare)
+    return code or (told if told is not None else 1)
+
+
+def prepare() -> None:
+    """Import what a learner needs, and what torch leaves for the first optimizer; touches no device and no file."""
+    import torch
+
+    import learner.session  # noqa: F401 what takes seconds
+    from learner.config import OptimizerSettings
+    from learner.optimizer import build_optimizer
+
+    build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
 
 
 def learn_config(config: "Config", stop: threading.Event) -> None:

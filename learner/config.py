@@ -183,6 +183,9 @@ class LearnerSettings(Section):
     always full and go round the partitions, one event of each in turn, and torch keeps to one thread."""
     profile: ProfileSettings | None = None
     """A window of steps to trace, into `traces` below `state_dir`; absent: none."""
+    standby: bool = False
+    """Whether `anabranch up` keeps a second process that has imported what a learner needs, and that goes on when the
+    learner dies."""
     stop_timeout: PositiveDuration = timedelta(seconds=30)
     """Time in which SIGTERM stops the learner, its last cut and version included."""
     status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"

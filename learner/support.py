@@ -106,6 +106,7 @@ _ONE_SCALE = "replicas with parts of the gradients would scale losses differentl
 _ALL_RUN = "all replicas have to run a model in parts, and only the first tries it on old events"
 _HALF_RUN = "a model in parts runs as a whole only"
 _FUSED = "compiled code runs across the borders of layers"
+_ALONE = "what stands by takes the place of one process"
 _SHAPES = "it keeps averages over rows and columns, which lie in parts of a weight"
 
 RULES = (
@@ -130,6 +131,8 @@ RULES = (
     Rule("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
     Rule("share.yield_at", _at_layers, "learner.compile", _on, _FUSED, 'write "micro-batch"'),
     Rule("learner.hosts", _many, "learner.deterministic", _on, _APART, "set it to 1"),
+    Rule("learner.standby", _on, "learner.replicas", _many, _ALONE, "set it to false"),
+    Rule("learner.standby", _on, "learner.hosts", _many, _ALONE, "set it to false"),
     Rule("learner.sharding", _zero1, "learner.hosts", _many, _UNPICKLES, 'write "none" or "fsdp"'),
     Rule("stream.lag_policy.action", _thins, "learner.deterministic", _on, _BY_CLOCK, 'write "train-all"'),
     Rule("stream.lag_policy.action", _stores_only, "learner.strategy", _draws_nothing, _NO_STORE, 'write "sample"'),

@@ -439,3 +439,12 @@ def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(exam
         config.state_dir / serving.report.REPORT,
     ]
     assert all(part.stop_timeout > timedelta(seconds=7) for part in parts)
+    assert [part.standby for part in parts] == [None, None]
+
+
+def test_a_learner_has_one_stand_by_where_the_config_says_so(example):
+    from anabranch.config import load_config
+
+    learner, serving = pipeline_parts(load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STANDBY": "true"}))
+    assert learner.standby == (*learner.command, "--standby")
+    assert serving.standby is None

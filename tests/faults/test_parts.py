@@ -126,3 +126,36 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(
         alone.until(lambda: clients.asked.requests > 20, "some replies")
     assert clients.asked.failures == []
     assert clients.asked.versions == {Versions(pipeline.state_dir / "versions").numbers()[-1]}
+
+
+def test_what_stands_by_goes_on_when_the_learner_is_killed(
+    kafka: Any, tmp_path: Path, start: Callable[..., Started]
+) -> None:
+    topic = make_topic(kafka.bootstrap, "standby")
+    text = TEXT.format(port=free_port()).replace("{learner}", "{learner}\nstandby = true")
+    pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, text)
+    parts = start(pipeline, "up")
+
+    def learned(rows: int) -> bool:
+        told = pipeline.report()
+        return told is not None and total(told) == rows
+
+    def standby() -> list[int]:
+        found = []
+        for each in parts.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [each.pid] if "--standby" in each.cmdline() else []
+        return found
+
+    send(kafka.bootstrap, topic, encoded(events(300)))
+    parts.until(lambda: learned(300), "an outcome for each event")
+    (expected,) = parts.until(standby, "one that stands by")
+    os.kill(pid_of(pipeline, "learner"), signal.SIGKILL)
+    send(kafka.bootstrap, topic, encoded(events(300)))
+    parts.until(lambda: learned(600), "an outcome for each event once more")
+    assert adds_up(pipeline.report())
+    assert pid_of(pipeline, "learner") == expected
+    parts.until(lambda: len(standby()) == 2, "another one that stands by")
+    family = parts.family()
+    assert parts.stop() == 0, parts.said()
+    assert psutil.wait_procs(family, 10)[1] == []

@@ -146,6 +146,12 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
             'replay.admission = "diverse" does not go with learner.sharding = "fsdp"',
         ),
         ({"replicas": 2, "deterministic": True}, {}, "learner.replicas = 2 does not go with learner.deterministic"),
+        ({"standby": True, "replicas": 2}, {}, "learner.standby = true does not go with learner.replicas = 2: what st"),
+        (
+            {"standby": True, "hosts": 2, "rendezvous": "h:1", "interface": "lo"},
+            {},
+            "learner.standby = true does not go with learner.hosts = 2: what stands by",
+        ),
         (
             {"compile": True},
             {"admission": "diverse"},

@@ -1,0 +1,76 @@
+"""A learner that stands by has all that takes seconds, holds nothing, and knows nothing of the settings yet."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PREPARED = """
+import sys
+from learner.__main__ import prepare
+prepare()
+before = set(sys.modules)
+import torch
+from learner.config import OptimizerSettings
+from learner.optimizer import OPTIMIZERS, build_optimizer
+from learner.session import learn
+for name in OPTIMIZERS:
+    build_optimizer(OptimizerSettings(name=name), [torch.nn.Parameter(torch.zeros(2))])
+print(sorted(set(sys.modules) - before), torch.cuda.is_initialized())
+"""
+
+
+@pytest.fixture
+def standby(tmp_path: Path) -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
+    """Starts a learner that stands by, of a `pipeline.toml` that is not there, and returns it once it is ready."""
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> "subprocess.Popen[str]":
+            command = [sys.executable, "-P", "-m", "learner", "-c", str(tmp_path / "pipeline.toml")]
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [*command, "--supervised", "--standby"],
+                    stdin=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            assert process.stderr is not None
+            assert "learner is ready and stands by" in process.stderr.readline()
+            return process
+
+        yield begin
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_it_ends_well_on_a_signal_and_with_its_supervisor(
+    standby: Callable[[], "subprocess.Popen[str]"], tmp_path: Path, signalled: bool
+) -> None:
+    process = standby()
+    assert process.stdin is not None
+    if signalled:
+        process.send_signal(signal.SIGTERM)
+    else:
+        process.stdin.close()
+    assert process.wait(30) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_goes_on_with_the_settings_of_that_moment(
+    standby: Callable[[], "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    process = standby()
+    (tmp_path / "pipeline.toml").write_text("nam = 'of that moment'")
+    _, said = process.communicate("\n", 30)
+    assert process.returncode == 2
+    assert "nam" in said
+
+
+def test_what_is_prepared_leaves_no_import_to_the_first_optimizer() -> None:
+    found = subprocess.run([sys.executable, "-c", PREPARED], capture_output=True, text=True, check=True)
+    assert found.stdout == "[] False\n"
