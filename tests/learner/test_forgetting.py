@@ -83,6 +83,7 @@ def keys_of(config: Path) -> set[str]:
     return {event["key_hash"] for event in draw_sample(settings(config), 10_000, [], None)}
 
 
+@pytest.mark.any_broker
 def test_what_a_learner_at_work_forgets_is_in_no_file_and_does_not_come_back(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_forgotten_event_that_is_read_again_is_skipped(
     assert files_with_the_secret(learner.state_dir) == []
 
 
+@pytest.mark.any_broker
 def test_without_a_learner_cuts_and_tiers_are_rewritten_at_once(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
@@ -155,6 +157,7 @@ def test_without_a_learner_cuts_and_tiers_are_rewritten_at_once(
     assert (stored(report), report.replay_lost) == (180, 0)
 
 
+@pytest.mark.any_broker
 def test_a_crash_between_the_word_and_the_deed_brings_nothing_back(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
@@ -216,6 +219,7 @@ def test_a_tombstone_in_the_same_batch_forgets_what_stands_before_it(
     assert stored(report) + report.guard_rows == 5
 
 
+@pytest.mark.any_broker
 @pytest.mark.parametrize("below", ["", "disk = {bytes = '1MB'}\n"], ids=["home", "cache"])
 def test_rows_in_redis_are_removed(
     kafka: Any,
@@ -259,6 +263,7 @@ def secrets_in(server: Any) -> list[bytes]:
         return [key for key in client.scan_iter("anabranch:*") if pattern in (client.get(key) or b"")]
 
 
+@pytest.mark.any_broker
 def test_what_cannot_be_meant_is_one_sentence(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:

@@ -278,6 +278,7 @@ def test_sigterm_cuts_so_that_no_event_comes_twice(
     assert adds_up(report)
 
 
+@pytest.mark.any_broker
 def test_a_learner_that_rests_makes_no_cuts_and_is_well(
     kafka: Any,
     make_topic: Callable[..., str],
@@ -309,6 +310,7 @@ def test_a_learner_that_rests_makes_no_cuts_and_is_well(
     assert after.cut == report.cut, "a learner that had nothing new made a last cut"
 
 
+@pytest.mark.any_broker
 def test_it_ends_with_its_supervisor(
     kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
@@ -360,6 +362,7 @@ def test_a_second_learner_on_the_same_state_directory_ends_with_2(
     assert (code, "another learner is at work" in sentence) == (2, True)
 
 
+@pytest.mark.any_broker
 def test_a_learner_goes_on_after_what_is_there_of_versions_and_cuts_where_the_file_of_epochs_was_lost(
     kafka: Any,
     make_topic: Callable[..., str],
@@ -383,6 +386,7 @@ def test_a_learner_goes_on_after_what_is_there_of_versions_and_cuts_where_the_fi
             shutil.rmtree(learner.state_dir / "versions")
 
 
+@pytest.mark.any_broker
 def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writes_nothing_more(
     kafka: Any,
     make_topic: Callable[..., str],
@@ -432,6 +436,7 @@ def test_a_missing_topic_ends_with_3(kafka: Any, pipeline: Callable[..., Path]) 
     assert (code, 'topic "no-such-topic" does not exist' in said) == (3, True)
 
 
+@pytest.mark.any_broker
 def test_a_taken_status_address_ends_with_2(
     kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
@@ -457,6 +462,7 @@ def test_metrics_want_the_token_where_there_is_one(
         assert reply.status == 200
 
 
+@pytest.mark.any_broker
 @pytest.mark.parametrize("disk", [True, False], ids=["above a disk", "as the last tier"])
 def test_training_goes_on_whatever_becomes_of_redis(
     kafka: Any,
@@ -506,6 +512,7 @@ def test_training_goes_on_whatever_becomes_of_redis(
     assert learner.stop() == 0
 
 
+@pytest.mark.any_broker
 @pytest.mark.parametrize(
     "policies", ['sampling = "similar"', 'sampling = "diverse"\nadmission = "diverse"'], ids=["similar", "diverse"]
 )
@@ -536,6 +543,7 @@ def test_events_are_compared_where_the_model_puts_them(
     assert ended(config)[1].startswith("anabranch: replay.")
 
 
+@pytest.mark.any_broker
 def test_events_of_several_classes_are_learned_stored_and_gone_on_with(
     kafka: Any,
     make_topic: Callable[..., str],
@@ -581,6 +589,7 @@ def test_events_of_several_classes_are_learned_stored_and_gone_on_with(
         assert event["label"] in (told, None)
 
 
+@pytest.mark.any_broker
 def test_the_output_of_the_model_is_kept_with_each_event_for_der(
     kafka: Any,
     make_topic: Callable[..., str],
