@@ -21,7 +21,7 @@ from learner.cut import SEGMENT, Cut
 from replay.contents import ENTRY, PLANNED
 from replay.entries import columns_of
 from replay.forgotten import Forgotten
-from replay.sampler import BY_POSITION
+from replay.sampler import by_position
 
 Tensors = Mapping[str, Tensor]
 
@@ -113,7 +113,7 @@ def _standing(
         stays.append(left[live])
         changed[f"live.{number}"] = torch.from_numpy(np.packbits(left))
     if not all(each.all() for each in stays):
-        for name in BY_POSITION & set(state["sampler"]):
+        for name in by_position(state["sampler"]):
             changed[f"sampler.{name}"] = tensors[f"sampler.{name}"][torch.from_numpy(np.concatenate(stays))]
     for step in _planned_anew(tensors, state["plans"], forgotten, bases):
         del changed[f"plan.{step}"], changed[f"planned.{step}"]

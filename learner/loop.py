@@ -95,7 +95,8 @@ class Loop:
         self.rates = Rates()
         self.prequential = Prequential(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
-        self.ratio = make_ratio(settings, bounded=bounded)
+        self._several = parts.store.several if parts.store is not None else None
+        self.ratio = make_ratio(settings, self._several.kinds if self._several else (), bounded=bounded)
         self._probe = Probe(self.ratio, parts.guard, parts.trainer, settings.batch_size)
         self.steps = 0
         self.rows_new = 0
@@ -252,6 +253,8 @@ class Loop:
         return whole
 
     def _plan_ahead(self) -> None:
+        if self._several is not None and self.ratio.kind is not None:
+            self._several.kind = self.ratio.kind
         if self._parts.store is not None:
             most = sum(self._parts.trainer.strategy.draws(int(self._step_size * self.replay_ratio) + 1))
             probing = max(most, self._settings.batch_size)

@@ -44,4 +44,4 @@ class Probe:
         else:
             return None
         rows, score = self._trainer.probe(examples)
-        return Tally(rows, score) if math.isfinite(score) else None
+        return Tally(rows, score, drawn=older < ENOUGH) if math.isfinite(score) else None

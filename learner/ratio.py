@@ -1,23 +1,29 @@
-"""How many old events a step replays for each new one.
+"""How many old events a step replays for each new one, and which.
 
 `FixedRatio` is what the config says. `MeasuredRatio` replays where replay is seen to help, and else not at all.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from learner.config import LearnerSettings
+from learner.kind import Look, MeasuredKind
 
 Phase = Literal["off", "trial", "on"]
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Events that were scored, and the sum of their scores: 1 for right and 0 for wrong, or minus the error."""
+    """Events that were scored, and the sum of their scores: 1 for right and 0 for wrong, or minus the error.
+
+    `drawn` says that they are of the store, so that their scores depend on which were chosen.
+    """
 
     rows: int
     score: float
+    drawn: bool = False
 
 
 class Ratio(Protocol):
@@ -26,6 +32,11 @@ class Ratio(Protocol):
     @property
     def now(self) -> float:
         """Old events for each new one in the next step."""
+        ...
+
+    @property
+    def kind(self) -> str | None:
+        """The sampler that chooses them; None where there is no choice."""
         ...
 
     def probes(self, step: int) -> bool:
@@ -45,15 +56,17 @@ class Ratio(Protocol):
         ...
 
 
-def make_ratio(settings: LearnerSettings, *, bounded: bool) -> Ratio:
-    """Make what the config asks for; `bounded` says that scores lie between 0 and 1."""
+def make_ratio(settings: LearnerSettings, kinds: Sequence[str] = (), *, bounded: bool) -> Ratio:
+    """Make what the config asks for; `kinds` are samplers to choose from, `bounded` says that scores are 0 to 1."""
     if settings.replay_ratio == "auto":
-        return MeasuredRatio(settings.old_weight, bounded=bounded)
+        return MeasuredRatio(settings.old_weight, kinds, bounded=bounded)
     return FixedRatio(settings.replay_ratio)
 
 
 class FixedRatio:
     """Always the same."""
+
+    kind = None
 
     def __init__(self, ratio: float) -> None:
         self.now = ratio
@@ -106,23 +119,33 @@ class MeasuredRatio:
     stays on: the ratio sinks slowly for as long as forgetting stays within half of `cost` of what full replay reached,
     and else rises at once. The weight of the old sets the cost: 0.2 x (1 - old) / old, in accuracy, or for regression
     as part of the larger error.
+
+    While replay is on it is also measured which of several samplers does best, by the same scores and weights.
     """
 
-    def __init__(self, old_weight: float, *, bounded: bool) -> None:
+    def __init__(self, old_weight: float, kinds: Sequence[str] = (), *, bounded: bool) -> None:
         """Begin without replay.
 
         Args:
             old_weight: what old events count, of 1 in all; 0 never replays.
+            kinds: the samplers to choose from, the one to begin with first.
             bounded: whether scores lie between 0 and 1; else forgetting is relative to the error.
         """
         self._cost = _COST * (1 - old_weight) / old_weight if old_weight else float("inf")
+        self._old_weight = old_weight
         self._bounded = bounded
+        self._kind = MeasuredKind(kinds)
         self._new, self._old = _Fading(), _Fading()
         self._phase: Phase = "off"
         self._bar = self._cost
         self._left = 0
         self._without, self._with = 0.0, 0.0
         self.now = 0.0
+
+    @property
+    def kind(self) -> str | None:
+        """The sampler that does best, or that is tried."""
+        return self._kind.now
 
     @property
     def forgetting(self) -> float:
@@ -150,6 +173,16 @@ class MeasuredRatio:
             self._try()
         else:
             self._keep()
+        if old is not None:
+            self._kind.learned(self._look() if self._phase == "on" and not old.drawn else None)
+
+    def _look(self) -> Look:
+        """How well the model does on old and new events, as these are declared to weigh."""
+        weighed = ((self._old, self._old_weight), (self._new, 1 - self._old_weight))
+        return Look(
+            score=sum(weight * each.mean for each, weight in weighed),
+            chance=math.hypot(*(weight * each.chance(bounded=self._bounded) for each, weight in weighed)),
+        )
 
     def _wait(self) -> None:
         self._bar = self._cost + (self._bar - self._cost) * 0.5 ** (1 / _DOUBT) if self._bar > self._cost else self._bar
@@ -170,6 +203,8 @@ class MeasuredRatio:
         if self.forgetting - self._with > self._cost / 2:
             self.now = min(_FULL, self.now + _FULL / _RISE)
             return
+        if self._kind.compares:
+            return
         self.now *= 0.5 ** (1 / _FALL)
         if self.now < _LEAST * _FULL:
             self._stop(self._cost)
@@ -188,6 +223,7 @@ class MeasuredRatio:
             "without": self._without,
             "with": self._with,
             "now": self.now,
+            "kind": self._kind.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -198,6 +234,7 @@ class MeasuredRatio:
         self._phase, self._left, self.now = state["phase"], state["left"], state["now"]
         self._bar = self._cost if state["bar"] is None else max(self._cost, state["bar"])
         self._without, self._with = state["without"], state["with"]
+        self._kind.restore(state.get("kind", {}))
 
 
 class _Fading:
@@ -216,6 +253,14 @@ class _Fading:
     @property
     def mean(self) -> float:
         return self._total / self._weight if self._weight else 0.0
+
+    def chance(self, *, bounded: bool) -> float:
+        """Two standard errors of the difference of two such means, at most for bounded scores, else about.
+
+        What lies between 0 and 1 varies by `mean * (1 - mean)` at most; the error is taken to vary as it is large.
+        """
+        spread = math.sqrt(max(0.0, self.mean * (1 - self.mean))) if bounded else abs(self.mean)
+        return 2 * spread / math.sqrt(self._weight) if self._weight else math.inf
 
     def state(self) -> tuple[float, float, int]:
         return self._weight, self._total, self.seen

@@ -11,6 +11,7 @@ from replay import admission, sampler
 from replay.admission import Admission, Quotas
 from replay.entries import Entries
 from replay.sampler import Sampler
+from replay.several import Several
 from replay.whereabouts import Whereabouts
 
 _MOST_GROUPS = 2**15 - 1
@@ -107,6 +108,12 @@ def _whereabouts(company: Company, name: str) -> Whereabouts:
     return company.whereabouts
 
 
+def _several(company: Company) -> Sampler:
+    """Those that need no embeddings, and suit a stream of any kind."""
+    names = ["uniform", *(["class-balanced"] if company.classes is not None else []), "loss"]
+    return Several({name: SAMPLERS[name](company) for name in names})
+
+
 SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
     "uniform": lambda company: sampler.Uniform(company.entries),
     "class-balanced": _classes_drawn,
@@ -114,4 +121,5 @@ SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
     "loss": lambda company: sampler.Loss(company.entries, company.slots),
     "similar": lambda company: sampler.Similar(company.entries, _whereabouts(company, "similar")),
     "diverse": lambda company: sampler.Diverse(company.entries, _whereabouts(company, "diverse")),
+    "auto": _several,
 }

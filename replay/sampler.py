@@ -7,7 +7,7 @@ Legend: H events held, n drawn, G groups.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -23,8 +23,7 @@ from replay.whereabouts import Whereabouts
 
 Slots = NDArray[np.int32]
 
-BY_POSITION = frozenset({"seats", "weights"})
-"""What of a sampler's state has a value for each event held, in logical order."""
+_BY_POSITION = frozenset({"seats", "weights"})
 
 _ROUNDS = 16
 """How often a draw in proportion tries again for events that it has already."""
@@ -87,6 +86,11 @@ class Sampler(Protocol):
     def restore(self, state: Mapping[str, NDArray[np.generic]], /) -> None:
         """Take up what `state` returned, after `come` was told of the events, in the same order."""
         ...
+
+
+def by_position(names: Iterable[str]) -> set[str]:
+    """Return which names of a sampler's state are of values for each event held, in logical order."""
+    return {name for name in names if name.rpartition(".")[2] in _BY_POSITION}
 
 
 class Uniform:

@@ -26,6 +26,7 @@ from replay.policies import Policies
 from replay.resumption import Resumption
 from replay.roll import Offer, Roll
 from replay.rows import Fields, RowLayout
+from replay.several import Several
 from replay.slots import Slots
 from replay.tier import Tier
 from replay.tiers import Pack, Tiers
@@ -218,6 +219,11 @@ class Store:
     def listens(self) -> bool:
         """Whether `learned` changes anything."""
         return self._sampler.hears_losses or self._whereabouts is not None
+
+    @property
+    def several(self) -> Several | None:
+        """What to tell by which sampler the next plans are made; None where there is no choice."""
+        return self._sampler if isinstance(self._sampler, Several) else None
 
     def seek(self, step: int, embedding: NDArray[np.float32]) -> None:
         """Look for old events that are near to new ones, float32 `[N, D]`, for later draws; waits for nothing."""

@@ -270,7 +270,7 @@ def draw() -> Iterator[str]:
     stream = make_stream(rng)
     new_Q = np.array([0.76, 0.62]) + rng.standard_normal((14, 2)) * [0.05, 0.12]
     around = Map(stream, stream, new_Q)
-    rows = (len(ADMISSIONS) + 1) // 2, (len(SAMPLERS) + 1) // 2
+    rows = (len(ADMISSIONS) + 1) // 2, (len(DRAW_NOTES) + 1) // 2
     height = 16 + CELL_H + sum(34 + CELL_H * each for each in rows)
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title">'
     yield '<title id="title">What each admission policy keeps of a stream, and what each sampler draws of it</title>'
@@ -285,7 +285,7 @@ def draw() -> Iterator[str]:
     yield from _section(top, "replay.admission: who is kept", f"{HELD} of {EVENTS:,}; the rest is pale", cells)
     top += 34 + CELL_H * rows[0]
     around = Map(stream, held, new_Q)
-    cells = [(name, list(_sampler_cell(name, held, around, new_Q))) for name in SAMPLERS]
+    cells = [(name, list(_sampler_cell(name, held, around, new_Q))) for name in DRAW_NOTES]
     what = f"of what reservoir keeps, in {STEPS} draws of {A_DRAW}"
     yield from _section(top, "replay.sampling: who is drawn", what, cells)
     yield from _group(600, top + 13, _sizes())

@@ -105,6 +105,11 @@ def test_the_share_is_on_the_screen(config):
     assert "share fraction: 75% training, 1 server, p99 3.4 ms to give way, micro-batches of 32" in screen(config)
 
 
+def test_what_old_events_are_drawn_by_is_on_the_screen_where_there_is_a_choice(config):
+    learner.report.write_report(config.state_dir, learner_report(replay_kind="class-balanced"))
+    assert "replayed, ratio 1.5, class-balanced" in screen(config)
+
+
 def test_nothing_that_runs_is_said_so(config):
     assert "learner not running serving not running" in screen(config)
     document = json.loads(read_status(config).to_json())

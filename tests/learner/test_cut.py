@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -25,7 +26,7 @@ from torch import nn
 from ingest.block import Block, Coverage, TopicPartition
 from ingest.config import LagPolicySettings, SchemaSettings, StreamSettings
 from ingest.errors import SecondLearnerError, SettingsError
-from ingest.fake import fake_columns
+from ingest.fake import Columns, fake_columns
 from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
 from ingest.source import Partition, Source
@@ -90,6 +91,8 @@ class Stream:
         self.ill: str | None = None
         self.unlabelled: set[int] = set()
         """Blocks whose events have no label."""
+        self.change: Callable[[Columns], None] | None = None
+        """Makes other events of those of a block."""
         self.unknown_fields = 0
         self.told: float | None = None
         self.partitions = [Partition(NAME, 0, blocks * ROWS)]
@@ -110,6 +113,8 @@ class Stream:
         ).numpy()
         if self.drifts_at is not None and begin >= self.drifts_at:
             columns["label"] = (columns["label"] + 1) % 3
+        if self.change is not None:
+            self.change(columns)
         return Block(columns, (Coverage(0, begin, begin + ROWS),))
 
     def release(self, block: Block) -> None:
@@ -132,6 +137,7 @@ class Bench:
         replay: Mapping[str, Any] | None = None,
         strategy: Strategy | None = None,
         learner: Mapping[str, Any] | None = None,
+        guard_rows: int = 100,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop)
@@ -161,7 +167,7 @@ class Bench:
             *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
             *(Jury(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),
         )
-        guard = GuardSet(schema, 100)
+        guard = GuardSet(schema, guard_rows)
         source = cast("Source", self.stream)
         self.log = ForgottenLog(path / "forgotten.log")
         forgetting = Forgetting(self.log, self.cuts, path / "replay", self.store, guard, self.cutter)
@@ -215,7 +221,7 @@ def _model() -> nn.Module:
 
 
 POLICIES = {
-    **{sampling: {"sampling": sampling} for sampling in ("class-balanced", "recent", "loss")},
+    **{sampling: {"sampling": sampling} for sampling in ("class-balanced", "recent", "loss", "auto")},
     **{f"{admission} kept": {"admission": admission} for admission in ("class-balanced", "recent")},
 }
 
@@ -276,6 +282,60 @@ def test_a_resumed_run_measures_and_decides_as_the_uninterrupted_one(make_bench:
     assert resumed.loop.rows_replay == whole.loop.rows_replay
     assert resumed.loop.ratio.state() == whole.loop.ratio.state()
     assert resumed.loop.drift.state() == whole.loop.drift.state()
+    for name, value in whole.trainer.snapshot().items():
+        assert torch.equal(resumed.trainer.snapshot()[name], value), name
+
+
+def _long_tailed(columns: Columns) -> None:
+    """Of two classes that are near to each other one is rare, and after 600 blocks only a third one comes."""
+    offset, x = columns["offset"], columns["feature.x"]
+    columns["label"][:] = np.where(offset >= 600 * ROWS, 1, np.where(offset % 17 == 0, 2, 0))
+    x[:] = np.random.default_rng(int(offset[0])).standard_normal(x.shape)
+    x += np.array([[0, 0, 10], [0, 3, 10], [2, 0, 10]], np.float32)[columns["label"]]
+
+
+SEVERAL: dict[str, Any] = {
+    "model": lambda: nn.Linear(3, 3),
+    "replay": {"sampling": "auto", "capacity": 2000},
+    "learner": {"replay_ratio": "auto", "optimizer": {"name": "adam", "lr": 0.02}},
+    "guard_rows": 150,
+}
+
+
+def _several(make_bench: Callable[..., Bench], blocks: int) -> Bench:
+    bench = make_bench(blocks, **SEVERAL)
+    bench.stream.change = _long_tailed
+    return bench
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_where_rare_classes_are_forgotten_old_events_come_to_be_drawn_by_class(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """The guard set has as many of each class, so that a rare one counts as any other there."""
+    bench = _several(make_bench, 2100)
+    bench.run()
+    assert bench.store.several is not None
+    assert bench.loop.ratio.kind == bench.store.several.kind == "class-balanced"
+    assert bench.loop.ratio.state()["kind"]["stage"] == "pause", "trials are still going on"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_that_is_resumed_amid_a_trial_of_samplers_goes_on_alike(make_bench: Callable[..., Bench]) -> None:
+    whole = _several(make_bench, 1600)
+    whole.run()
+    half = _several(make_bench, 1350)
+    half.run()
+    assert half.loop.ratio.kind == "class-balanced"
+    assert half.loop.ratio.state()["kind"]["best"] == "uniform"
+    half.finish()
+    half.close()
+    resumed = _several(make_bench, 1600)
+    resumed.resume()
+    assert resumed.loop.steps == 1350
+    resumed.run()
+    assert resumed.loop.ratio.state()["kind"]["best"] != "uniform", "nothing was decided that could differ"
+    assert resumed.loop.ratio.state() == whole.loop.ratio.state()
     for name, value in whole.trainer.snapshot().items():
         assert torch.equal(resumed.trainer.snapshot()[name], value), name
 

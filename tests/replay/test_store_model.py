@@ -37,7 +37,7 @@ from replay.draw import Draw
 from replay.fake import FakeCuts
 from replay.forgotten import ByKey, ByRange, Forgotten, Record
 from replay.held import Held
-from replay.sampler import BY_POSITION
+from replay.sampler import by_position
 from replay.store import AHEAD, Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("other", 0, incarnation=2)]
@@ -57,7 +57,7 @@ each_arrangement = pytest.mark.parametrize(
     ],
 )
 ADMISSIONS = ["reservoir", "class-balanced", "recent"]
-SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
+SAMPLINGS = ["uniform", "class-balanced", "recent", "loss", "auto"]
 HALF_LIFE = 600
 Event = tuple[int, int, int]
 """Partition, offset and row."""
@@ -143,7 +143,7 @@ def remembered(contents: Contents, records: list[Record]) -> Contents:
     stays = np.array([not forgets([event]) for event in names_of(contents.index)], np.bool_)
     plans = list(itertools.takewhile(lambda plan: not forgets(names_of(plan.events)), contents.standing.plans))
     sampler = dict(contents.standing.sampler)
-    sampler |= {name: sampler[name][stays] for name in BY_POSITION & set(sampler)}
+    sampler |= {name: sampler[name][stays] for name in by_position(sampler)}
     return Contents(
         replace(contents.standing, plans=plans, sampler=sampler),
         contents.index[stays],
