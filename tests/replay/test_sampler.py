@@ -252,6 +252,15 @@ class TestSeveral:
             corrections = [None if each.correction is None else each.correction.tolist() for each in (one, other)]
             assert corrections[0] == corrections[1]
 
+    @pytest.mark.parametrize(("asked", "afterwards"), [("loss", "loss"), ("similar", "uniform")])
+    def test_a_restart_goes_on_with_the_one_that_was_asked_if_it_is_there(self, asked: str, afterwards: str) -> None:
+        bench = Bench("auto")
+        bench.add(20)
+        state = bench.sampler.state() | {"kind": np.frombuffer(asked.encode(), np.uint8)}
+        bench.sampler.restore(state)
+        assert isinstance(bench.sampler, Several)
+        assert bench.sampler.kind == afterwards
+
     def test_they_are_those_that_the_labels_allow(self) -> None:
         company = Company(Entries(10, 10, 0), 10, None, HOUR, None)
         sampler = SAMPLERS["auto"](company)
