@@ -57,7 +57,7 @@ BATCH = 96
 """New events a step, so that a step takes 10 ms and more."""
 _POOL_ROWS = 20_000
 _STORED = 10_000
-_RANKS_ROWS, _RANKS_ROUNDS = 40_000, 5
+_RANKS_ROWS, _RANKS_ROUNDS = 60_000, 7
 
 
 @dataclass(frozen=True)
