@@ -246,6 +246,8 @@ class Source:
 
     def _begin(self) -> None:
         """Have a process read, a new one unless one waits."""
+        if self._process is not None and self._process.poll() is not None:
+            self._drop(0)
         if self._process is None:
             self.start()
         self._silence.heard()

@@ -6,6 +6,7 @@ from pathlib import Path
 from replay.files import sync_directory
 
 _AT_ONCE = 4_000_000
+"""Bytes that are written before they are synced."""
 
 
 def write_durably(path: Path, *pieces: bytes | memoryview) -> None:

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def learn(
-    deployment: Deployment, stop: threading.Event, place: Place | None = None, source: Source | None = None
+    deployment: Deployment, stop: threading.Event, place: Place | None = None, source: Source | Sources | None = None
 ) -> None:
     """Compose the learner and run it until `stop` is set; with a place among other ranks, as the one that leads them.
 
@@ -84,7 +84,7 @@ def learn(
         sharing = stack.enter_context(
             share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
         )
-        reader = source or _source(deployment, place)
+        source = source or _source(deployment, place)
         guard = GuardSet(schema, deployment.gate.guard_rows)
         written = ForgottenLog(deployment.state_dir / LOG)
         written.refresh()
@@ -98,13 +98,13 @@ def learn(
         cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, resumed.segments, alone)
         forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, store, guard, cutter)
         forgetting.take_note(*resumed.less)
-        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, reader, reads=deployment.events.key is not None)
-        parts = Parts(reader, trainer, store, guard, publisher, cutter, forgetting, lag)
+        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
+        parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting, lag)
         bounded_scores = schema.label.classes is not None
         loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
         resumed.restore(loop)
         reporter = Reporter(
-            *(deployment.state_dir, epoch, loop, reader, store, guard, publisher, cutter, forgetting, lag, metrics),
+            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, lag, metrics),
             strategy=deployment.learner.strategy.name,
             classification=bounded_scores,
             launched=place is not None,
@@ -117,10 +117,10 @@ def learn(
         port = stack.enter_context(
             serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
         )
-        stack.callback(reader.close)
-        if isinstance(reader, Sources):
-            reader.rates = loop.rates.now
-        reader.open(loop.ledger.positions, stop, marks=loop.ledger.marks)
+        stack.callback(source.close)
+        if isinstance(source, Sources):
+            source.rates = loop.rates.now
+        source.open(loop.ledger.positions, stop, marks=loop.ledger.marks)
         if stop.is_set():
             return
         log.info(
@@ -134,8 +134,8 @@ def learn(
 
         def at_boundary() -> None:
             reporter.report_if_due()
-            if isinstance(reader, Sources):
-                reader.look(loop.rates.now)
+            if isinstance(source, Sources):
+                source.look(loop.rates.now)
             tracing.look(loop.steps)
             if sharing is not None:
                 sharing.steer(trainer, loop.rows_of_step)

@@ -1,5 +1,6 @@
 """Benchmarks can be started, and measure what they say."""
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -10,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 import numpy as np
 import pytest
@@ -196,17 +198,22 @@ while True:
 """
 
 
-def test_requests_arrive_when_they_are_to_whatever_the_server_does(load: Load) -> None:
-    """A server that stands still for half a second: each request that comes meanwhile has waited for the rest of it."""
-    server = subprocess.Popen([sys.executable, "-c", STALLING], stdout=subprocess.PIPE)
+@contextlib.contextmanager
+def listening(program: str) -> Iterator[tuple[str, IO[bytes]]]:
+    """A server that tells its port first; its URL, and what else it tells."""
+    server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
         assert server.stdout is not None
-        url = f"http://127.0.0.1:{int(server.stdout.readline())}/v2"
-        with load("load").Load(url, b"{}", {}) as requests:
-            first, second = requests.turn(100, 1.0), requests.turn(100, 0.2)
+        yield f"http://127.0.0.1:{int(server.stdout.readline())}/v2", server.stdout
     finally:
         server.kill()
         server.communicate()
+
+
+def test_requests_arrive_when_they_are_to_whatever_the_server_does(load: Load) -> None:
+    """A server that stands still for half a second: each request that comes meanwhile has waited for the rest of it."""
+    with listening(STALLING) as (url, _), load("load").Load(url, b"{}", {}) as requests:
+        first, second = requests.turn(100, 1.0), requests.turn(100, 0.2)
     assert (len(first.seconds), first.failed, len(second.seconds)) == (100, 0, 20)
     assert (first.seconds > 0.1).sum() > 20
     assert (second.seconds < 0.1).sum() > 15
@@ -227,13 +234,6 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 def test_a_connection_that_the_server_gave_up_is_not_asked_again(load: Load) -> None:
-    server = subprocess.Popen([sys.executable, "-c", HASTY], stdout=subprocess.PIPE)
-    try:
-        assert server.stdout is not None
-        url = f"http://127.0.0.1:{int(server.stdout.readline())}/v2"
-        with load("load").Load(url, b"{}", {}) as requests:
-            first, _, second = requests.turn(10, 0.1), server.stdout.readline(), requests.turn(10, 0.1)
-    finally:
-        server.kill()
-        server.communicate()
+    with listening(HASTY) as (url, said), load("load").Load(url, b"{}", {}) as requests:
+        first, _, second = requests.turn(10, 0.1), said.readline(), requests.turn(10, 0.1)
     assert (len(first.seconds), len(second.seconds), second.failed) == (1, 1, 0)

@@ -107,6 +107,20 @@ def test_a_process_that_was_started_before_is_the_one_that_reads(
         assert len(read(source, 1)) == 1
 
 
+def test_one_that_died_before_it_had_anything_to_read_is_replaced() -> None:
+    source = started()
+    first = source._process
+    assert first is not None
+    first.kill()
+    first.wait()
+    try:
+        source.go_on({}, {}, [])
+        assert source._process is not None
+        assert source._process.pid != first.pid
+    finally:
+        source.close()
+
+
 def test_a_process_that_has_nothing_to_read_yet_ends_with_the_learner_without_a_word(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
