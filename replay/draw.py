@@ -102,7 +102,7 @@ def planned_rows(plan: Plan) -> PlannedRows:
     events["slot"] = plan.slots
     for name, values in (("rate", plan.rates), ("share", plan.shares), ("correction", plan.correction)):
         events[name] = 1.0 if values is None else values
-    return PlannedRows(plan.step, plan.rows.rows().cpu(), events[plan.rows.which()])
+    return PlannedRows(plan.step, torch.as_tensor(plan.rows.rows()).cpu(), events[plan.rows.which()])
 
 
 def resumed(plan: PlannedRows, rows: Staged, slots: NDArray[np.int32], *, weighted: bool) -> Plan:

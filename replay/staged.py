@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_NONE = torch.empty((0, 0), dtype=torch.uint8)
+PackedRows = Tensor | NDArray[np.uint8]
+"""n rows, uint8 `[n, R]`: a tensor, or on the host an array, which is viewed as columns in half the time."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,19 @@ class Staged:
     from another thread.
     """
 
+    late: Late | None = None
+    _brought_mR: Tensor | None = None
+    _arrived: threading.Event | None = None
+    _whole: NDArray[np.bool_] | None = None
+    _lost: NDArray[np.bool_] | None = None
+
     def __init__(self, rows_nR: Tensor, late: Late | None = None, *, pinned: bool = False) -> None:
         """Take rows on the device, those of `late` still to be brought; `pinned`: by way of pinned memory."""
         self.n = len(rows_nR)
-        self.late = late
         self._rows_nR = rows_nR
         self._pinned = pinned
-        self._brought_mR: Tensor | None = None
-        self._arrived: threading.Event | None = None
-        self._whole: NDArray[np.bool_] | None = None
-        self._lost: NDArray[np.bool_] | None = None
         if late is not None:
-            self._arrived = threading.Event()
+            self.late, self._arrived = late, threading.Event()
 
     def basket(self) -> tuple[Tensor, NDArray[np.int64]]:
         """Return rows on the host and the m places in them that are to be filled; in the thread that brings them."""
@@ -86,8 +88,8 @@ class Staged:
             if rows is not None:
                 rows.zero_()
 
-    def rows(self, n: int | None = None) -> Tensor:
-        """Return those of the first n rows that came, uint8 `[<= n, R]`; on the device, and after `wait`."""
+    def rows(self, n: int | None = None) -> PackedRows:
+        """Return those of the first n rows that came, `[<= n, R]`; on the device, and after `wait`."""
         rows_nR = self._rows_nR
         if self.late is None:
             return rows_nR if n is None or n >= self.n else rows_nR[:n]
@@ -128,28 +130,27 @@ class Staged:
 class Unread(Staged):
     """The n rows of a plan whose slots keep them for now: they are gathered when they are drawn, or at `settle`.
 
-    Rows that are gathered ahead have left the processor's cache when the step reads them, and wait for main memory
-    twice; gathered when drawn they take the memory of the draw before.
+    Rows gathered ahead have left the processor's cache when the step reads them, and wait for main memory twice;
+    gathered when drawn they take the memory of the draw before.
     """
 
-    def __init__(self, n: int, gather: Callable[[], Tensor]) -> None:
-        """Take what gathers the rows, uint8 `[n, R]` on the device; a cut may do so in another thread."""
-        super().__init__(_NONE)
+    _gathered: PackedRows | None = None
+
+    def __init__(self, n: int, gather: Callable[[], PackedRows]) -> None:
+        """Take what gathers the rows, `[n, R]` on the device; a cut may do so in another thread."""
         self.n = n
-        self._gather: Callable[[], Tensor] | None = gather
+        self._gather = gather
 
     def settle(self) -> None:
         """Gather the rows now, before anything writes one of their slots."""
-        if (gather := self._gather) is not None:
-            self._rows_nR = gather()
-            self._gather = None
+        self.rows()
 
     def clear(self) -> None:
         """Let nobody have the rows."""
-        self.settle()
-        super().clear()
+        self.rows()[...] = 0
 
-    def rows(self, n: int | None = None) -> Tensor:
-        """Return the first n rows, or all, uint8 `[<= n, R]` on the device."""
-        self.settle()
-        return super().rows(n)
+    def rows(self, n: int | None = None) -> PackedRows:
+        """Return the first n rows, or all, `[<= n, R]` on the device."""
+        if self._gathered is None:
+            self._gathered = self._gather()
+        return self._gathered if n is None or n >= self.n else self._gathered[:n]

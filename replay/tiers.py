@@ -20,7 +20,7 @@ from replay.cache import Budget, Cache
 from replay.contents import TierFile
 from replay.courier import Courier
 from replay.memory import MemoryTier
-from replay.staged import Late, Staged
+from replay.staged import Late, PackedRows, Staged
 from replay.tier import SlowTier, Tier
 from replay.tier_stats import TierStats
 
@@ -142,8 +142,8 @@ class Tiers:
         self.stats.stall_seconds += self._courier.send(lambda: self._bring_up(staged, late), size)
         return staged
 
-    def arrive(self, staged: Staged, n: int | None = None) -> Tensor:
-        """Return those of the first n rows, or of all, that could be had, uint8 `[<= n, R]` on the device."""
+    def arrive(self, staged: Staged, n: int | None = None) -> PackedRows:
+        """Return those of the first n rows, or of all, that could be had, `[<= n, R]` on the device."""
         late = staged.late
         if late is None or self._cache is None:
             return staged.rows(n)
