@@ -3,6 +3,8 @@
     python benchmarks/learner.py [--quick] [--json FILE] [--only PART ...]
 
     mlp      an MLP of a million parameters
+    large    the MLP with four times as many events a step, which says what the learner takes a step and what an event;
+             left out of the quick form
     convnet  two convolutions over images of 28 x 28
     formats  the MLP again with events as JSON, for information; left out of the quick form
     ranks    two ranks on a topic of eight partitions, of which half hold nine times as much, against as much in each:
@@ -53,8 +55,8 @@ TARGETS = {
 OPTIMIZER = {"name": "adamw", "lr": 1e-3}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 CONVNET = {"factory": "convnet", "args": {"channels": 16}}
-BATCH = 96
-"""New events a step, so that a step takes 10 ms and more."""
+BATCH, LARGE = 96, 384
+"""New events a step: so that a step takes 10 ms and more, and four times as many."""
 _POOL_ROWS = 20_000
 _STORED = 10_000
 _RANKS_ROWS, _RANKS_ROUNDS = 60_000, 7
@@ -86,8 +88,8 @@ CORE, OTHERS = _cores()
 class Live:
     """A learner on a stream that goes on, which is stopped between turns."""
 
-    def __init__(self, learner: LearnerProcess, feed: Feed, drain: Drain, sizes: Sizes) -> None:
-        self._learner, self._feed, self._drain, self._sizes = learner, feed, drain, sizes
+    def __init__(self, learner: LearnerProcess, feed: Feed, drain: Drain, sizes: Sizes, batch: int) -> None:
+        self._learner, self._feed, self._drain, self._sizes, self._batch = learner, feed, drain, sizes, batch
         self.busy = 0.0
         """The processor's seconds a step of the last turn."""
         self._rate = 0.0
@@ -108,16 +110,16 @@ class Live:
 
     def beside(self, turn: Callable[[], float]) -> float:
         """Have another's turn while the stream is read as fast as in the last one, by an ingest process alone."""
-        with self._drain.reading(self._rate * BATCH):
+        with self._drain.reading(self._rate * self._batch):
             time.sleep(self._sizes.warm_up)
             return turn()
 
 
-def document(stream: Stream, model: dict[str, Any], form: str) -> dict[str, Any]:
+def document(stream: Stream, model: dict[str, Any], form: str, batch: int) -> dict[str, Any]:
     """Return the pipeline file: everything is on that is by default, and cuts are those of the defaults."""
     sections = {
         "stream": {"format": form},
-        "learner": {"batch_size": BATCH, "optimizer": OPTIMIZER, "max_grad_norm": float("inf")},
+        "learner": {"batch_size": batch, "optimizer": OPTIMIZER, "max_grad_norm": float("inf")},
         "replay": {"capacity": _STORED},
         "versions": {"publish_every": "1s", "keep": 20},
         "cuts": {"every": "30s"},
@@ -127,7 +129,7 @@ def document(stream: Stream, model: dict[str, Any], form: str) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder: Path) -> Iterator[Live]:
+def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder: Path, batch: int) -> Iterator[Live]:
     """A learner that has filled its store, and is stopped."""
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
@@ -139,7 +141,7 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
     payload = list(messages(rows)) if form == "rows" else _json(columns["x"], label)
     with (
         Feed(stream, payload, _POOL_ROWS / len(payload), OTHERS) as feed,
-        LearnerProcess(folder, document(stream, model, form), CORE) as learner,
+        LearnerProcess(folder, document(stream, model, form, batch), CORE) as learner,
     ):
         feed.watch(learner.state_dir)
         learner.wait_for(lambda report: sum(report.outcomes.values()) > _STORED)
@@ -147,7 +149,7 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
         feed.pause()
         learner.pause()
         with Drain(stream, form, feed) as drain:
-            yield Live(learner, feed, drain, sizes)
+            yield Live(learner, feed, drain, sizes, batch)
 
 
 def _json(x: np.ndarray[Any, Any], label: np.ndarray[Any, Any]) -> list[bytes]:
@@ -156,13 +158,15 @@ def _json(x: np.ndarray[Any, Any], label: np.ndarray[Any, Any]) -> list[bytes]:
     return [json.dumps({"x": [round(value, 4) for value in row], "y": each}).encode() for row, each in few]
 
 
-def over_bare(table: Table, key: str, model: dict[str, Any], form: str, sizes: Sizes, bootstrap: str) -> None:
+def over_bare(
+    table: Table, key: str, model: dict[str, Any], form: str, sizes: Sizes, bootstrap: str, batch: int = BATCH
+) -> None:
     """Measure the learner and the bare loop in turns."""
-    loop = Loop(model, OPTIMIZER, BATCH, CORE)
+    loop = Loop(model, OPTIMIZER, batch, CORE)
     with (
         tempfile.TemporaryDirectory(dir=".", prefix=f"{key}-") as folder,
         BareLoop(loop) as bare,
-        live(bootstrap, model, form, sizes, Path(folder).resolve()) as learner,
+        live(bootstrap, model, form, sizes, Path(folder).resolve(), batch) as learner,
     ):
         busy: dict[str, list[float]] = {"bare": [], "learner": [], "beside": []}
 
@@ -196,6 +200,12 @@ def mlp(table: Table, sizes: Sizes, bootstrap: str) -> None:
     """Measure the MLP."""
     table.title(f"mlp: a million parameters, {BATCH} new and {BATCH} old events a step, rows")
     over_bare(table, "mlp", MLP, "rows", sizes, bootstrap)
+
+
+def large(table: Table, sizes: Sizes, bootstrap: str) -> None:
+    """Measure the MLP with larger steps."""
+    table.title(f"large: the MLP with {LARGE} new and {LARGE} old events a step")
+    over_bare(table, "mlp_large", MLP, "rows", sizes, bootstrap, LARGE)
 
 
 def convnet(table: Table, sizes: Sizes, bootstrap: str) -> None:
@@ -235,6 +245,7 @@ def all_cores() -> Iterator[None]:
 
 PARTS: dict[str, Callable[[Table, Sizes, str], None]] = {
     "mlp": mlp,
+    "large": large,
     "convnet": convnet,
     "formats": formats,
     "ranks": ranks,
