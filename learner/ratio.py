@@ -120,7 +120,8 @@ class MeasuredRatio:
     and else rises at once. The weight of the old sets the cost: 0.2 x (1 - old) / old, in accuracy, or for regression
     as part of the larger error.
 
-    While replay is on it is also measured which of several samplers does best, by the same scores and weights.
+    While replay is on it is also measured which of several samplers does best, by the same scores and weights; what the
+    ratio would have sunk by meanwhile it sinks by afterwards.
     """
 
     def __init__(self, old_weight: float, kinds: Sequence[str] = (), *, bounded: bool) -> None:
@@ -140,6 +141,8 @@ class MeasuredRatio:
         self._bar = self._cost
         self._left = 0
         self._without, self._with = 0.0, 0.0
+        self._held = 0
+        """Steps for which the ratio has yet to sink, since samplers are compared meanwhile."""
         self.now = 0.0
 
     @property
@@ -201,16 +204,18 @@ class MeasuredRatio:
 
     def _keep(self) -> None:
         if self.forgetting - self._with > self._cost / 2:
-            self.now = min(_FULL, self.now + _FULL / _RISE)
+            self.now, self._held = min(_FULL, self.now + _FULL / _RISE), 0
             return
+        self._held += 1
         if self._kind.compares:
             return
-        self.now *= 0.5 ** (1 / _FALL)
+        self.now *= 0.5 ** (self._held / _FALL)
+        self._held = 0
         if self.now < _LEAST * _FULL:
             self._stop(self._cost)
 
     def _stop(self, bar: float) -> None:
-        self._phase, self._bar, self.now = "off", bar, 0.0
+        self._phase, self._bar, self.now, self._held = "off", bar, 0.0, 0
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a cut."""
@@ -222,6 +227,7 @@ class MeasuredRatio:
             "left": self._left,
             "without": self._without,
             "with": self._with,
+            "held": self._held,
             "now": self.now,
             "kind": self._kind.state(),
         }
@@ -234,6 +240,7 @@ class MeasuredRatio:
         self._phase, self._left, self.now = state["phase"], state["left"], state["now"]
         self._bar = self._cost if state["bar"] is None else max(self._cost, state["bar"])
         self._without, self._with = state["without"], state["with"]
+        self._held = state.get("held", 0)
         self._kind.restore(state.get("kind", {}))
 
 

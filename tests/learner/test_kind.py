@@ -153,6 +153,18 @@ class TestInTheRatio:
         assert found[-1][1] == "class-balanced"
         assert found[-1][0] < min(amounts)
 
+    def test_by_as_much_as_the_amount_would_have_sunk_meanwhile_it_sinks_afterwards(self) -> None:
+        choice, none = MeasuredRatio(0.5, KINDS, bounded=True), MeasuredRatio(0.5, bounded=True)
+        for step in range(1700):
+            for ratio in (choice, none):
+                old = Tally(32, 32 * (0.6 if ratio.now else 0.2)) if ratio.probes(step) else None
+                ratio.learned(Tally(32, 32 * 0.9), old)
+            if step == 1000:
+                assert choice.now > none.now
+        assert not choice.state()["held"]
+        assert choice.now == pytest.approx(none.now)
+        assert none.now < 0.8
+
     def test_by_events_that_the_sampler_itself_has_drawn_nothing_is_compared(self) -> None:
         ratio = MeasuredRatio(0.5, KINDS, bounded=True)
         found = self.learn(ratio, range(1600), drawn=True)
