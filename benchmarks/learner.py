@@ -258,7 +258,9 @@ def main() -> None:
     options(parser)
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART")
     parser.add_argument(
-        "--bootstrap", metavar="HOST:PORT", help="a broker, where topics are left, instead of an embedded one"
+        "--bootstrap",
+        metavar="HOST:PORT",
+        help="a broker, where topics are left, instead of an embedded one; on this machine, kept off the first core",
     )
     chosen = parser.parse_args()
     table = Table(TARGETS)

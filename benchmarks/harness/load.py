@@ -157,9 +157,18 @@ class _Client:
 
     def flood(self, clients: int, seconds: float) -> Answers:
         end = time.perf_counter() + seconds
-        busy = {self._send(): (time.perf_counter(), bytearray()) for _ in range(clients)}
+        busy: dict[socket.socket, tuple[float, bytearray]] = {}
         taken: list[float] = []
         refused: Counter[int] = Counter()
+
+        def ask(now: float) -> None:
+            try:
+                busy[self._send()] = (now, bytearray())
+            except OSError:
+                refused[0] += 1  # this client gives up
+
+        for _ in range(clients):
+            ask(time.perf_counter())
         while busy:
             readable, _, _ = select.select(list(busy), [], [], _PATIENCE_SECONDS)
             if not readable:
@@ -183,7 +192,7 @@ class _Client:
                 else:
                     each.close()
                 if now < end:
-                    busy[self._send()] = (now, bytearray())
+                    ask(now)
         return Answers(np.array(taken), refused, 0.0)
 
     def _send(self) -> socket.socket:
