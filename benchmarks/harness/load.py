@@ -225,4 +225,5 @@ def _received(connection: socket.socket, held: bytearray) -> int | None:
         return None
     lines = head.lower().split(b"\r\n")
     length = next((int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:")), 0)
-    return int(lines[0].split()[1]) if len(body) >= length else None
+    whole = body.endswith(b"0\r\n\r\n") if b"transfer-encoding: chunked" in lines else len(body) >= length
+    return int(lines[0].split()[1]) if whole else None
