@@ -5,7 +5,7 @@
     alone      what a server answers, and how soon, while nothing else goes on; left out of the quick form, as is `peer`
     swaps      a thousand swaps under load: requests that fail, how much later the others are answered, memory
     workers    throughput with two processes behind the port, over that with one; left out of the quick form too
-    peer       single rows a second over those of LitServe, with the same model and batching
+    peer       single rows a second over those of LitServe and Ray Serve, with the same model and batching
     freshness  from an event's append to a prediction by a version that has learned from it
     share      one core for learner and serving: how much later requests are answered while the learner trains, and how
                much training is kept

@@ -237,3 +237,35 @@ def test_a_connection_that_the_server_gave_up_is_not_asked_again(load: Load) -> 
     with listening(HASTY) as (url, said), load("load").Load(url, b"{}", {}) as requests:
         first, _, second = requests.turn(10, 0.1), said.readline(), requests.turn(10, 0.1)
     assert (len(first.seconds), len(second.seconds), second.failed) == (1, 1, 0)
+
+
+CHUNKED = """
+import socket
+
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    connection, _ = server.accept()
+    while connection.recv(65536):
+        connection.sendall(b"HTTP/1.1 200 OK\\r\\ntransfer-encoding: chunked\\r\\n\\r\\n2\\r\\nok\\r\\n")
+        print("half", flush=True)
+        connection.sendall(b"0\\r\\n\\r\\n")
+"""
+
+
+def test_an_answer_in_chunks_ends_with_the_last_of_them(load: Load) -> None:
+    with listening(CHUNKED) as (url, _), load("load").Load(url, b"{}", {}) as requests:
+        answers = requests.flood(1, 0.1)
+    assert len(answers.seconds) > 1
+    assert answers.failed == 0
+
+
+def test_clients_that_cannot_connect_are_counted(load: Load) -> None:
+    with listening(HASTY) as (url, _):
+        pass
+    with load("load").Load(url, b"{}", {}) as requests:
+        assert requests.flood(3, 0.1).failed == 3
+
+
+def test_each_peer_of_serving_has_a_program(load: Load) -> None:
+    module = load("serving_peer")
+    assert all(Path(module.__file__).with_name(f"{name}_peer.py").is_file() for name in module.PEERS)

@@ -1,7 +1,7 @@
 """Peer: requests of single rows as JSON that are answered in a second, by us, by LitServe and by Ray Serve.
 
 The same model, the same batching, one worker each, and as many clients, each of which asks again when it is answered.
-Each server is on one core, with all its processes, while the other one is stopped; the clients are on the others.
+Each server is on one core, with all its processes, while the others are stopped; the clients are on the others.
 """
 
 import contextlib
@@ -45,8 +45,9 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 
     core, others = split()
     table.title(f"peer: an MLP of a million parameters, single rows as JSON, {_CLIENTS} clients")
     there = [name for name in PEERS if importlib.util.find_spec(name) is not None]
-    for name in PEERS.keys() - there:
-        table.word(f"{name} is left out: pip install '{PEERS[name]}'")
+    for name, package in PEERS.items():
+        if name not in there:
+            table.word(f"{name} is left out: pip install '{package}', or the extra peers")
     if not there:
         return
     with tempfile.TemporaryDirectory(dir=".", prefix="peer-") as folder, contextlib.ExitStack() as stack:

@@ -160,6 +160,23 @@ def test_what_is_erased_is_no_events_row_and_the_others_stay(open_slow: Callable
     assert tier.read(slots[:1], identity[:1])[1].all()
 
 
+@pytest.mark.parametrize("row_bytes", [8, 1016, 1024, 3160])
+def test_memory_gives_back_rows_of_any_length(row_bytes: int) -> None:
+    tier = MemoryTier(row_bytes, 40, torch.device("cpu"))
+    slots = np.random.default_rng(0).permutation(40)[:30]
+    written = np.random.default_rng(1).integers(0, 256, (30, row_bytes), np.uint8)
+    tier.write(slots, names(30), written)
+    asked = np.array([29, 0, 3, 3])
+    for found in (tier.gather(slots[asked]), tier.read(slots[asked], names(4))[0], tier.stage(slots[asked]).rows()):
+        assert np.array_equal(np.asarray(found), written[asked])
+    staged = tier.stage(slots[:2])
+    staged.settle()
+    tier.erase(slots[:2])
+    assert np.array_equal(np.asarray(staged.rows(1)), written[:1]), "what was settled keeps its rows"
+    staged.clear()
+    assert not np.asarray(staged.rows()).any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_host", [False, True])
 def test_memory_brings_rows_to_the_gpu_wherever_they_lie(on_host: bool) -> None:
