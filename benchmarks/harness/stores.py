@@ -14,6 +14,7 @@ import torch
 from harness.events import PARTITIONS, Events
 from replay.build import build_store
 from replay.config import ReplaySettings
+from replay.disk import DiskTier
 from replay.store import Store
 
 _HOST = torch.device("cpu")
@@ -47,7 +48,7 @@ def open_store(
     settings: dict[str, object] = {"capacity": capacity, "admission": admission}
     settings["device_bytes"] = int(capacity * events.row_bytes * (hot if hot < 1.0 else _ROOM)) + 100_000
     if folder is not None:
-        settings["disk"] = {"bytes": int(capacity * row * _ROOM) + 1_000_000}
+        settings["disk"] = {"bytes": int(capacity * DiskTier.bytes_of(events.row_bytes) * _ROOM) + 1_000_000}
     if redis is not None:
         settings["redis"] = {"url": redis, "bytes": int(capacity * row / 3)}
     store = build_store(

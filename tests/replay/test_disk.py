@@ -42,7 +42,7 @@ def written(tier: DiskTier, slots: list[int], first: int = 100) -> tuple[np.ndar
     return where, identity
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.permutations(range(50)), st.integers(0, 50)), min_size=1, max_size=6))
 def test_a_slot_holds_what_was_written_last(
     tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[list[int], int]]
@@ -56,6 +56,48 @@ def test_a_slot_holds_what_was_written_last(
     found, whole = tier.read(np.arange(50), expected)
     assert whole.tolist() == (expected > 0).tolist()
     assert (found.numpy()[whole] == rows(expected[whole])).all()
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "slot_bytes"), [(24, 32), (3056, 3064), (3064, 4096), (4088, 4096), (5000, 5008), (6200, 8192)]
+)
+def test_long_records_are_whole_pages_unless_that_wastes_much(tmp_path: Path, row_bytes: int, slot_bytes: int) -> None:
+    tier = DiskTier.create(tmp_path / "1.rows", row_bytes, 400)
+    assert tier.slot_bytes == slot_bytes
+    assert DiskTier.slots_in(tier.path.stat().st_size, row_bytes) == 400
+    tier.path.write_bytes(tier.path.read_bytes()[:4096] + b"x" * 400 * slot_bytes)
+    written = np.random.default_rng(0).integers(0, 256, (400, row_bytes), np.uint8)
+    where, identity = np.random.default_rng(1).permutation(400)[:390], np.arange(390, dtype=np.uint64)
+    tier.write(where, identity, written[:390])
+    found, whole = tier.read(where, identity)
+    assert whole.all()
+    assert np.array_equal(found.numpy(), written[:390])
+    content = np.fromfile(tier.path, np.uint8, offset=4096).reshape(400, slot_bytes)
+    assert not content[where, row_bytes + 8 :].any(), "a record is written whole, so that no page is read for it"
+    others = np.setdiff1d(np.arange(400), where)
+    assert (content[others] == ord("x")).all()
+    tier.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be asked to read ahead")
+@pytest.mark.parametrize(("row_bytes", "asks"), [(R, True), (3200, False)], ids=["packed", "whole pages"])
+def test_writes_ask_for_the_pages_that_they_change_in_part_once_reads_have_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_bytes: int, asks: bool
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, offset, _size, _advice: asked.append(offset))
+    tier = DiskTier.create(tmp_path / "1.rows", row_bytes, 50)
+    where, identity, written = np.array([9, 2, 30]), np.arange(3, dtype=np.uint64), np.ones((3, row_bytes), np.uint8)
+    tier.write(where, identity, written)
+    assert not asked, "nothing was read yet"
+    places = [4096 + slot * tier.slot_bytes for slot in (2, 9, 30)]
+    for seconds, waited in ((0.0, True), (60.0, False)):
+        monkeypatch.setattr("replay.disk._COLD_SECONDS", seconds)
+        tier.read(where, identity)
+        asked.clear()
+        tier.write(where, identity, written)
+        assert asked == (places if waited and asks else [])
     tier.close()
 
 
@@ -108,7 +150,7 @@ def test_slots_in_tells_how_many_fit(tmp_path: Path) -> None:
         (lambda path: path.write_bytes(b""), "cannot be read"),
         (lambda path: path.write_bytes(b"x" * 5000), "cannot be read"),
         (lambda path: os.truncate(path, 4200), "is cut short"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":9')), "another release"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9')), "another release"),
     ],
     ids=["removed", "empty", "something else", "cut short", "newer format"],
 )
