@@ -32,7 +32,7 @@ from learner.storage import MANIFEST, Folder, LocalStorage, Storage
 from learner.tensor_file import Piece, digest_of, pieces_of
 
 STATE = "state.json"
-FORMAT = 3
+FORMAT = 4
 SEGMENT = "segment-"
 """What the names of parts begin with that cuts share: events of the store, without which a cut can do."""
 RANK = "rank-0"

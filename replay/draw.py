@@ -1,12 +1,14 @@
 """Plans and draws: the choice of old events for a step, made ahead of it, and their arrays.
 
+Both are structs, which are made in a tenth of the time of frozen dataclasses: one of each a step.
+
 Legend: n events chosen, R bytes of a row.
 """
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,8 +22,7 @@ from replay.staged import Staged
 from replay.tiers import Tiers
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, eq=False):
     """The choice of events for one step, and their rows on the way.
 
     Attributes:
@@ -46,8 +47,7 @@ class Plan:
         return len(self.slots)
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True, eq=False):
     """n events as arrays on the learner's device.
 
     Attributes:

@@ -146,8 +146,9 @@ class Entries:
 
     def keep(self, stays: NDArray[np.bool_]) -> NDArray[np.int32]:
         """Let those leave that do not stay, bool `[H]`, and return their slots."""
-        left = self.slots[~stays]
-        self._count(self.groups[~stays], -1)
+        places = np.flatnonzero(~stays)
+        left = self.slots.take(places)
+        self._count(self.groups.take(places), -1)
         kept = self._held - len(left)
         for column in (self._slot, self._priority, self._group):
             column[:kept] = column[: self._held][stays]

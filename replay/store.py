@@ -35,7 +35,7 @@ from replay.waiting import Waiting
 AHEAD = 4
 """Steps that are planned at least: the time that slower tiers have to bring a draw."""
 
-BLOCK = 4
+BLOCK = 8
 """Steps that are planned at once, where a choice can be dealt out among them; whose events are taken in at once."""
 
 MOST_WAITING = 512

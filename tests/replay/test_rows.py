@@ -34,3 +34,16 @@ def test_rows_are_of_the_events_that_are_wanted_in_their_order(which: list[int])
     assert rows.shape == (len(which), layout.row_bytes)
     read = layout.unpack(torch.from_numpy(rows))
     assert all(np.array_equal(read[name].numpy(), columns[name][which]) for name in fields)
+
+
+@pytest.mark.parametrize(("features", "row_bytes"), [(3, 48), (124, 1016), (125, 1024), (126, 1088), (389, 3136)])
+def test_long_rows_are_whole_lines_of_the_cache_filled_up_with_zeros(features: int, row_bytes: int) -> None:
+    fields = schema(*(f"f{n}" for n in range(features))).payload()
+    layout = RowLayout(fields)
+    assert layout.row_bytes == row_bytes
+    columns = {name: np.ones((2, *shape), dtype) for name, (dtype, shape) in fields.items()}
+    out = np.full((2, row_bytes), 255, np.uint8)
+    rows = layout.pack(columns, np.arange(2), out)
+    read = layout.unpack(rows)
+    assert all(np.array_equal(read[name].numpy(), columns[name]) for name in fields)
+    assert rows.sum() == sum(column.view(np.uint8).sum() for column in columns.values()), "what is no field is zero"

@@ -127,7 +127,7 @@ def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: 
     assert store.bytes == {tier: rows * row_bytes[tier] for tier, rows in store.rows.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(0, 1), st.integers(0, 400), st.integers(1, 120), st.booleans(), st.booleans()),
@@ -154,7 +154,6 @@ def test_the_k_smallest_of_all_that_was_offered_are_held(
     assert sorted(drawn["feature.n"].tolist()) == sorted(offset % 100 for _, offset in held(store))
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 1), st.integers(0, 300), st.integers(1, 90), st.booleans(), st.booleans()),
@@ -192,7 +191,7 @@ def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
 
 
 def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_step(schema: Schema) -> None:
-    for sampling, waits in (("uniform", [10, 20, 30, 0]), ("recent", [0, 0, 0, 0])):
+    for sampling, waits in (("uniform", [10, 20, 30, 40, 50, 60, 70, 0]), ("recent", [0] * BLOCK)):
         store = build_store(ReplaySettings(capacity=100, sampling=sampling), schema, torch.device("cpu"), 0)
         seen = []
         for turn in range(BLOCK):

@@ -160,7 +160,7 @@ def test_what_is_erased_is_no_events_row_and_the_others_stay(open_slow: Callable
     assert tier.read(slots[:1], identity[:1])[1].all()
 
 
-@pytest.mark.parametrize("row_bytes", [8, 1016, 1024, 3160])
+@pytest.mark.parametrize("row_bytes", [8, 1016, 1024, 3160, 3200])
 def test_memory_gives_back_rows_of_any_length(row_bytes: int) -> None:
     tier = MemoryTier(row_bytes, 40, torch.device("cpu"))
     slots = np.random.default_rng(0).permutation(40)[:30]
