@@ -34,6 +34,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from hypothesis import HealthCheck, settings
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
 from kafka.errors import KafkaError
@@ -48,6 +49,10 @@ IMAGE = "apache/kafka:4.1.0"
 PATIENCE_SECONDS = 60
 _PORTS = range(12_000, 32_000)
 _PORT_RANGES = 8
+
+# How long an example takes is the machine's affair.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 
 @dataclass(frozen=True)

@@ -668,7 +668,7 @@ class TestArrow:
         assert (reject.row, "rror" in reject.reason) == (WHOLE_MESSAGE, False)
         assert any(word in reject.reason for word in ("is no Arrow IPC stream", "before 1.0", "is a schema"))
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(st.data())
     def test_a_damaged_message_is_events_or_a_reject_and_never_an_error(self, data: st.DataObject) -> None:
         value = bytearray(data.draw(st.sampled_from(DAMAGEABLE)))
@@ -681,7 +681,7 @@ class TestArrow:
         assert {*decoded.message.tolist(), *(reject.message for reject in decoded.rejects)} == {0}
         assert len(decoded.message) * 32 <= 65_536 + 32 * len(torn)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.lists(EVENTS, min_size=1, max_size=6), st.integers(0, 2), st.booleans())
     def test_it_makes_of_events_what_json_makes_of_them(
         self, events: list[dict[str, Any]], before: int, coded: bool

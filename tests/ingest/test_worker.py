@@ -304,7 +304,7 @@ def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_rea
         assert not end.poll(0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=30))
 def test_blocks_hold_every_event_once_and_say_how_far_they_go(plan: list[tuple[int, int, int]]) -> None:
     """Messages of many rows over two partitions with gaps, cut into tiny slots: nothing is lost or comes twice."""

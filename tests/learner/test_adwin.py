@@ -22,7 +22,7 @@ def stream(levels: list[float], seed: int, *, bits: bool) -> list[float]:
     return values.astype(float).tolist()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(LEVELS, st.integers(0, 1000), st.booleans())
 def test_length_mean_and_changes_are_those_of_river(levels: list[float], seed: int, bits: bool) -> None:
     ours, theirs = Adwin(every=32), ADWIN(clock=32)
@@ -67,7 +67,7 @@ def test_errors_without_a_range_are_told_apart_at_any_scale() -> None:
         assert 1000 <= changes[0] < 1400
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=120))
 def test_values_count_by_their_weight(values: list[tuple[int, float]]) -> None:
     window = Adwin(delta=1e-12)
@@ -79,7 +79,7 @@ def test_values_count_by_their_weight(values: list[tuple[int, float]]) -> None:
     assert window.mean == pytest.approx(expected, abs=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(LEVELS, st.integers(0, 1000), st.integers(0, 1999))
 def test_a_window_goes_on_from_its_state_as_if_nothing_had_been(levels: list[float], seed: int, at: int) -> None:
     whole, half = Adwin(), Adwin()

@@ -169,7 +169,7 @@ def test_as_good_a_model_is_rarely_held_back_where_the_limit_alone_would_hold_ba
     assert beyond >= 0.3 * 300
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=8, max_size=300), st.booleans())
 def test_a_drop_is_that_of_the_means_and_its_limit_is_above_it(answers: list[tuple[bool, bool]], bounded: bool) -> None:
     candidate, served = np.array(answers, np.float64).T
@@ -186,7 +186,7 @@ def test_a_drop_is_that_of_the_means_and_its_limit_is_above_it(answers: list[tup
     assert bool(found.reasons) == (found.verdict != "pass")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.floats(0.035, 0.5))
 def test_what_drops_by_much_more_than_is_allowed_never_passes(seed: int, drop: float) -> None:
     served = scores(0.9, seed)

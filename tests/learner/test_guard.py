@@ -12,7 +12,7 @@ from learner.guard import GuardSet
 NAMES = [TopicPartition("events", 0)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=20), st.integers(4, 50))
 def test_the_set_is_bounded_keeps_the_youngest_and_is_fair_to_classes(
     schema: Schema, batches: list[tuple[int, int]], most: int
@@ -36,7 +36,7 @@ def test_the_set_is_bounded_keeps_the_youngest_and_is_fair_to_classes(
         assert ((seen > 0) <= (np.bincount(guard.held.columns["label"], minlength=3) > 0)).all() or most < 12
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=80), st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
 def test_events_are_taken_by_their_places_in_the_order_of_arrival(
     schema: Schema, counts: list[int], wanted: list[int]

@@ -102,7 +102,7 @@ def test_without_a_choice_nothing_is_tried(kinds: tuple[str, ...]) -> None:
     assert kind.now == (kinds[0] if kinds else None)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(0, 1) | st.none(), min_size=1, max_size=400), st.integers(0, 399))
 def test_it_goes_on_from_its_state(scores: list[float | None], at: int) -> None:
     looks = [None if score is None else Look(score, 0.01) for score in scores]

@@ -92,7 +92,7 @@ class TestArrivals:
         arrivals.note(3700.0, 60)
         assert arrivals.age(3700.0, 50) < 1
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.data())
     def test_however_many_looks_ages_are_within_the_looks_around_them_and_memory_is_bounded(
         self, data: st.DataObject
@@ -212,7 +212,7 @@ class Blocks:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 9), switches=st.lists(st.booleans(), min_size=1, max_size=8))
 def test_every_event_has_one_outcome_whenever_the_learner_falls_behind_and_catches_up(
     schema: Schema, action: str, seed: int, size: int, switches: list[bool]

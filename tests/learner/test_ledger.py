@@ -75,7 +75,7 @@ def adds_up(accounts: Ledger) -> bool:
 SETTLED = [Outcome.PENDING, Outcome.PENDING, Outcome.PENDING, Outcome.HELD_OUT, Outcome.DEAD_LETTERED, Outcome.SKIPPED]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cut(
     schema: Schema, data: st.DataObject

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.pace import LEAST_ROWS, Allowance, Pace
@@ -41,7 +41,6 @@ def run(machine: Machine, step: int, intervals: int, seed: int = 0) -> tuple[lis
     return sizes, late / max(1, answered)
 
 
-@settings(deadline=None)
 @given(
     each=st.floats(1e-6, 1e-3), step=st.integers(4, 2000), seed=st.integers(0, 1000), answer=st.floats(0.0005, 0.012)
 )

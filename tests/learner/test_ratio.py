@@ -104,7 +104,7 @@ def test_a_perfect_regression_has_forgotten_nothing() -> None:
     assert (ratio.forgetting, ratio.now) == (0.0, 0.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=600),
     st.floats(0, 1),

@@ -118,7 +118,7 @@ batches = st.lists(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=60), m
 
 
 @each_policy
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches, st.integers(CLASSES + 1, 80))
 def test_those_of_the_definition_are_held_after_every_offer(policy: str, offers: list[list[Event]], k: int) -> None:
     """In any order, with any repetition; beyond them only what lies below the thresholds, all of which have fallen."""
@@ -134,7 +134,7 @@ def test_those_of_the_definition_are_held_after_every_offer(policy: str, offers:
 
 
 @each_policy
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.permutations(EVENTS), st.integers(1, 5), st.integers(CLASSES + 1, 80))
 def test_what_parts_of_the_stream_keep_makes_what_the_whole_keeps(
     policy: str, stream: list[Event], parts: int, k: int
@@ -215,7 +215,7 @@ def test_the_level_is_the_largest_number_that_fits(counts: list[int], k: int) ->
         assert level(np.array(counts), k) == plain
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 2**32), st.sampled_from(["exponential", "rising", "falling", "few values", "waves"]), st.data())
 def test_the_kth_smallest_is_that_of_the_sorted_values(seed: int, kind: str, data: st.DataObject) -> None:
     """Whatever a sample of the values says, and on both sides of the size from which on there is one."""

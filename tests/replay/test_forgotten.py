@@ -56,7 +56,7 @@ def is_covered(record: Record, partition: int, offset: int, key: int) -> bool:
     return int(record.key_hash, 16) == key and 0 <= offset < record.up_to.get(NAMES[partition], 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(by_keys | by_ranges, max_size=8), st.lists(places, max_size=30), st.booleans())
 def test_an_event_is_covered_when_any_record_says_so(
     records: list[Record], events: list[tuple[int, int, int]], many: bool
@@ -73,7 +73,7 @@ def test_an_event_is_covered_when_any_record_says_so(
     assert bool(forgotten) == bool(records)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(by_keys | by_ranges, min_size=1, max_size=6), st.floats(0, 1), st.binary(max_size=20))
 def test_a_torn_end_is_cut_off_and_everything_before_it_is_there(
     records: list[Record], share: float, garbage: bytes

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from replay.groups import Groups
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 10), st.integers(1, 8))
 def test_a_choice_is_as_even_as_the_groups_allow(seed: int, turns: int, groups: int) -> None:
     """While events come and go, groups grow beyond their first room and become empty."""

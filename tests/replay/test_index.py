@@ -116,7 +116,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, np.ndarray, np.ndarray]]:
 def test_a_small_index_is_exact_whatever_was_added_replaced_and_removed(index):
     query = np.zeros((1, DIM), np.float32)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(histories())
     def holds(history: list[tuple[str, np.ndarray, np.ndarray]]) -> None:
         known: dict[int, np.ndarray] = {}

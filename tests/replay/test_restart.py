@@ -54,7 +54,7 @@ def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     lives=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4), st.sampled_from(ARRANGEMENTS)), max_size=4),
     rows=st.sampled_from([20, 150]),

@@ -88,7 +88,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 @each_sampler
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), turns=st.integers(1, 15), restarts=st.booleans())
 def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_draw(
     name: str, seed: int, turns: int, restarts: bool

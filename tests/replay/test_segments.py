@@ -130,10 +130,10 @@ class SegmentsMachine(RuleBasedStateMachine):
 
 
 TestSegments = SegmentsMachine.TestCase
-TestSegments.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSegments.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32), st.integers(200, 1000))
 def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(seed: int, k: int) -> None:
     """200 cuts, in each of which a hundredth of the events is replaced."""

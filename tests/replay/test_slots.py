@@ -102,7 +102,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotsMachine.TestCase
-TestSlots.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=30))

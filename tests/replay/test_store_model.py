@@ -386,7 +386,6 @@ def run(schema: Schema, folder: Path, url: str, arrangements: list[str], admissi
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=40,
-                deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )

@@ -11,7 +11,7 @@ from replay.sum_tree import SumTree
 sizes = st.sampled_from([1, 2, 63, 64, 65, 300, 64 * 64, 64 * 64 + 1, 5000])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, st.integers(0, 2**32), st.integers(1, 6))
 def test_a_point_falls_on_the_leaf_that_a_scan_finds(leaves: int, seed: int, turns: int) -> None:
     """With whole weights, so that sums are exact however they are made; a leaf of weight 0 is never found."""
@@ -30,7 +30,7 @@ def test_a_point_falls_on_the_leaf_that_a_scan_finds(leaves: int, seed: int, tur
         assert (plain[found] > 0).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes, st.integers(0, 2**32))
 def test_sums_depend_on_the_weights_alone(leaves: int, seed: int) -> None:
     """Bit for bit: one by one, in another order, by way of other weights, all at once."""
@@ -56,7 +56,7 @@ def test_the_very_end_falls_on_the_last_leaf_with_a_weight(leaves: int) -> None:
     assert tree.find(np.array([0.0]))[0] == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_seats_depend_on_who_came_and_left_and_not_on_slots(seed: int, turns: int) -> None:
     """The lowest free ones are taken, also after a restart in which events are in other slots."""

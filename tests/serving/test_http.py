@@ -345,7 +345,7 @@ def fuzzed(running: Any) -> Iterator[Any]:
         yield lambda content, headers: client.post(running.infer, content=content, headers=headers)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.none() | st.text("0123456789-+x", max_size=5) | st.integers(0, 400).map(str))
 def test_arbitrary_bodies_are_never_a_5xx(fuzzed: Any, content: bytes, header_length: str | None) -> None:
     headers = {} if header_length is None else {"Inference-Header-Content-Length": header_length}

@@ -266,7 +266,7 @@ def test_a_pinned_version_that_is_gone_is_an_illness(numbers: Any, watched: Watc
     assert watched.swap.ill == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from([promote, roll_back, pin, unpin]), st.integers(1, 9)), max_size=12))
 def test_orders_name_versions_that_are_there_and_no_two_go_against_each_other(orders: list[tuple[Any, int]]) -> None:
     state, there = RegistryState(serving=8, previous=5), [1, 2, 4, 5, 7, 8]
