@@ -133,9 +133,11 @@ def _compare(table: Table, suffix: str, drawing: Drawing, rows: int, rounds: int
             table.word(f"{name} is left out: the package {peers.PEERS[name]} is not installed")
             continue
         with peers.peer(name, events, rows, BATCH, folder) as sample:
-            found = in_turns({"draw": drawing.turn, "peer": partial(_sampling, sample)}, rounds)
+            found = in_turns(arms | {"peer": partial(_sampling, sample)}, rounds)
         key = f"{name}_over_draw{'' if name == 'torchrl_memmap' else '_hot'}{suffix}"
         table.say(key, ratio(found["peer"], found["draw"]))
+        told = "what a draw as fast as numpy.take would have"
+        table.say(f"{name}_over_numpy_take{suffix}", ratio(found["peer"], found["take"]), told)
 
 
 def cold(table: Table, sizes: Sizes, folder: Path) -> None:

@@ -134,12 +134,11 @@ def _steps(
         out, again = chosen[:BATCH], chosen[BATCH:]
         first = BATCH * step % (len(news) - BATCH)
         new = news[first : first + BATCH]
-        queries = asked_for[first : first + BATCH]
+        queries, renewed = asked_for[first : first + BATCH], embedding[again]
         before, cpu = time.perf_counter(), time.thread_time()
         index.remove(out)
         taken = index.add(out, new, step)
-        embedding[out[:taken]], embedding[out[taken:]] = new[:taken], _FAR
-        index.add(again, embedding[again], step)
+        index.add(again, renewed, step)
         if index.ask(step, queries, K):
             asked[step] = before
         answers = index.answers()
@@ -148,6 +147,7 @@ def _steps(
         index.clusters()
         now = time.perf_counter()
         calls.append((now - before, time.thread_time() - cpu))
+        embedding[out[:taken]], embedding[out[taken:]] = new[:taken], _FAR
         delays += [now - asked[answer.step] for answer in answers]
         while time.perf_counter() < begin + STEP_SECONDS:
             np.sqrt(work, out=work)
