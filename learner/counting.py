@@ -21,9 +21,9 @@ class OutcomeCounters:
         self._told += [account.outcomes.tolist() for account in accounts[len(self._told) :]]
 
     def move(self, accounts: Sequence[PartitionLedger]) -> None:
-        """Count what was settled since the last time."""
-        for index, account in enumerate(accounts):
-            told, now = self._told[index], account.outcomes.tolist()
+        """Count what was settled since the last time, of the accounts that were met."""
+        for index, (told, account) in enumerate(zip(self._told, accounts, strict=False)):
+            now = account.outcomes.tolist()
             if now == told:
                 continue
             self._told[index] = now

@@ -5,28 +5,33 @@
 Events are counted by outcome; offsets are counted by message, since one may hold many events.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array, Fingerprint, Outcome, SkipReason, TopicPartition, current
+from ingest.block import IDENTITY_COLUMNS, Array, Fingerprint, Outcome, SkipReason, TopicPartition, current
 from ingest.messages import Mark, Position
-from learner.batches import Span, last_places
+from learner.batches import Span
 from learner.record_times import RecordTimes
 from learner.report import PartitionReport
 from learner.trained import Trained
 
+_MANY = 16
+"""Spans that are counted at once: the calls around the arithmetic are what it costs."""
+
 
 class PartitionLedger:
-    """The account of one partition."""
+    """The account of one partition; but for position and mark it is that of what has been counted."""
 
     def __init__(self, name: TopicPartition, start: int) -> None:
         self.name = name
         self.start = start
         self.position = Position(start)
+        self.counted = Position(start)
+        """The position up to which it is counted."""
         self.end = start
         self.gaps = 0
         self.removed = 0
@@ -67,7 +72,7 @@ class PartitionLedger:
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Open the account of a cut again."""
         account = cls(TopicPartition(state["topic"], state["partition"], state["incarnation"]), state["start"])
-        account.position = Position(*state["position"])
+        account.position = account.counted = Position(*state["position"])
         account.end, account.gaps, account.removed = state["end"], state["gaps"], state["removed"]
         account.passed, account.time_ms = state["passed"], state["time_ms"]
         last = state.get("last")
@@ -116,6 +121,7 @@ class Ledger:
         self.partitions: list[PartitionLedger] = []
         self._published = published or {}
         self._learned = RecordTimes()
+        self._open: list[tuple[Span, Outcome, SkipReason]] = []
 
     def take_up(self, name: TopicPartition, start: int) -> None:
         """Open the account of the partition with the next index."""
@@ -124,6 +130,7 @@ class Ledger:
 
     def state(self) -> list[dict[str, Any]]:
         """All accounts as JSON values, in order, for a cut."""
+        self.count()
         return [account.state() for account in self.partitions]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
@@ -145,44 +152,63 @@ class Ledger:
     def advance(self, span: Span, outcome: Outcome, reason: SkipReason = SkipReason.NONE) -> None:
         """Settle a span: the rows of the batch get `outcome`, other pending rows were stored only.
 
-        Raises:
-            AssertionError: a row would get a second outcome or offsets go backwards: a bug, never a user's fault.
+        Positions and marks move at once; the rest follows with `count`, at the latest when somebody looks.
         """
-        settled = span.columns["outcome"].copy()
-        reasons = span.columns["reason"].copy()
-        pending = settled == Outcome.PENDING
-        settled[pending & ~span.trained] = np.uint8(Outcome.STORED_ONLY)
-        settled[span.trained] = np.uint8(outcome)
-        reasons[span.trained] = np.uint8(reason)
-        places = last_places(span.columns["partition"])
+        self._open.append((span, outcome, reason))
         for index, position in span.positions.items():
+            self.partitions[index].position = position
+        for index, last in span.last.items():
             account = self.partitions[index]
-            alone = len(places) == 1 and index in places
-            mine = slice(None) if alone else span.columns["partition"] == index
-            removed, passed = span.removed.get(index, 0), span.passed.get(index, 0)
-            offsets = _distinct(span.columns["offset"][mine])
-            assert not len(offsets) or int(offsets[0]) >= account.position.offset + removed + passed
-            finished = int(np.count_nonzero(np.less(offsets, position.offset)))
-            gaps = position.offset - account.position.offset - removed - passed - finished
+            account.mark = Mark(account.mark.topic_id, last)
+
+    @property
+    def full(self) -> bool:
+        """Whether so many spans wait that they should be counted."""
+        return len(self._open) >= _MANY
+
+    def count(self) -> None:
+        """Count what was settled since the last time.
+
+        Raises:
+            AssertionError: a row has got a second outcome or offsets go backwards: a bug, never a user's fault.
+        """
+        taken, self._open = self._open, []
+        if not taken:
+            return
+        spans = [span for span, *_ in taken]
+        columns = {name: np.concatenate([span.columns[name] for span in spans]) for name in IDENTITY_COLUMNS}
+        trained = np.concatenate([span.trained for span in spans])
+        sizes = [len(span.trained) for span in spans]
+        outcome = np.repeat(np.array([outcome for _, outcome, _ in taken], np.uint8), sizes)
+        reason = np.repeat(np.array([reason for *_, reason in taken], np.uint8), sizes)
+        left = np.where(columns["outcome"] == Outcome.PENDING, np.uint8(Outcome.STORED_ONLY), columns["outcome"])
+        settled = np.where(trained, outcome, left)
+        reasons = np.where(trained, reason, columns["reason"])
+        moved = {index for span in spans for index in span.positions}
+        for index in moved:
+            account, mine = self.partitions[index], columns["partition"] == index
+            removed = sum(span.removed.get(index, 0) for span in spans)
+            passed = sum(span.passed.get(index, 0) for span in spans)
+            offset, row = columns["offset"][mine], columns["row"][mine]
+            assert not len(offset) or (offset[0], row[0]) >= (account.counted.offset, account.counted.row)
+            finished = int(np.count_nonzero(np.less(_distinct(offset, row), account.position.offset)))
+            gaps = account.position.offset - account.counted.offset - removed - passed - finished
             assert gaps >= 0
             account.gaps += gaps
             account.removed += removed
             account.passed += passed
-            account.position = position
+            account.counted = account.position
             account.outcomes += np.bincount(settled[mine], minlength=len(Outcome))
             account.skipped += np.bincount(reasons[mine], minlength=len(SkipReason))
-            if index in span.last:
-                account.mark = Mark(account.mark.topic_id, span.last[index])
-            if index in places:
-                account.time_ms = int(span.columns["time_ms"][places[index]])
-        if outcome is Outcome.TRAINED:
-            self._learned.add(span.columns["time_ms"][span.trained & self._first(span)].astype(np.int64))
+            if len(offset):
+                account.time_ms = int(columns["time_ms"][mine][-1])
+        learned = trained & (outcome == Outcome.TRAINED) & self._first(columns, moved)
+        self._learned.add(columns["time_ms"][learned].astype(np.int64))
 
-    def _first(self, span: Span) -> NDArray[np.bool_]:
-        """Return which rows are in no version yet, and have a record time."""
-        columns = span.columns
+    def _first(self, columns: Mapping[str, Array], partitions: Iterable[int]) -> NDArray[np.bool_]:
+        """Return which rows, of the given partitions, are in no version yet, and have a record time."""
         first: NDArray[np.bool_] = np.greater(columns["time_ms"], 0)
-        for index in span.positions if self._published else ():
+        for index in partitions if self._published else ():
             name = self.partitions[index].name
             published = self._published.get(str(name))
             if published is not None and published.incarnation == name.incarnation:
@@ -191,28 +217,33 @@ class Ledger:
 
     def take_learned(self) -> RecordTimes:
         """Return the record times of the events that were learned for the first time since this was last called."""
+        self.count()
         learned, self._learned = self._learned, RecordTimes()
         return learned
 
     @property
     def trained_through(self) -> dict[str, Trained]:
         """How far all partitions are learned, by `topic:partition`."""
+        self.count()
         return {str(account.name): account.trained for account in self.partitions}
 
     @property
     def outcomes(self) -> dict[str, int]:
         """Events by outcome, over all partitions."""
+        self.count()
         totals = sum((account.outcomes for account in self.partitions), np.zeros(len(Outcome), np.int64))
         return _by_outcome(totals)
 
     @property
     def skipped(self) -> dict[str, int]:
         """Skipped events by reason, over all partitions."""
+        self.count()
         totals = sum((account.skipped for account in self.partitions), np.zeros(len(SkipReason), np.int64))
         return _by_reason(totals)
 
     def reports(self) -> Mapping[str, PartitionReport]:
         """The accounts as numbers that add up, by `topic:partition`; `topic#incarnation:partition` where it is gone."""
+        self.count()
         return {
             f"{name.topic}#{name.incarnation}:{name.partition}" if account.superseded else str(name): account.report()
             for account in self.partitions
@@ -225,11 +256,13 @@ class Ledger:
             account.superseded = place not in there
 
 
-def _distinct(offsets: Array) -> Array:
-    """Return the different ones of a partition's offsets, which never fall."""
-    if np.greater(offsets[1:], offsets[:-1]).all():
-        return offsets
-    return np.unique(offsets)
+def _distinct(offset: Array, row: Array) -> Array:
+    """Return the different ones of a partition's offsets, which never fall; nor do the rows of one."""
+    rising = np.greater(offset[1:], offset[:-1])
+    if rising.all():
+        return offset
+    assert (rising | (np.equal(offset[1:], offset[:-1]) & np.greater(row[1:], row[:-1]))).all()
+    return np.unique(offset)
 
 
 def _by_outcome(counts: NDArray[np.int64]) -> dict[str, int]:

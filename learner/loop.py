@@ -116,12 +116,15 @@ class Loop:
             self._meet_partitions()
             if batch is not None:
                 self._settle(batch)
+            else:
+                self.count()
             self._parts.forgetting.look_if_due()
             self._parts.publisher.publish_if_due(self._progress(), self._snapshot)
             self._parts.publisher.watch_if_due(lambda: self._parts.guard.held)
             self._cut_if_due()
             self._commit_if_due()
             at_boundary()
+        self.count()
 
     def finish(self, deadline: Deadline) -> None:
         """Publish what was learned since the last version, cut, and commit positions, before the deadline."""
@@ -161,9 +164,14 @@ class Loop:
                 self._parts.store.offer(columns, names, None if embedding is None else embedding.astype(np.float32))
             self._plan_ahead()
         self._parts.guard.add(batch.held_out, names)
-        self._counters.meet(self.ledger.partitions)
         for span in batch.spans:
             self.ledger.advance(span, outcome, reason)
+        if self.ledger.full:
+            self.count()
+
+    def count(self) -> None:
+        """Let ledger and counters follow what was settled, which they do for several steps at once."""
+        self.ledger.count()
         self._counters.move(self.ledger.partitions)
 
     def _step(self, batch: Batch) -> StepResult:
@@ -282,6 +290,7 @@ class Loop:
             if index == len(self.ledger.partitions):
                 self.ledger.take_up(partition.name, partition.start)
             self.ledger.partitions[index].meet(partition.end, partition.topic_id)
+        self._counters.meet(self.ledger.partitions)
         self._parts.lag.look(self.ledger.partitions)
 
     @property

@@ -117,6 +117,7 @@ class Reporter:
             SecondLearnerError: another learner has taken this one's place, and reports where it would.
         """
         check_epoch(self._state_dir, self._epoch)
+        self._loop.count()
         loop, publisher, store = self._loop, self._publisher, self._store
         if store is not None:
             store.take_in()  # so that what it holds fits what was learned

@@ -15,7 +15,7 @@ def test_what_a_cut_had_is_not_counted_and_each_outcome_after_it_is_once() -> No
     accounts[0].outcomes[Outcome.TRAINED] = 7  # of the cut
     counters.meet(accounts[:1])
     accounts[0].outcomes[Outcome.TRAINED] += 3
-    counters.move(accounts[:1])
+    counters.move(accounts)
     counters.meet(accounts)  # a partition that was added
     accounts[1].outcomes[Outcome.HELD_OUT] += 2
     counters.move(accounts)
