@@ -19,6 +19,8 @@ YOUNG = 4
 """One in so many of the events held is young: the newest, by which accuracy on what is new is told."""
 _SLACK = 16
 _MOST_PARTS = 64
+_MANY = 16
+"""Blocks of held-out events, mostly of one or two, that are taken up at once."""
 _SEED = 0x6A09E667
 
 
@@ -53,7 +55,7 @@ class GuardSet:
 
     Who stays within a class is decided by a hash of the identity. The set is trimmed when it has a sixteenth more than
     it may show, triggered by count, never by time: to put all together for each event would cost more than the step.
-    Used by one thread; `held` may be read by others.
+    Used by one thread; what `held` returns may be read by others.
     """
 
     def __init__(self, schema: Schema, rows: int) -> None:
@@ -62,6 +64,8 @@ class GuardSet:
         self._names = [*schema.payload(), "time_ms", "partition", "offset", "key_hash"]
         self._names += ["group_hash"] if schema.group else []
         self._parts: tuple[Mapping[str, Array], ...] = ()
+        self._waiting: list[Mapping[str, Array]] = []
+        self._bases: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._rows = 0
 
     def __len__(self) -> int:
@@ -70,7 +74,7 @@ class GuardSet:
     @property
     def held(self) -> GuardRows:
         """The set as it is now."""
-        return GuardRows(self._parts, self._most, classes=self._classes)
+        return GuardRows(self._take_in(), self._most, classes=self._classes)
 
     @property
     def older(self) -> int:
@@ -82,29 +86,37 @@ class GuardSet:
 
         They come part by part: nothing is put together for the few that are looked at.
         """
-        ends = np.cumsum([len(part["label"]) for part in self._parts])
+        parts = self._take_in()
+        ends = np.cumsum([len(part["label"]) for part in parts])
         where = np.searchsorted(ends, places, side="right")
         taken = []
         for number in np.unique(where).tolist():
-            part = self._parts[number]
+            part = parts[number]
             mine = places[where == number] - (ends[number] - len(part["label"]))
             taken.append({name: column.take(mine, axis=0) for name, column in part.items()})
         return dict(joined(taken))
 
     def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
-        """Take up N held-out events, columns `[N, ...]`, which are copied."""
+        """Take up N held-out events, columns `[N, ...]`; they must not change any more."""
         if not columns:
             return
-        bases = np.array([partition_base(name) for name in partitions], np.uint64)
-        hashed = identity_hash(
-            bases[columns["partition"]], columns["offset"].astype(np.int64), columns["row"].astype(np.int32), _SEED
-        )
-        self._parts += ({name: columns[name].copy() for name in self._names} | {"hash": hashed},)
-        self._rows += len(hashed)
+        if len(partitions) > len(self._bases):
+            self._bases = np.array([partition_base(name) for name in partitions], np.uint64)
+        self._waiting.append(columns)
+        self._rows += len(columns["label"])
         if self._rows > self._most + self._most // _SLACK:
             self._hold(self.held.columns)
-        elif len(self._parts) > _MOST_PARTS:
+        elif len(self._waiting) == _MANY and len(self._take_in()) > _MOST_PARTS:
             self._hold(joined(self._parts))
+
+    def _take_in(self) -> tuple[Mapping[str, Array], ...]:
+        """Take up what waits, and return the events in parts, in the order in which they came."""
+        if self._waiting:
+            columns, self._waiting = joined(self._waiting), []
+            offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
+            hashed = identity_hash(self._bases[columns["partition"]], offset, row, _SEED)
+            self._parts += ({name: columns[name] for name in self._names} | {"hash": hashed},)
+        return self._parts
 
     def forget(self, forgotten: Forgotten, bases: NDArray[np.uint64]) -> int:
         """Let forgotten events leave, and return how many.
@@ -113,7 +125,7 @@ class GuardSet:
             forgotten: what is.
             bases: `partition_base` of each partition by its index.
         """
-        columns = joined(self._parts)
+        columns = joined(self._take_in())
         if not columns:
             return 0
         covered = forgotten.covers(bases, columns)
@@ -122,7 +134,7 @@ class GuardSet:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The set, for a cut, with what is still to be trimmed; later events do not change it."""
-        self._hold(joined(self._parts))
+        self._hold(joined(self._take_in()))
         return {name: torch.from_numpy(column) for part in self._parts for name, column in part.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -131,7 +143,7 @@ class GuardSet:
 
     def _hold(self, columns: Mapping[str, Array]) -> None:
         """Hold these events and no others, in one part."""
-        self._parts = (columns,) if columns else ()
+        self._parts, self._waiting = (columns,) if columns else (), []
         self._rows = len(columns["label"]) if columns else 0
 
 
