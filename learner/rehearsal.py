@@ -19,10 +19,12 @@ def rehearsal(draw: Draw, draws: Sequence[int]) -> list[Examples]:
     is that of the stream all the same.
     """
     columns = draw.columns
-    labelled = columns["labelled"]
-    known = labelled.reshape(-1, *[1] * (columns["label"].dim() - 1))
-    label = torch.where(known, columns["label"], torch.zeros_like(columns["label"]))
-    weight = torch.where(labelled, draw.importance, 0.0)
+    labelled, label, weight = columns["labelled"], columns["label"], draw.importance
+    # Mostly all are; to look is to wait for a device that is not the host.
+    if not (labelled.is_cpu and labelled.numpy().all()):
+        known = labelled.reshape(-1, *[1] * (label.dim() - 1))
+        label = torch.where(known, label, torch.zeros_like(label))
+        weight = torch.where(labelled, weight, 0.0)
     features = {name.removeprefix(_FEATURE): column for name, column in columns.items() if name.startswith(_FEATURE)}
     everything, n, wanted = Examples(features, label, weight, columns.get(OUTPUT)), len(draw), sum(draws)
     if len(draws) == 1:
