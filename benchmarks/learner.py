@@ -55,7 +55,7 @@ TARGETS = {
 OPTIMIZER = {"name": "adamw", "lr": 1e-3}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 CONVNET = {"factory": "convnet", "args": {"channels": 16}}
-BATCH, LARGE = 96, 384
+BATCH, LARGE = 128, 512
 """New events a step: so that a step takes 10 ms and more, and four times as many."""
 _POOL_ROWS = 20_000
 _STORED = 10_000
