@@ -79,12 +79,12 @@ def form_of(examples: Examples) -> Form:
 
 def packed(parts: Sequence[Examples]) -> Tensor:
     """Return examples as one message, uint8 `[b]` on their device."""
-    columns = [value.contiguous() for part in parts for _, value in _columns(part)]
+    columns = [value for part in parts for _, value in _columns(part)]
     ends = list(accumulate(_aligned(value.nbytes) for value in columns))
     message = torch.empty(ends[-1], dtype=torch.uint8, device=columns[0].device)
     for value, end in zip(columns, ends, strict=True):
         begin = end - _aligned(value.nbytes)
-        message[begin : begin + value.nbytes] = value.reshape(-1).view(torch.uint8)
+        message[begin : begin + value.nbytes].view(value.dtype).copy_(value.reshape(-1))
     return message
 
 

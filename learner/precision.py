@@ -1,6 +1,7 @@
 """Device and arithmetic of the forward pass, from `learner.device` and `learner.precision`."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +39,21 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def flush_denormals(device: torch.device) -> None:
+@contextlib.contextmanager
+def without_denormals(device: torch.device) -> Iterator[None]:
     """Have this thread, and those that it starts, take numbers for 0 that are too small for the processor's fast path.
 
     Moments of weights that get no gradient any more, as behind a unit that is dead, fade into such numbers within some
     hundred steps: an update of Adam then takes ten times as long, for good.
     """
-    if device.type == "cpu":
-        torch.set_flush_denormal(True)
+    if device.type != "cpu":
+        yield
+        return
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:

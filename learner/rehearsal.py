@@ -20,8 +20,11 @@ def rehearsal(draw: Draw, draws: Sequence[int]) -> list[Examples]:
     """
     columns = draw.columns
     labelled, label, weight = columns["labelled"], columns["label"], draw.importance
-    # Mostly all are; to look is to wait for a device that is not the host.
-    if not (labelled.is_cpu and labelled.numpy().all()):
+    # Mostly all are; to look is to wait for a device that is not the host. Both are copied: they are whole then, and
+    # nobody else's.
+    if labelled.is_cpu and labelled.numpy().all():
+        label, weight = label.clone(memory_format=torch.contiguous_format), weight.clone()
+    else:
         known = labelled.reshape(-1, *[1] * (label.dim() - 1))
         label = torch.where(known, label, torch.zeros_like(label))
         weight = torch.where(labelled, weight, 0.0)

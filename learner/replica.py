@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from learner.channel import Channel
 from learner.confinement import confined, limit_threads
+from learner.precision import without_denormals
 from learner.replicas import Meeting, Place, Replicas, join_group
 from learner.session import bounded
 from learner.sharing import share
@@ -26,6 +27,7 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
     with (
         bounded(stop, deployment.learner.stop_timeout),
         join_group(place, deployment.learner) as device,
+        without_denormals(device),
         confined(deployment.share.settings, device) as lane,
         share(deployment.share, deployment.state_dir, device, stop) as sharing,
     ):

@@ -30,7 +30,7 @@ from learner.lock import check_epoch, hold_state_directory
 from learner.loop import Loop, Metrics, Parts
 from learner.memory import note
 from learner.metrics import LearnerMetrics
-from learner.precision import choose_device
+from learner.precision import choose_device, without_denormals
 from learner.publisher import Publisher, reference_to
 from learner.replicas import Place, Replicas
 from learner.reporter import Reporter
@@ -70,8 +70,10 @@ def learn(
         stack.enter_context(bounded(stop, deployment.learner.stop_timeout))
         limit_threads(deployment.share.settings)
         channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
-        bench = prepare(deployment, channel.device if channel is not None else choose_device(deployment.learner.device))
-        schema, device = bench.schema, bench.device
+        device = channel.device if channel is not None else choose_device(deployment.learner.device)
+        stack.enter_context(without_denormals(device))
+        bench = prepare(deployment, device)
+        schema = bench.schema
         known = functools.partial(_latest_epoch, deployment.state_dir)
         epoch = stack.enter_context(
             hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout, known)

@@ -14,7 +14,7 @@ from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSet
 from learner.determinism import compute_deterministically
 from learner.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model import build_model, check_model, make_task, sample
-from learner.precision import Precision, choose_precision, flush_denormals
+from learner.precision import Precision, choose_precision
 from learner.replicas import leaves_some_out
 from learner.sharing import Terms
 from learner.strategies.build import build_strategy
@@ -79,7 +79,6 @@ def prepare(deployment: Deployment, device: torch.device, rank: int = 0) -> Work
     schema = Schema(deployment.events)
     if deployment.learner.deterministic:
         compute_deterministically()
-    flush_denormals(device)
     precision = choose_precision(deployment.learner.precision, device)
     torch.manual_seed(deployment.seed + rank)
     task = make_task(deployment.model.task, deployment.folder)

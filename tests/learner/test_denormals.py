@@ -1,30 +1,27 @@
 """Numbers too small for the processor's fast path: what an optimizer keeps fades into them, and a learner has none."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
 from torch import nn
 
 from anabranch.config import load_config
+from ingest.errors import SettingsError
 from learner.__main__ import _deployment
 from learner.config import OptimizerSettings
 from learner.optimizer import build_optimizer
-from learner.precision import flush_denormals
-from learner.workbench import prepare
-from tests.pipelines import LINEAR, write_pipeline
+from learner.precision import without_denormals
+from learner.session import learn
+from tests.pipelines import write_pipeline
 
 CPU = torch.device("cpu")
-T = TypeVar("T")
-
-
-def in_a_thread(work: Callable[[], T]) -> T:
-    """Do it where the setting, which is the thread's, ends with it."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
+MODEL = """
+import torch
+def build():
+    raise ValueError(f"a tenth of the least is {float(torch.tensor(1e-38) * 0.1)}")
+"""
 
 
 def denormals() -> int:
@@ -40,23 +37,14 @@ def denormals() -> int:
 
 
 def test_moments_of_weights_without_a_gradient_become_denormal_unless_those_are_flushed() -> None:
-    def flushed() -> int:
-        flush_denormals(CPU)
-        return denormals()
-
-    assert in_a_thread(denormals) == 100
-    assert in_a_thread(flushed) == 0
+    assert denormals() == 100
+    with without_denormals(CPU):
+        assert denormals() == 0
+    assert denormals() == 100
 
 
-def test_a_learner_flushes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    config = load_config(write_pipeline(tmp_path, "127.0.0.1:1", "events", "", model=LINEAR, status="127.0.0.1:0"))
-
-    def smallest() -> float:
-        state = torch.get_rng_state()
-        prepare(_deployment(config), CPU)
-        torch.set_rng_state(state)
-        return float(torch.tensor(1e-38) * 0.1)
-
+def test_a_learner_flushes_them(tmp_path: Path) -> None:
+    config = load_config(write_pipeline(tmp_path, "127.0.0.1:1", "events", "", model=MODEL, status="127.0.0.1:0"))
+    with pytest.raises(SettingsError, match=r"a tenth of the least is 0\.0"):
+        learn(_deployment(config), threading.Event())
     assert float(torch.tensor(1e-38) * 0.1) > 0
-    assert in_a_thread(smallest) == 0

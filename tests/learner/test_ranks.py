@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -48,9 +48,11 @@ def test_every_event_is_dealt_once_in_order_and_ranks_have_nearly_as_many(counts
 
 
 @given(st.integers(0, 9), st.booleans())
+@example(1, False)
 def test_examples_travel_as_they_are(n: int, kept: bool) -> None:
+    apart = torch.rand(n, 5)  # whose columns have strides, as those of a store's rows have
     examples = Examples(
-        {"x": torch.rand(n, 3, 2), "flag": torch.rand(n) > 0.5},
+        {"x": torch.rand(n, 3, 2), "flag": torch.rand(n) > 0.5, "scalar": apart[:, 1]},
         torch.arange(n),
         torch.rand(n, dtype=torch.float64),
         torch.rand(n, 4) if kept else None,
