@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def test_what_is_produced_is_soon_in_predictions_also_after_a_part_was_killed(
     first = produced(anabranch)
     process = anabranch("up")
     until(lambda: reaches(trained_through(), first), "a prediction that has learned the first events")
-    pids = [pid_of(example, part) for part in ("learner", "serving")]
+    pids = [until(partial(pid_of, example, part), f"a report of {part}") for part in ("learner", "serving")]
     with asked_all_the_while(trained_through):
         os.kill(pids[0], signal.SIGKILL)
         until(lambda: pid_of(example, "learner") != pids[0], "another learner")
