@@ -188,7 +188,7 @@ def _pick(rows: Mapping[str, Array], places: NDArray[np.intp], part: list[dict[s
         part.append({name: column.take(places, axis=0) for name, column in rows.items()})
 
 
-def last_places(partition: Array) -> dict[int, int]:
+def _last_places(partition: Array) -> dict[int, int]:
     """Return by index of the partition the place of its last row; looks no further where there is just one."""
     n = len(partition)
     if not n:
@@ -205,7 +205,7 @@ def _span(block: Block, rows: Mapping[str, Array], begin: int, trained: NDArray[
     columns = {name: rows[name].copy() for name in IDENTITY_COLUMNS}
     done = end == len(block)
     positions: dict[int, Position] = {}
-    places = last_places(columns["partition"])
+    places = _last_places(columns["partition"])
     for index, place in places.items():
         offset, row = int(columns["offset"][place]), int(columns["row"][place])
         after = np.flatnonzero(block.columns["partition"][end:] == index)

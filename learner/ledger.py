@@ -153,9 +153,17 @@ class Ledger:
         """Settle a span: the rows of the batch get `outcome`, other pending rows were stored only.
 
         Positions and marks move at once; the rest follows with `count`, at the latest when somebody looks.
+
+        Raises:
+            AssertionError: offsets go backwards: a bug, never a user's fault.
         """
         self._open.append((span, outcome, reason))
+        for index in {*span.removed, *span.passed}:  # seldom any
+            gone = span.removed.get(index, 0) + span.passed.get(index, 0)
+            offset = span.columns["offset"][span.columns["partition"] == index]
+            assert not len(offset) or offset[0] >= self.partitions[index].position.offset + gone
         for index, position in span.positions.items():
+            assert position.offset >= self.partitions[index].position.offset
             self.partitions[index].position = position
         for index, last in span.last.items():
             account = self.partitions[index]

@@ -174,6 +174,25 @@ def test_events_without_a_label_are_stored_only(schema: Schema) -> None:
     assert accounts.outcomes["trained"] == accounts.outcomes["stored_only"] == 2
 
 
+def test_going_backwards_is_a_bug_that_is_noticed_at_once(schema: Schema) -> None:
+    accounts = ledger()
+    rows = [(0, offset, 0, Outcome.PENDING) for offset in range(2)]
+    first, second = (
+        span for batch in drain(Queue([block(schema, rows, [Coverage(0, 0, 2)])]), 1) for span in batch.spans
+    )
+    accounts.advance(second, Outcome.TRAINED)
+    with pytest.raises(AssertionError):
+        accounts.advance(first, Outcome.TRAINED)
+
+
+def test_a_row_among_what_was_removed_is_a_bug_that_is_noticed_at_once(schema: Schema) -> None:
+    accounts = ledger()
+    rows = [(0, 3, 0, Outcome.PENDING)]
+    (batch,) = drain(Queue([block(schema, rows, [Coverage(0, 0, 9, removed=5)])]), 1)
+    with pytest.raises(AssertionError):
+        accounts.advance(batch.spans[0], Outcome.TRAINED)
+
+
 @pytest.mark.parametrize("counted_between", [False, True])
 def test_settling_a_span_twice_is_a_bug_that_is_noticed(schema: Schema, counted_between: bool) -> None:
     accounts = ledger()
