@@ -64,7 +64,7 @@ def learn_config(config: "Config", stop: threading.Event) -> None:
     try:
         from learner.session import learn
 
-        learn(_deployment(config), stop, source=source)
+        learn(deployment_of(config), stop, source=source)
     finally:
         source.close()
 
@@ -104,7 +104,7 @@ def _rank(group: Path, arguments: list[str]) -> int:
         stop_with_launcher(stop)
         place = take_place(group, config.pipeline.learner)
         try:
-            (learn if place.rank == 0 else follow_leader)(_deployment(config, place.rows), stop, place)
+            (learn if place.rank == 0 else follow_leader)(deployment_of(config, place.rows), stop, place)
         except RankTooLargeError as exc:
             log.error("%s", exc)  # noqa: TRY400 the sentence says all
             leave_rows(group, exc.rows)
@@ -119,8 +119,8 @@ def _rank(group: Path, arguments: list[str]) -> int:
     return 0 if code in REFUSED else code
 
 
-def _deployment(config: "Config", rows: int | None = None) -> "Deployment":
-    """Return the sections that the learner needs; `rows`: what a micro-batch may have, whatever the file says."""
+def deployment_of(config: "Config", rows: int | None = None) -> "Deployment":
+    """Return the sections that a learner needs; `rows`: what a micro-batch may have, whatever the file says."""
     from learner.sharing import Terms
     from learner.workbench import Deployment
 

@@ -9,13 +9,14 @@ from torch import nn
 
 from anabranch.config import load_config
 from ingest.errors import SettingsError
-from learner.__main__ import _deployment
+from learner.__main__ import deployment_of
 from learner.config import OptimizerSettings
 from learner.optimizer import build_optimizer
 from learner.precision import without_denormals
 from learner.session import learn
 from tests.pipelines import write_pipeline
 
+pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="torch cannot flush on this processor")
 CPU = torch.device("cpu")
 MODEL = """
 import torch
@@ -46,5 +47,5 @@ def test_moments_of_weights_without_a_gradient_become_denormal_unless_those_are_
 def test_a_learner_flushes_them(tmp_path: Path) -> None:
     config = load_config(write_pipeline(tmp_path, "127.0.0.1:1", "events", "", model=MODEL, status="127.0.0.1:0"))
     with pytest.raises(SettingsError, match=r"a tenth of the least is 0\.0"):
-        learn(_deployment(config), threading.Event())
+        learn(deployment_of(config), threading.Event())
     assert float(torch.tensor(1e-38) * 0.1) > 0
