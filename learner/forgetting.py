@@ -96,6 +96,8 @@ class Forgetting:
         self._count = _Count(self._count.store + store, self._count.guard + guard)
         if store or guard:
             self._erased = 0
+        if self._erased < self._looked and self._store is not None:
+            self._store.tiers.doubt()
 
     def meet(self, partitions: Sequence[TopicPartition]) -> None:
         """Learn of partitions by their index."""
@@ -177,7 +179,8 @@ class Forgetting:
         """Take records out of cuts and tiers, in an order in which a crash costs nothing; yields between the pieces.
 
         1. Rewrite cuts, in the thread that writes them: no cut that is begun later has what was forgotten.
-        2. Erase the places of the disk tier that no cut names, and of which is not known who has left them.
+        2. Erase what is left behind where a tier could not be written or erased, and the places of the disk tier that
+           no cut names, and of which is not known who has left them.
         3. Wait until the disk has it, and write into the log that it is done. A crash before this does all again.
         """
         self._retry_at = None
@@ -190,7 +193,10 @@ class Forgetting:
             named = np.zeros(self._store.tiers.slots, np.bool_)
             if current is not None:
                 named[rewriting.result.get(current.id, np.empty(0, np.int64))] = True
-            self._store.erase_again()
+            first = 0
+            while self._store.tiers.erase_stale(first, _ERASED_AT_ONCE):
+                first += _ERASED_AT_ONCE
+                yield
             while self._store.erase_unknown(named, _ERASED_AT_ONCE):
                 yield
         store = self._store

@@ -398,10 +398,6 @@ class Store:
         self.entries.erase(unknown)
         return bool(len(unknown))
 
-    def erase_again(self) -> None:
-        """Try to erase what tiers could not."""
-        self.tiers.erase_again(self.entries.holds(np.arange(self.tiers.slots)))
-
     def close(self) -> None:
         """Let go of the tiers, and end the index process."""
         self.tiers.close()

@@ -62,7 +62,9 @@ class Tiers:
         self._courier: Courier | None = None
         self._coming: deque[Staged] = deque()
         self._lost: deque[tuple[NDArray[np.int64], NDArray[np.uint16]]] = deque()
-        self._unerased: list[tuple[SlowTier, NDArray[np.int64]]] = []
+        self._stale: dict[str, NDArray[np.bool_]] = {}
+        """By tier, in which slots there may be what an event before the last one left; the courier keeps it."""
+        self._unerased: set[str] = set()
         self._refill = Budget(_BYTES_A_SECOND)
         self._given = {tier.name: 0 for tier in slow[:-1]}
         if slow:
@@ -199,7 +201,7 @@ class Tiers:
         """Overwrite what all tiers have in n slots, which no event may be in afterwards, in turn with what is written.
 
         Also what events have left behind in the memory tier as a cache. What a slower tier cannot erase is kept for
-        `erase_again`.
+        `erase_stale`.
         """
         if self._courier is None or self._cache is None:
             self._device.erase(slots)
@@ -209,24 +211,59 @@ class Tiers:
         self._fill()
         self._cache.erase(slots)
         for tier in self.slow:
-            self._send_erasure(tier, slots[slots < tier.slots])
+            self._send_erasure(tier, lambda tier: slots[slots < tier.slots])
 
-    def erase_again(self, held: NDArray[np.bool_]) -> None:
-        """Try to erase what could not be.
+    def erase_stale(self, first: int, most: int) -> bool:
+        """Erase what slower tiers have of nobody any more, since an erasure or the write of a next event failed.
+
+        Only that, whatever the slots have been given to since: a slot that was written whole after all has nothing of
+        an earlier event, and whoever was to be written to one that was not is not to be found there anyway.
 
         Args:
-            held: in which slots there is an event by now, bool by slot: the home has that in place of the other.
-        """
-        left, self._unerased = self._unerased, []
-        for tier, slots in left:
-            self._send_erasure(tier, slots[~held[slots]] if tier is self._home else slots)
+            first: the first slot that is looked at.
+            most: how many of them.
 
-    def _send_erasure(self, tier: SlowTier, slots: NDArray[np.int64]) -> None:
+        Returns:
+            Whether there are slots after these.
+        """
+        more = bool(self._stale) and first + most < self.slots
+        # The last time all of them once more: what waited to be written when this began may have failed since.
+        which = slice(first, first + most) if more else slice(0, self.slots)
+        for tier in self.slow:
+            self._send_erasure(tier, lambda tier: self._stale_of(tier, which))
+        return more
+
+    def doubt(self) -> None:
+        """Take all that slower caches have for stale: an earlier process may have failed to write or erase there."""
+        for cache in self.slow[:-1]:
+            self._stale[cache.name] = np.ones(cache.slots, np.bool_)
+
+    def _stale_of(self, tier: SlowTier, which: slice) -> NDArray[np.int64]:
+        stale = self._stale.get(tier.name)
+        return _NO_SLOTS if stale is None else which.start + np.flatnonzero(stale[which])
+
+    def _note(self, tier: SlowTier, slots: NDArray[np.int64], *, stale: bool) -> None:
+        """Remember whether there may be something of earlier events in n slots of a tier; in the courier."""
+        if stale and tier.name not in self._stale:
+            self._stale[tier.name] = np.zeros(tier.slots, np.bool_)
+        if tier.name in self._stale:
+            self._stale[tier.name][slots] = stale
+
+    def _send_erasure(self, tier: SlowTier, which: Callable[[SlowTier], NDArray[np.int64]]) -> None:
+        """Erase n slots of a tier, which are asked for once what was sent before is done."""
+
         def job() -> None:
+            slots = which(tier)
             try:
-                tier.erase(slots)
+                if len(slots):
+                    tier.erase(slots)
             except OSError:
-                self._unerased.append((tier, slots))
+                self._note(tier, slots, stale=True)
+                self._unerased.add(tier.name)
+            else:
+                self._note(tier, slots, stale=False)
+                if not len(self._stale_of(tier, slice(0, tier.slots))):
+                    self._unerased.discard(tier.name)
 
         assert self._courier is not None
         self._courier.send(job, 0)
@@ -281,8 +318,10 @@ class Tiers:
             except OSError:
                 if tier is self._home:
                     self._lost.append((slots, generation))
+                self._note(tier, slots[mine], stale=True)
             else:
                 self._count(tier.name, "written", len(mine))
+                self._note(tier, slots[mine], stale=False)
 
     def _bring_up(self, staged: Staged, late: Late) -> None:
         """Read what the memory tier has not, from the first tier that has it; in the courier."""
@@ -304,6 +343,8 @@ class Tiers:
                 self._count_read(tier.name, came)
                 if tier is self._home:
                     lost = asked & ~whole
+                    if lost.any():
+                        self._note(tier, late.slots[lost], stale=True)
                 else:
                     missed.append((tier, asked & ~whole))
                     self.stats.missed[tier.name] += int(missed[-1][1].sum())
@@ -330,6 +371,7 @@ class Tiers:
         except OSError:
             return  # it says so itself, and misses them the next time
         self._count(cache.name, "written", len(slots))
+        self._note(cache, slots, stale=False)
 
     def _give(self, slots: NDArray[np.int64], times: int) -> None:
         """Count the rows of n slots as given to the slower caches, or with -1 as taken from them."""

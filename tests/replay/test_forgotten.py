@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ingest.block import TopicPartition
 from ingest.errors import SettingsError
 from ingest.fake import fake_columns
-from ingest.identity import partition_base, partition_name
+from ingest.identity import identity_hash, partition_base, partition_name
 from ingest.schema import Schema
 from replay.build import build_store
 from replay.config import ReplaySettings
@@ -233,8 +233,7 @@ def test_what_a_tier_cannot_erase_is_erased_once_it_can(schema: Schema, tmp_path
             store.tiers.sync()
         assert store.tiers.unerased
         before = len(bytes_of(redis))
-        store.erase_again()
-        store.tiers.sync()
+        erase_stale(store)
         assert not store.tiers.unerased
         assert len(bytes_of(redis)) == before // 4
         assert offsets_held(store) == [*range(30, 40)]
@@ -251,6 +250,101 @@ def monkey(tier: RedisTier, error: OSError) -> Iterator[None]:
     with patched.context() as context:
         context.setattr(tier, "erase", fail)
         yield
+
+
+SECRET = 12345.678
+
+
+def add_secrets(store: Store, schema: Schema, offsets: range) -> None:
+    """Add events of key 2 that are told in any tier by what is in them."""
+    columns = fake_columns(schema, offsets)
+    columns["key_hash"][:], columns["feature.x"][:] = 2, SECRET
+    store.add(columns, PARTITIONS)
+    store.tiers.sync()
+
+
+def tells(tier: Tier) -> bool:
+    """Whether a tier has anything of a secret event."""
+    return np.float32(SECRET).tobytes() in bytes_of(tier)
+
+
+def erase_stale(store: Store) -> None:
+    first = 0
+    while store.tiers.erase_stale(first, 16):
+        first += 16
+    store.tiers.sync()
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], what: str
+) -> contextlib.AbstractContextManager[Any]:
+    """Let tiers fail to write, or to erase."""
+
+    def fail(*_arguments: object) -> None:
+        raise OSError("away")
+
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(monkeypatch.context())
+        for tier in tiers:
+            context.setattr(tier, what, fail)
+        return stack.pop_all()
+
+
+@pytest.mark.parametrize("also_home", [False, True])
+def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is_forgotten(
+    schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, *, also_home: bool
+) -> None:
+    store = make_store(50)
+    tiers = store.tiers.slow if also_home else store.tiers.slow[:-1]
+    add_secrets(store, schema, range(400))
+    assert all(map(tells, tiers))
+    with failing(monkeypatch, tiers, "write"):
+        add(store, schema, range(400, 3000))
+        store.tiers.sync()
+    store.plan_ahead(0, 1)  # those that were lost leave
+    store.forget(key_record(2, 400))
+    erase_stale(store)
+    assert not store.tiers.unerased
+    assert not any(map(tells, store.tiers._all))
+
+
+def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_cut_is_in_it(
+    schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(50)
+    if not store.tiers.slow:
+        return
+    add_secrets(store, schema, range(40))
+    with failing(monkeypatch, store.tiers.slow, "erase"):
+        store.forget(key_record(2, 40))
+        store.tiers.sync()
+    assert store.tiers.unerased
+    add(store, schema, range(40, 90))
+    index = FakeCuts(store).cut(1).index
+    add(store, schema, range(90, 3000))
+    erase_stale(store)
+    assert not store.tiers.unerased
+    identity = identity_hash(store.entries.bases[index["partition"]], index["offset"], index["row"], 0)
+    _, whole = store.tiers.read(index["slot"].astype(np.int64), identity)
+    assert len(index) == 50
+    assert whole.all()
+    assert not any(map(tells, store.tiers._all))
+
+
+def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_there_was_something_to_forget(
+    schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_store(50)
+    add_secrets(first, schema, range(400))
+    with failing(monkeypatch, first.tiers.slow[:-1], "write"):
+        add(first, schema, range(400, 3000))
+        contents = FakeCuts(first).cut(1)
+    store = make_store(50, contents=contents)
+    store.tiers.doubt()
+    store.forget(key_record(2, 400))
+    erase_stale(store)
+    assert not any(map(tells, store.tiers.slow[:-1]))
+    assert sorted(store.fetch(store.plan(0, 50)).records["offset"].tolist()) == offsets_held(store)
 
 
 def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_cut_names(
