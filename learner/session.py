@@ -181,10 +181,10 @@ def _trainer(bench: Workbench, channel: Channel | None, rows: int | None) -> Tra
     """Make the trainer, of all ranks when there are more; `rows`: what a micro-batch has since memory ran out."""
     if channel is None:
         return Trainer(**bench.arguments)
-    if bench.precision.scaled and bench.settings.sharding == "fsdp":
-        raise SettingsError(
-            'learner.precision = "auto" is fp16 here, which does not go with learner.sharding = "fsdp"; write "fp32"'
-        )
+    sharding, sync_every = bench.settings.sharding, bench.settings.sync_every
+    if bench.precision.scaled and (sharding == "fsdp" or sync_every > 1):
+        other = 'learner.sharding = "fsdp"' if sharding == "fsdp" else f"learner.sync_every = {sync_every}"
+        raise SettingsError(f'learner.precision = "auto" is fp16 here, which does not go with {other}; write "fp32"')
     trainer = Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
     trainer.note = note(bench.device, rows) if rows is not None else None
     return trainer

@@ -197,11 +197,14 @@ def test_each_rule_is_of_keys_that_there_are() -> None:
     assert list(refused(point(LearnerSettings(), ReplaySettings()))) == []
 
 
-def test_a_device_that_makes_auto_fp16_is_refused_where_weights_lie_in_parts(schema: Schema) -> None:
-    settings = LearnerSettings.model_validate({"replicas": 2, "sharding": "fsdp"})
+@pytest.mark.parametrize(("key", "value"), [("sharding", "fsdp"), ("sync_every", 4)])
+def test_a_device_that_makes_auto_fp16_is_refused_where_losses_would_be_scaled_differently(
+    schema: Schema, key: str, value: str | int
+) -> None:
+    settings = LearnerSettings.model_validate({"replicas": 2, key: value})
     half, strategy = Precision("fp16", torch.float16), STRATEGIES["er"]()
     bench = Workbench(
         *(schema, Classification(), nn.Linear(3, 3), None, half, CPU, strategy, settings), output_shape=(3,)
     )
-    with pytest.raises(SettingsError, match=r'learner.precision = "auto" is fp16 here.*"fsdp"; write "fp32"'):
+    with pytest.raises(SettingsError, match=rf'learner.precision = "auto" is fp16 here.*{key}.*{value}.*"fp32"'):
         _trainer(bench, cast("Channel", object()), None)
