@@ -221,14 +221,16 @@ def test_what_is_on_its_way_into_memory_when_it_is_forgotten_is_overwritten_ther
 
 
 @pytest.mark.services
-def test_what_a_tier_cannot_erase_is_erased_once_it_can(schema: Schema, tmp_path: Path, mortal_redis: Any) -> None:
+def test_what_a_tier_cannot_erase_is_erased_once_it_can(
+    schema: Schema, tmp_path: Path, mortal_redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"capacity": 50, "redis": {"url": mortal_redis.url, "bytes": "1MB"}, "disk": {"bytes": "1MB"}}
     settings = ReplaySettings.model_validate(options)
     with contextlib.closing(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, keys="test")) as store:
         add(store, schema, range(40), key=2)
         store.tiers.sync()
         (redis,) = (tier for tier in store.tiers._all if isinstance(tier, RedisTier))
-        with monkey(redis, OSError("away")):
+        with failing(monkeypatch, [redis], "erase"):
             store.forget(key_record(2, 30))
             store.tiers.sync()
         assert store.tiers.unerased
@@ -237,19 +239,6 @@ def test_what_a_tier_cannot_erase_is_erased_once_it_can(schema: Schema, tmp_path
         assert not store.tiers.unerased
         assert len(bytes_of(redis)) == before // 4
         assert offsets_held(store) == [*range(30, 40)]
-
-
-@contextlib.contextmanager
-def monkey(tier: RedisTier, error: OSError) -> Iterator[None]:
-    """Let a tier fail to erase."""
-    patched = pytest.MonkeyPatch()
-
-    def fail(slots: object) -> None:
-        raise error
-
-    with patched.context() as context:
-        context.setattr(tier, "erase", fail)
-        yield
 
 
 SECRET = 12345.678
@@ -275,19 +264,17 @@ def erase_stale(store: Store) -> None:
     store.tiers.sync()
 
 
-def failing(
-    monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], what: str
-) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], what: str) -> Iterator[None]:
     """Let tiers fail to write, or to erase."""
 
     def fail(*_arguments: object) -> None:
         raise OSError("away")
 
-    with contextlib.ExitStack() as stack:
-        context = stack.enter_context(monkeypatch.context())
+    with monkeypatch.context() as context:
         for tier in tiers:
             context.setattr(tier, what, fail)
-        return stack.pop_all()
+        yield
 
 
 @pytest.mark.parametrize("also_home", [False, True])
