@@ -68,7 +68,7 @@ from learner.workbench import Deployment
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.forgotten import ByKey
-from replay.forgotten_log import ForgottenLog
+from replay.forgotten_log import Applied, ForgottenLog
 from replay.metrics import ReplayMetrics
 from replay.store import Store
 
@@ -568,6 +568,40 @@ def test_a_learner_that_rests_makes_no_cut_until_something_has_changed(make_benc
     bench.loop._parts.forgetting.look()
     assert cut_if_due() == [2, 3, 4]
     assert cut_if_due() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_start_with_something_left_to_erase_doubts_what_its_caches_have(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    bench = make_bench(1, replay={"disk": {"bytes": "2MB"}})
+    doubted: list[bool] = []
+    monkeypatch.setattr(bench.store.tiers, "doubt", lambda: doubted.append(True))
+    bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
+    if not waits:
+        bench.log.append(Applied(time=0.0, through=1, store=0, guard=0))
+    folder = bench.cuts.path.parent / "replay"
+    Forgetting(bench.log, bench.cuts, folder, bench.store, bench.guard, bench.cutter).take_note(0, 0)
+    assert doubted == [True] * waits
+
+
+def test_what_could_not_be_written_over_is_erased_before_the_log_says_that_a_record_is_applied(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(1, replay={"disk": {"bytes": "2MB"}})
+    looked: list[int] = []
+
+    def erase_stale(first: int, most: int) -> bool:
+        assert not bench.log.through
+        looked.append(first)
+        return len(looked) < 3
+
+    monkeypatch.setattr(bench.store.tiers, "erase_stale", erase_stale)
+    bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
+    bench.finish()
+    assert bench.log.through == 1
+    assert len(looked) == 3
+    assert looked == sorted(set(looked))
 
 
 def test_a_cut_that_failed_is_made_again_though_nothing_has_changed(
