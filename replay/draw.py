@@ -72,6 +72,11 @@ class Draw(msgspec.Struct, frozen=True, eq=False):
         columns = {name: column[:n] for name, column in self.columns.items()}
         return Draw(columns, self.importance[:n], self.slots[:n], self.records[:n])
 
+    def copy(self) -> "Draw":
+        """Return it with columns of its own."""
+        columns = {name: column.clone() for name, column in self.columns.items()}
+        return Draw(columns, self.importance, self.slots, self.records)
+
 
 def fetch(plan: Plan, layout: RowLayout, tiers: Tiers, n: int | None) -> Draw:
     """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be had."""

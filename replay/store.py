@@ -83,6 +83,8 @@ class Store:
         self._chance = Chance(seed)
         self._weighted = weighted
         self._plans: deque[Plan] = deque()
+        self._held_through = -1
+        """The last step whose plan a cut is being written of."""
         self._first_cut: int | None = None
         self._leftovers: list[Callable[[], None]] = []
         self._waiting = Waiting()
@@ -278,11 +280,15 @@ class Store:
         return next((len(plan) for plan in self._plans if plan.step == step), 0)
 
     def draw(self, step: int, n: int) -> Draw:
-        """Return the first n events of the plan for a step; it and those before it are used up."""
+        """Return the first n events of the plan for a step; it and those before it are used up.
+
+        Their columns are the caller's, who may write into them.
+        """
         self._use_up(step)
         plan = self._plans.popleft()
         assert plan.step == step
-        return self.fetch(plan, n)
+        draw = self.fetch(plan, n)
+        return draw.copy() if step <= self._held_through else draw
 
     def _use_up(self, step: int) -> None:
         """Let go of the plans for earlier steps, which may have drawn nothing."""
@@ -296,6 +302,7 @@ class Store:
         """
         self.take_in()
         self._first_cut = self._first_cut or number
+        self._held_through = self._plans[-1].step if self._plans else -1
         change, rolled = self.roll.hold(number)
         standing = Standing(
             cut=number,
@@ -322,6 +329,7 @@ class Store:
             oldest: the number of the oldest cut that may be resumed; None: there is none.
             written: whether the cut that was held for exists; if not, the next has to tell all.
         """
+        self._held_through = -1
         if not written:
             self.roll.changes.forget()
         self.slots.let_go(oldest)

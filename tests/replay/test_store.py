@@ -333,6 +333,23 @@ class TestDraws:
             assert AHEAD <= len(store.hold(step + 1).plans) < AHEAD + BLOCK
             store.let_go(None)
 
+    def test_a_cut_has_a_plan_as_it_was_whatever_becomes_of_its_draw(
+        self, schema: Schema, make_store: MakeStore
+    ) -> None:
+        store = make_store(100)
+        store.add(fake_columns(schema, range(80)), PARTITIONS)
+        cuts = FakeCuts(store)
+        store.plan_ahead(0, 30)
+        untouched = [plan.rows.clone() for plan in cuts.cut(1).standing.plans]
+        held = store.hold(2)
+        for step in range(len(held.plans)):
+            for column in store.draw(step, 30).columns.values():
+                column.zero_()
+        plans = cuts.finish(held).standing.plans
+        assert [plan.step for plan in plans] == [*range(len(held.plans))]
+        assert all(torch.equal(plan.rows, rows) for plan, rows in zip(plans, untouched, strict=True))
+        store.let_go(None)
+
     def test_steps_that_are_planned_at_once_have_each_what_they_want(
         self, schema: Schema, make_store: MakeStore
     ) -> None:
