@@ -91,6 +91,7 @@ def unpack(cut: Cut) -> tuple[Contents, Sequence[Segment]] | None:
             if f"plan.{step}" in tensors  # those that named forgotten events are planned anew
         ],
         sampler={name: tensors[f"sampler.{name}"].numpy() for name in state["sampler"]},
+        stale=state.get("stale", ()),  # cuts of before have none
     )
     return Contents(standing, index, payload, lost), segments
 
@@ -121,6 +122,7 @@ def _state(standing: Standing, segments: Sequence[Segment]) -> dict[str, Any]:
         "watermarks": [[partition, *mark] for partition, mark in standing.watermarks.items()],
         "plans": [plan.step for plan in standing.plans],
         "sampler": list(standing.sampler),
+        "stale": list(standing.stale),
         "segments": [[segment.number, len(segment.live)] for segment in segments],
     }
 

@@ -74,6 +74,7 @@ class Standing:
         watermarks: by index of the partition, the highest `(offset, row)` that was offered.
         plans: those that are unused, for consecutive steps.
         sampler: what the sampler's draws depend on beside the events, arrays by name.
+        stale: the caches in which there may be something of events that have left.
     """
 
     cut: int
@@ -87,6 +88,7 @@ class Standing:
     watermarks: Mapping[int, tuple[int, int]]
     plans: Sequence[PlannedRows]
     sampler: Mapping[str, NDArray[np.generic]]
+    stale: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -28,4 +28,5 @@ class Held:
         else:
             payload, _ = tiers.read(change.index["slot"].astype(np.int64), self.identity)
             change = replace(change, payload=payload)
-        return replace(self.standing, plans=[planned_rows(plan) for plan in self.plans]), change
+        plans = [planned_rows(plan) for plan in self.plans]
+        return replace(self.standing, plans=plans, stale=tiers.stale_caches), change

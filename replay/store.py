@@ -357,6 +357,7 @@ class Store:
         self.roll.take_up(standing)
         index = resumption.place(self.slots)
         self.entries.restore(index, standing.bases)
+        self.tiers.doubt(standing.stale)
         if not resumption.moves:
             self.tiers.take_up(self.entries.slots.astype(np.int64))
         if self._whereabouts is not None:

@@ -233,10 +233,19 @@ class Tiers:
             self._send_erasure(tier, lambda tier: self._stale_of(tier, which))
         return more
 
-    def doubt(self) -> None:
-        """Take all that slower caches have for stale: an earlier process may have failed to write or erase there."""
+    def doubt(self, names: Sequence[str] | None = None) -> None:
+        """Take all that slower caches have, or those of some names, for stale.
+
+        An earlier process may have failed to write or erase there.
+        """
         for cache in self.slow[:-1]:
-            self._stale[cache.name] = np.ones(cache.slots, np.bool_)
+            if names is None or cache.name in names:
+                self._stale[cache.name] = np.ones(cache.slots, np.bool_)
+
+    @property
+    def stale_caches(self) -> list[str]:
+        """The names of slower caches in which there may be something of events that have left; after `sync`."""
+        return [cache.name for cache in self.slow[:-1] if len(self._stale_of(cache, slice(0, cache.slots)))]
 
     def _stale_of(self, tier: SlowTier, which: slice) -> NDArray[np.int64]:
         stale = self._stale.get(tier.name)

@@ -1,5 +1,6 @@
 """The store's part of a cut: files that cuts share, and what a damaged one costs."""
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,19 @@ def test_a_cut_writes_what_changed_and_shares_the_rest(bench: Bench) -> None:
     assert second["segment-1.safetensors"].samefile(first["segment-1.safetensors"])
     sizes = {name: path.stat().st_size for name, path in second.items()}
     assert sizes["segment-2.safetensors"] < sizes["segment-1.safetensors"] / 10
+
+
+@pytest.mark.parametrize("options", [{}])
+def test_a_cut_names_the_caches_that_may_have_something_of_events_that_left(bench: Bench) -> None:
+    assert bench.store is not None
+    standing, change = bench.store.contents(bench.store.hold(1))
+    part = pack(dataclasses.replace(standing, stale=["redis"]), change, (), bench.cuts.part)
+    bench.cuts.write(1, Cut(0, part.tensors, {"replay": part.state}, part.carried), 0.0)
+    found = bench.cuts.newest()
+    assert found is not None
+    read = unpack(found[1])
+    assert read is not None
+    assert read[0].standing.stale == ["redis"]
 
 
 @each_arrangement

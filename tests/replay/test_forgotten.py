@@ -327,7 +327,6 @@ def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_the
         add(first, schema, range(400, 3000))
         contents = FakeCuts(first).cut(1)
     store = make_store(50, contents=contents)
-    store.tiers.doubt()
     store.forget(key_record(2, 400))
     erase_stale(store)
     assert not any(map(tells, store.tiers.slow[:-1]))
