@@ -215,6 +215,9 @@ class Strategy:
         Called between steps, by every rank.
         """
 
+    def gather(self) -> None:
+        """Bring together what ranks have each of their own, for `tensors`: called by every rank before a cut."""
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what a cut has to keep, as tensors that later steps do not change."""
         return {}

@@ -126,6 +126,7 @@ class Leader(Trainer):
         if not self._gathered:
             self._channel.tell_all(Action.GATHER)
             self._replicas.gather()
+            self.strategy.gather()
             self._gathered = True
 
     def _agree_on(self, forms: list[Form]) -> None:
@@ -184,6 +185,7 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, Replicas]]) -> No
             channel.reply_with_size(_saved(rng_tensors(channel.device), rng_values()).to(channel.device))
         elif action is Action.GATHER:
             replicas.gather()
+            trainer.strategy.gather()
         elif action is Action.DRIFT:
             trainer.drifted()
         elif action is Action.SNAPSHOT:

@@ -25,6 +25,7 @@ class ElasticWeights(NoReplay):
         self._strength, self._decay, self._every = strength, decay, every
         self._steps = 0
         self._sum: list[Tensor] = []
+        self._sum_of_all: list[Tensor] | None = None
         self._fisher: list[Tensor] = []
         self._anchor: list[Tensor] = []
 
@@ -38,6 +39,7 @@ class ElasticWeights(NoReplay):
     def learned(self, new: Examples, _output_B: Tensor) -> None:
         """Look at one event, and consolidate when it is time."""
         self._add(new[:1])
+        self._sum_of_all = None
         self._steps += 1
         if self._steps % self._every == 0:
             self.drifted()
@@ -52,10 +54,10 @@ class ElasticWeights(NoReplay):
         before = self._fisher or [torch.zeros_like(each) for each in found]
         self._fisher = [self._decay * old + new for old, new in zip(before, found, strict=True)]
         self._anchor = [weight.detach().clone() for weight in self.learner.weights]
-        self._sum = []
+        self._sum, self._sum_of_all = [], None
 
     def _add(self, event: Examples) -> None:
-        """Add the squared gradient of a single event, if there is one, and count it."""
+        """Add the squared gradient of a single event, if there is one, and count it; one of no weight stands in."""
         weights = self.learner.weights
         if not self._sum:
             self._sum = [torch.zeros_like(weight) for weight in weights] + [weights[0].new_zeros(())]
@@ -64,12 +66,19 @@ class ElasticWeights(NoReplay):
         with evaluated(self.learner.model):
             loss = self.learner.task.loss(run(self.learner.model, event.features), event.label_B).sum()
             gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-        for sum_, gradient in zip(self._sum, [*gradients, weights[0].new_ones(())], strict=True):
-            sum_ += gradient.square()
+        counts = (event.weight_B[0] > 0).to(weights[0])
+        for sum_, gradient in zip(self._sum, [*gradients, counts], strict=True):
+            # An overflow of one event would make the penalty infinite for good.
+            sum_ += counts * gradient.square().nan_to_num(nan=0.0, posinf=0.0)
+
+    def gather(self) -> None:
+        """Average what the ranks have added up, beside it: a cut must not change what comes of it by a rounding."""
+        self._sum_of_all = [each.clone() for each in self._sum]
+        self.learner.reduce(self._sum_of_all)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is held where, and what was added up since."""
-        kinds = {"sum": self._sum, "fisher": self._fisher, "anchor": self._anchor}
+        """What is held where, and what was added up since, of all ranks."""
+        kinds = {"sum": self._sum_of_all or self._sum, "fisher": self._fisher, "anchor": self._anchor}
         return {f"{name}.{place}": each.clone() for name, found in kinds.items() for place, each in enumerate(found)}
 
     def state(self) -> dict[str, Any]:

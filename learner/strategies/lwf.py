@@ -43,8 +43,9 @@ class Distillation(NoReplay):
             self.drifted()
 
     def drifted(self) -> None:
-        """Take a snapshot of the model now."""
+        """Take a snapshot of the model now, the mean of the ranks'."""
         self._teacher = {name: value.detach().clone() for name, value in self._now().items()}
+        self.learner.reduce([value for value in self._teacher.values() if value.is_floating_point()])
 
     def _told(self, new: Examples) -> Tensor:
         """Return what the snapshot says, as in evaluation."""

@@ -147,6 +147,8 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors, state = trainer.tensors(), trainer.state()
     trainer.restore(tensors, state)
     taken_up |= {f"optimizer.{name}": value for name, value in tensors["optimizer"].items()}
+    if scenario.get("tells_strategy"):
+        found |= {f"strategy.{name}": value.contiguous() for name, value in tensors["strategy"].items()}
     return found | taken_up | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
 
 

@@ -136,6 +136,21 @@ def test_a_drift_lets_a_strategy_look_back_on_all_ranks(play: Play) -> None:
     assert not torch.allclose(plain["model.0.weight"], held["model.0.weight"], rtol=0, atol=1e-9)
 
 
+def test_a_cut_has_what_strategies_gather_of_all_ranks(play: Play) -> None:
+    """What EWC added up is what it would consolidate; LwF's teacher is the model that a version would have had."""
+    scenario = {"steps": [[8]], "times": 4, "tells_strategy": True, "settings": {"replicas": 2}}
+    apart = scenario | {"strategy": "lwf", "drift_at": 3, "settings": {"replicas": 2, "sync_every": 100}}
+    held = scenario | {"strategy": "ewc"}
+    summed, consolidated, taught = play(2, [held, held | {"drift_at": 3}, apart])
+    places = range(len([name for name in consolidated if name.startswith("strategy.fisher")]))
+    assert places
+    for place in places:
+        fisher = summed[f"strategy.sum.{place}"] / summed[f"strategy.sum.{len(places)}"]
+        assert torch.allclose(fisher, consolidated[f"strategy.fisher.{place}"], rtol=1e-9)
+    for name in ("0.weight", "2.bias"):
+        assert torch.allclose(taught[f"strategy.{name}"], taught[f"model.{name}"], rtol=1e-9)
+
+
 def test_uneven_steps_do_not_hang(play: Play) -> None:
     times = int(os.environ.get(LONG, "300")) // len(UNEVEN) + 1
     (found,) = play(

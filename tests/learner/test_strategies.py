@@ -376,6 +376,22 @@ class TestEwc:
                 fisher, squares = 0.5 * fisher + torch.stack(squares).mean(dim=0), []
                 anchor = nn.utils.parameters_to_vector(weights).detach()
 
+    def test_an_event_whose_squared_gradient_overflows_does_not_spoil_it_for_good(self, schema: Schema) -> None:
+        strategy = ElasticWeights(every=1)
+        trainer = make_trainer(schema, nn.Sequential(nn.Linear(3, 3)), strategy)
+        new = events(5, 1)
+        new.features["x"][0] = 3e20
+        new.label_B[0] = trainer.model(new.features["x"])[0].argmin()
+        strategy.learned(new, torch.empty(0))
+        assert all(each.isfinite().all() for each in strategy.tensors().values())
+        assert trainer.step(events(5, 2)).finite
+
+    def test_an_event_that_stands_in_counts_for_nothing(self, schema: Schema) -> None:
+        strategy = ElasticWeights()
+        make_trainer(schema, small(), strategy)
+        strategy.learned(replace(events(1, 1), weight_B=torch.zeros(1)), torch.empty(0))
+        assert not any(each.any() for each in strategy.tensors().values())
+
     def test_it_consolidates_when_the_stream_drifts(self, schema: Schema) -> None:
         strategy = ElasticWeights()
         trainer = make_trainer(schema, small(), strategy)
