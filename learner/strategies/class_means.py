@@ -45,6 +45,8 @@ class NearestClassMean(Strategy):
                 "which has to be its very input; set model.embedding to the module before it"
             )
         device = self._head.weight.device
+        if device.type == "mps":
+            raise SettingsError("learner.strategy: its sums are float64, which mps has not; set learner.device = 'cpu'")
         self._count_C = torch.zeros(classes, dtype=torch.float64, device=device)
         self._sum_CD = torch.zeros(classes, dim, dtype=torch.float64, device=device)
 
