@@ -110,10 +110,16 @@ class Roll:
         return self.entries.keep(stays)
 
     def regroup(self, cluster: NDArray[np.int16]) -> None:
-        """Put all events into the groups of other clusters, `[H]`; what was evicted under the old ones is gone."""
+        """Put all events into the groups of other clusters, `[H]`; what was evicted under the old ones is gone.
+
+        Of what was offered is not known which would have been in which: as much of each as of what is held.
+        """
         if self.admission.by_cluster:
             self.entries.regroup(cluster)
             self.quotas.thresholds[:] = np.inf
+            held = np.cumsum(self.entries.counts)
+            until = np.rint(self._offered.sum() * (held / max(1, held[-1]))).astype(np.int64)
+            self._offered = np.diff(until, prepend=0)
 
     def rates(
         self, records: NDArray[np.void], cluster: NDArray[np.int16]

@@ -19,7 +19,7 @@ from replay.entries import Entries
 from replay.groups import Groups
 from replay.seats import Seats
 from replay.sum_tree import SumTree
-from replay.whereabouts import Whereabouts
+from replay.whereabouts import UNKNOWN, Whereabouts
 
 Slots = NDArray[np.int32]
 
@@ -151,8 +151,9 @@ class Even(Uniform):
 class Diverse(Even):
     """Every cluster of the model's embeddings comes as often as any other.
 
-    When the index process has found other clusters, all events are grouped anew. Within a cluster, those whose
-    embeddings are of a model long gone come sooner: being drawn renews them.
+    Events whose cluster is not known, as after a restart, have the share of a draw that they are of the store. When the
+    index process has found other clusters, all events are grouped anew. Within a cluster, those whose embeddings are of
+    a model long gone come sooner: being drawn renews them.
     """
 
     def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
@@ -166,8 +167,16 @@ class Diverse(Even):
         if self._grouped != self._whereabouts.training:
             self._grouped, self._groups = self._whereabouts.training, Groups()
             self.come(self._entries.slots)
-        slots = super().choose(n, generator).slots
+        any_ = Uniform.choose(self, n, generator).slots
+        slots = any_[self._whereabouts.clusters(any_) == UNKNOWN]
+        slots = np.concatenate([slots, self._groups.choose(len(any_) - len(slots), generator)])
+        # Where the clusters have less than that, all of them are in.
+        slots = np.concatenate([slots, any_[~np.isin(any_, slots)]])[: len(any_)]
         return Choice(generator.permutation(self._with_stale(slots, _stale_share(n, generator))))
+
+    def come(self, slots: Slots) -> None:
+        """Put events into their groups, those that have one."""
+        super().come(slots[self._whereabouts.clusters(slots) != UNKNOWN])
 
     def leave(self, slots: Slots) -> None:
         """Take events out of their groups."""
@@ -333,7 +342,8 @@ class Loss(Proportional):
 class Similar(Uniform):
     """The nearest old events, by the model's embedding, to new ones some steps ago: those that training disturbs.
 
-    Follows what the index process finds, and when; what it has not found is drawn uniformly.
+    Follows what the index process finds, and when. Events that it has not, as after a restart, are drawn as often as if
+    all were drawn alike: it has them once they were rehearsed.
     """
 
     divisible = False
@@ -343,16 +353,16 @@ class Similar(Uniform):
         self._whereabouts = whereabouts
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
-        """Take the nearest that were found, nearest first, fill up uniformly, and mix.
+        """Take the nearest that were found, nearest first, beside what cannot be found; fill up uniformly, and mix.
 
         One in eight is an event whose embedding is of a model long gone, where there are such: being drawn renews it.
         """
-        stale = self._whereabouts.stale(_stale_share(n, generator))
-        near = self._whereabouts.nearest()
-        found = np.concatenate([stale, near[~np.isin(near, stale)]])[:n]
-        rest = super().choose(n, generator).slots
-        slots = np.concatenate([found, rest[~np.isin(rest, found)]])[: min(n, len(self._entries))]
-        return Choice(generator.permutation(slots))
+        any_ = super().choose(n, generator).slots
+        unplaced = any_[~self._whereabouts.placed(any_)]
+        kinds = unplaced, self._whereabouts.stale(_stale_share(n, generator)), self._whereabouts.nearest(), any_
+        slots = np.concatenate(kinds)
+        slots = slots[np.sort(np.unique(slots, return_index=True)[1])]
+        return Choice(generator.permutation(slots[: len(any_)]))
 
 
 def _stale_share(n: int, generator: np.random.Generator) -> int:

@@ -436,8 +436,8 @@ class Store:
             # The courier would keep far more than the rows that it reckons with, for as long as a disk is slow.
             pack = pack(slice(None)).__getitem__
         self.tiers.write(slots.astype(np.int64), offer.identity.take(rows), pack)
-        if self._whereabouts is not None and waiting.embedding is not None:
-            self._whereabouts.come(slots, waiting.embedding[rows])
+        if self._whereabouts is not None:
+            self._whereabouts.come(slots, None if waiting.embedding is None else waiting.embedding[rows])
         self._sampler.come(slots)
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:

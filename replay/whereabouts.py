@@ -18,7 +18,8 @@ _NEAREST = 10
 """Neighbours that are looked for of each query."""
 _MOST_QUERIES = 256
 _NO_ID = -1
-_UNKNOWN = np.int16(0)
+UNKNOWN = np.int16(0)
+"""The cluster of events whose cluster is not known."""
 
 
 class Whereabouts:
@@ -33,6 +34,9 @@ class Whereabouts:
         self._centroids_CD: NDArray[np.float32] | None = None
         self._nearest = np.empty(0, np.int64)
         self._step = 0
+        self._placed = np.zeros(slots, np.bool_)
+        """Which slots' events the index has been given."""
+        self._epoch = neighbours.epoch
         self.training = 0
         """Grows each time that the events are in other clusters than before."""
 
@@ -43,6 +47,9 @@ class Whereabouts:
 
     def follow(self) -> int:
         """Take up what the index process has found, and return `training`."""
+        if self._epoch != self._neighbours.epoch:
+            self._epoch = self._neighbours.epoch
+            self._placed[:] = False
         for answer in self._neighbours.answers():
             # The nearest of every query come before the second of any.
             self._nearest = answer.ids.T.reshape(-1)
@@ -56,6 +63,11 @@ class Whereabouts:
             self._centroids_CD, self.training = clusters_now.centroids, clusters_now.number
         return self.training
 
+    def placed(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Return which of n slots' events the index has, and can find."""
+        found: NDArray[np.bool_] = self._placed[slots]
+        return found
+
     def clusters(self, slots: NDArray[np.int32]) -> NDArray[np.int16]:
         """Return the clusters of the events in n slots; they change only when `training` grows."""
         found: NDArray[np.int16] = self._cluster[slots]
@@ -68,7 +80,7 @@ class Whereabouts:
         centroids_CD = self._centroids_CD
         distance_nC = np.square(centroids_CD).sum(axis=1) - 2 * embedding_nD @ centroids_CD.T
         nearest = distance_nC.argmin(axis=1).astype(np.int16) + np.int16(1)
-        return np.where(np.isfinite(embedding_nD).all(axis=1), nearest, _UNKNOWN)
+        return np.where(np.isfinite(embedding_nD).all(axis=1), nearest, UNKNOWN)
 
     def seek(self, step: int, embedding_QD: NDArray[np.float32]) -> None:
         """Look for events that are near to Q others, which are of this step; the answer comes steps later."""
@@ -88,23 +100,26 @@ class Whereabouts:
         self._neighbours.remove(ids[slots < 0])
         return slots[slots >= 0].astype(np.int32)
 
-    def come(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32]) -> None:
-        """Learn where n events lie that have come into slots; what is not finite is nowhere."""
-        self._cluster[slots] = self.cluster_of(embedding_nD)
-        self._next[slots] = _UNKNOWN
+    def come(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32] | None) -> None:
+        """Learn where n events lie that have come into slots; what is not finite, or None, is nowhere yet."""
         self._name(slots)
-        self.move(slots, embedding_nD)
+        if embedding_nD is not None:
+            self._cluster[slots] = self.cluster_of(embedding_nD)
+            self.move(slots, embedding_nD)
 
     def move(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32]) -> None:
         """Learn where n events lie now; the model has learned meanwhile."""
         known = np.isfinite(embedding_nD).all(axis=1) & (self._ids[slots] != _NO_ID)
-        self._neighbours.add(self._ids[slots[known]], embedding_nD[known], self._step)
+        slots = slots[known]
+        taken = self._neighbours.add(self._ids[slots], embedding_nD[known], self._step)
+        self._placed[slots[:taken]] = True
 
     def leave(self, slots: NDArray[np.int32]) -> None:
         """Forget n events."""
         ids = self._ids[slots]
         self._neighbours.remove(ids[ids != _NO_ID])
-        self._ids[slots], self._cluster[slots], self._next[slots] = _NO_ID, _UNKNOWN, _UNKNOWN
+        self._ids[slots], self._cluster[slots], self._next[slots] = _NO_ID, UNKNOWN, UNKNOWN
+        self._placed[slots] = False
 
     def restore(self, slots: NDArray[np.int32]) -> None:
         """Take up events of a cut: where they lie is found when they are drawn."""

@@ -106,8 +106,12 @@ class Map:
         self._batches = itertools.cycle(np.array_split(new_Q, len(new_Q) // 2))
 
     def clusters(self, slots: NDArray[np.int32]) -> NDArray[np.int16]:
-        """Return the cluster of each event held."""
-        return self.cluster_of(self._held[slots])
+        """Return the cluster of each event held; 0 is that of those whose cluster is not known."""
+        return self.cluster_of(self._held[slots]) + np.int16(1)
+
+    def placed(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """All are found."""
+        return np.ones(len(slots), np.bool_)
 
     def cluster_of(self, at: Floats) -> NDArray[np.int16]:
         """Return the nearest centre of each place."""

@@ -216,3 +216,65 @@ def test_a_store_that_goes_on_from_a_cut_finds_its_events_again_as_they_are_draw
     draw = resumed.fetch(resumed.plan(0, 500))
     resumed.learned(draw, np.zeros(len(draw), np.float32), place(draw.records["offset"]))
     until(lambda: resumed.neighbours.stats().process.rows == 500)
+
+
+@pytest.mark.parametrize("policy", ["similar", "diverse"])
+def test_what_the_index_does_not_have_keeps_its_share_of_the_draws(schema: Schema, build: Build, policy: str) -> None:
+    """As after a restart, when only new events have embeddings: were they alone drawn, old ones never would."""
+    store = build(sampling=policy)
+    fill(store, schema, 0, 3200)
+    resumed = build(sampling=policy, contents=FakeCuts(store).cut(1))
+    for first in range(3200, 6400, 256):
+        offsets = np.arange(first, min(6400, first + 256))
+        resumed.add(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
+        until(lambda: resumed.neighbours.stats().waiting < 20)
+    until(lambda: resumed.neighbours.stats().process.rows == 3200)
+    if policy == "diverse":
+        until(resumed._whereabouts.follow)
+    resumed.seek(1, place(np.arange(64)))
+    until(lambda: (resumed._whereabouts.follow(), len(resumed._whereabouts.nearest()) > 64)[1])
+    draws = [resumed.plan(step, 64) for step in range(50)]
+    assert all(len(set(each.slots.tolist())) == 64 for each in draws)
+    old = np.concatenate([each.records["offset"] for each in draws]) < 3200
+    assert 0.4 < old.mean() < 0.6
+    for each in draws:
+        draw = resumed.fetch(each)
+        resumed.learned(draw, np.zeros(64, np.float32), place(draw.records["offset"]))
+    assert resumed._whereabouts.placed(np.concatenate([each.slots for each in draws])).mean() > 0.9
+
+
+def test_when_the_index_process_dies_what_it_had_keeps_its_share_too(schema: Schema, build: Build) -> None:
+    store = build(sampling="similar")
+    fill(store, schema, 0, 3200)
+    assert store._whereabouts.placed(store.entries.slots).all()
+    assert store.neighbours.pid is not None
+    os.kill(store.neighbours.pid, signal.SIGKILL)
+    until(lambda: store.neighbours.stats().restarts == 1)
+    store.plan(1, 8)
+    assert not store._whereabouts.placed(store.entries.slots).any()
+
+
+def test_events_that_came_without_an_embedding_get_one_when_they_are_drawn(schema: Schema, build: Build) -> None:
+    store = build(sampling="similar")
+    store.add(fake_columns(schema, range(200)), PARTITIONS)
+    until(lambda: store.neighbours.stats() and store.neighbours.reports)
+    draw = store.fetch(store.plan(0, 200))
+    store.learned(draw, np.zeros(200, np.float32), place(draw.records["offset"]))
+    until(lambda: store.neighbours.stats().process.rows == 200)
+
+
+def test_under_diverse_admission_events_of_one_weight_count_alike_whenever_clusters_are_found(
+    schema: Schema, build: Build
+) -> None:
+    store = build(capacity=4000, admission="diverse")
+    for end in (9000, 20_000):
+        for first in range(end - 9000, end, 256):
+            offsets = np.arange(first, min(end, first + 256))
+            columns = fake_columns(schema, offsets.tolist())
+            columns["weight"][:] = 1.0
+            store.add(columns, PARTITIONS, place(offsets))
+            until(lambda: store.neighbours.stats().waiting < 20)
+        trained = until(store._whereabouts.follow)
+        importance = store.fetch(store.plan(trained, 1000)).importance
+        assert importance.min() > 0.5
+        assert importance.max() < 2.0
