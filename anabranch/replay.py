@@ -183,7 +183,8 @@ def _rows(
     else:
         events = contents.index[places]
         bases = np.array(contents.standing.bases, np.uint64)[events["partition"]]
-        identity = identity_hash(bases, events["offset"], events["row"], config.pipeline.seed)
+        seed = config.pipeline.seed if contents.standing.seed is None else contents.standing.seed
+        identity = identity_hash(bases, events["offset"], events["row"], seed)
         with _home(config, contents, layout.row_bytes) as tier:
             try:
                 rows_nR, whole = tier.read(events["slot"].astype(np.int64), identity)

@@ -91,7 +91,8 @@ def unpack(cut: Cut) -> tuple[Contents, Sequence[Segment]] | None:
             if f"plan.{step}" in tensors  # those that named forgotten events are planned anew
         ],
         sampler={name: tensors[f"sampler.{name}"].numpy() for name in state["sampler"]},
-        stale=state.get("stale", ()),  # cuts of before have none
+        stale=state.get("stale", ()),  # cuts of before have none, as of a seed
+        seed=state.get("seed"),
     )
     return Contents(standing, index, payload, lost), segments
 
@@ -123,6 +124,7 @@ def _state(standing: Standing, segments: Sequence[Segment]) -> dict[str, Any]:
         "plans": [plan.step for plan in standing.plans],
         "sampler": list(standing.sampler),
         "stale": list(standing.stale),
+        "seed": standing.seed,
         "segments": [[segment.number, len(segment.live)] for segment in segments],
     }
 

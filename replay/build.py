@@ -146,16 +146,15 @@ def _slow(chain: Sequence[Kind], source: SlowTier | None, count: int) -> list[Sl
 
 
 def _restore(store: Store, contents: Contents, source: SlowTier | None) -> None:
-    if source is None:
-        store.restore(contents)
-        return
-    log.info("copying %d stored events from %s", len(contents.index), source.name)
+    if source is not None:
+        log.info("copying %d stored events from %s", len(contents.index), source.name)
     try:
         store.restore(contents, source)
     except OSError as exc:
         raise DependencyError(f"the replay contents cannot be read: {exc}") from exc
     finally:
-        source.close()
+        if source is not None:
+            source.close()
 
 
 def _memory(settings: ReplaySettings, row_bytes: int, count: int, device: torch.device) -> MemoryTier:

@@ -75,6 +75,7 @@ class Standing:
         plans: those that are unused, for consecutive steps.
         sampler: what the sampler's draws depend on beside the events, arrays by name.
         stale: the caches in which there may be something of events that have left.
+        seed: that identities are of; None where an earlier release has not said so.
     """
 
     cut: int
@@ -89,6 +90,7 @@ class Standing:
     plans: Sequence[PlannedRows]
     sampler: Mapping[str, NDArray[np.generic]]
     stale: Sequence[str] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Legend: S slots, R bytes of a row, n rows of a call.
 """
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -61,8 +62,8 @@ class DiskTier:
         self.slots = header.slots
         self.row_bytes = header.row_bytes
         self.slot_bytes = self.bytes_of(header.row_bytes)
-        self.ill: str | None = None
-        """One sentence on why it could not be written, until it can."""
+        self._faults: dict[str, str] = {}
+        """By what it does not do, one sentence on why."""
         self._file = descriptor
         self._pinned = pinned
         self._cold: bool | None = None
@@ -75,6 +76,11 @@ class DiskTier:
     def file(self) -> TierFile:
         """What a cut names for these slots to be found again."""
         return TierFile(self.path.name, self.id)
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence on why it could not be written or read, until it can."""
+        return "; ".join(self._faults.copy().values()) or None
 
     @staticmethod
     def bytes_of(row_bytes: int) -> int:
@@ -145,9 +151,8 @@ class DiskTier:
 
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         """Write n records, neighbours in one call; they are durable after the next `sync`."""
-        with self._said("; events are not stored"):
+        with self._said("written", "events are not stored"):
             self._write(slots, identity, rows_nR)
-        self.ill = None
 
     def _write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         rows = np.ascontiguousarray(rows_nR).reshape(-1).data
@@ -172,8 +177,11 @@ class DiskTier:
     ) -> NDArray[np.bool_]:
         """Read n records into `places` of rows on the host, and return which are whole; others are left as they are.
 
-        What the disk cannot give is not whole. Where reads have lately waited for the disk, all are asked for before
-        the first is waited for.
+        A record that the disk has lost among others is not whole. Where reads have lately waited for the disk, all are
+        asked for before the first is waited for.
+
+        Raises:
+            OSError: there is no telling, since nothing can be read or the file is out of reach.
         """
         found = np.zeros(len(slots), CHECKSUM)
         rows, sums = rows_NR.numpy().reshape(-1).data, found.view(np.uint8).data
@@ -182,9 +190,15 @@ class DiskTier:
             self._ask_for(np.sort(slots))
         started = time.perf_counter()
         into = places.tolist()
-        for at, (place, offset) in enumerate(zip(into, offsets, strict=True)):
-            with contextlib.suppress(OSError):  # no row has the checksum 0
-                os.preadv(self._file, self._record(rows, place, sums, at), offset)
+        with self._said("read", "what it has is not rehearsed"):
+            failed = 0
+            for at, (place, offset) in enumerate(zip(into, offsets, strict=True)):
+                try:
+                    os.preadv(self._file, self._record(rows, place, sums, at), offset)
+                except OSError as exc:  # no row has the checksum 0
+                    failed += 1
+                    if exc.errno != errno.EIO or failed == len(into):
+                        raise
         self._cold = time.perf_counter() - started > _COLD_SECONDS * len(offsets)
         whole: NDArray[np.bool_] = found == row_sums(rows, self.row_bytes, into) ^ identity
         return whole
@@ -192,7 +206,7 @@ class DiskTier:
     def erase(self, slots: NDArray[np.int64]) -> None:
         """Overwrite n records with zeros, those that are not zeros yet: no event's row has the checksum 0 with them."""
         zeros = bytes(self.slot_bytes)
-        with self._said("; events are not erased"):
+        with self._said("erased", "events are not forgotten"):
             for slot in slots.tolist():
                 if os.pread(self._file, self.slot_bytes, _PAGE + slot * self.slot_bytes) != zeros:
                     self._put([memoryview(zeros)], slot)
@@ -206,16 +220,17 @@ class DiskTier:
         os.close(self._file)
 
     @contextlib.contextmanager
-    def _said(self, cost: str) -> Iterator[None]:
-        """Say once that the file cannot be written, and what that costs."""
+    def _said(self, what: str, cost: str) -> Iterator[None]:
+        """Say once that something cannot be done with the file, and what that costs, until it can."""
         try:
             yield
         except OSError as exc:
-            sentence = f"replay.disk: {self.path} cannot be written: {exc.strerror}{cost}"
-            if sentence != self.ill:
+            sentence = f"replay.disk: {self.path} cannot be {what}: {exc.strerror}; {cost}"
+            if sentence != self._faults.get(what):
                 log.error("%s", sentence)  # noqa: TRY400
-            self.ill = sentence
+            self._faults[what] = sentence
             raise
+        self._faults.pop(what, None)
 
     def _ask_for(self, slots: NDArray[np.int64]) -> None:
         """Have the system read n records, in rising slots, and wait for none."""

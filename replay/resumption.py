@@ -42,6 +42,11 @@ class Resumption:
             SettingsError: the contents do not fit this store.
         """
         standing, payload = contents.standing, contents.payload
+        if standing.seed not in (None, seed):
+            raise SettingsError(
+                f"seed = {seed} is not that of cut {standing.cut}, which is {standing.seed}: events are told by it; "
+                "put it back, or begin anew by moving the cuts away"
+            )
         rows = [plan.rows for plan in standing.plans] + ([] if payload is None else [payload])
         if any(each.shape[1:] != (layout.row_bytes,) for each in rows):
             raise SettingsError(

@@ -310,6 +310,7 @@ class Store:
             retired=self.slots.hold(number),
             plans=(),
             sampler=self._sampler.state(),
+            seed=self._seed,
             **rolled,
         )
         return Held(standing, change, self.entries.identity(change.index["slot"]), tuple(self._plans))

@@ -1,6 +1,7 @@
 """From one arrangement of tiers to another: what a cut has is taken up by a store with other settings."""
 
 import dataclasses
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -190,6 +191,36 @@ def test_a_row_that_went_bad_is_left_out_of_draws_and_forgotten(
     assert f"{store.lost} events could not be kept" in caplog.text
     fill(store, schema, 2000, 4000)
     assert len(payload(store)) == len(store)
+
+
+def test_a_disk_that_is_out_of_reach_for_a_while_costs_no_event(
+    schema: Schema, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = build({**DISK, "device_bytes": "1kB"}, capacity=200)
+    fill(store, schema, 0, 2000)
+    held = len(store)
+
+    def stale(*_: object) -> int:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.disk.os.preadv", stale)
+        for step in range(10):
+            store.plan_ahead(step, 50)
+            assert len(store.draw(step, 50)) < 50
+        assert "cannot be read: Stale file handle; what it has is not rehearsed" in str(store.ill)
+    for step in range(10, 30):
+        store.plan_ahead(step, 50)
+        draw = store.draw(step, 50)
+    assert (len(draw), len(store), store.lost, store.ill) == (50, held, 0, None)
+
+
+def test_a_store_is_not_gone_on_from_with_another_seed(schema: Schema, build: Build, tmp_path: Path) -> None:
+    store = build(DISK)
+    fill(store, schema, 0, 100)
+    contents = cut(store, 7)
+    with pytest.raises(SettingsError, match=r"seed = 1 is not that of cut 7, which is 0: .*put it back"):
+        build_store(ReplaySettings.model_validate(DISK), schema, torch.device("cpu"), 1, tmp_path, contents)
 
 
 def test_a_disk_that_cannot_be_written_costs_events_and_no_step(

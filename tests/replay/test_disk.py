@@ -1,5 +1,6 @@
 """The disk tier's file, and the thread that reads and writes it."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -56,6 +57,33 @@ def test_a_slot_holds_what_was_written_last(
     found, whole = tier.read(np.arange(50), expected)
     assert whole.tolist() == (expected > 0).tolist()
     assert (found.numpy()[whole] == rows(expected[whole])).all()
+    tier.close()
+
+
+@pytest.mark.parametrize(("number", "sick"), [(errno.EIO, 9), (errno.ESTALE, 3), (errno.EIO, 3)])
+def test_a_disk_out_of_reach_tells_nothing_of_its_rows_and_a_bad_place_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, sick: int
+) -> None:
+    tier = DiskTier.create(tmp_path / "1.rows", R, 9)
+    identity, read = np.arange(9, dtype=np.uint64), os.preadv
+    tier.write(np.arange(9), identity, rows(identity))
+
+    def fail(file: int, buffers: list[memoryview], offset: int) -> int:
+        if offset < 4096 + sick * tier.slot_bytes:
+            raise OSError(number, os.strerror(number))
+        return read(file, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.disk.os.preadv", fail)
+        if (number, sick) == (errno.EIO, 3):
+            assert tier.read(np.arange(9), identity)[1].tolist() == [False] * 3 + [True] * 6
+        else:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                tier.read(np.arange(9), identity)
+            why = os.strerror(number)
+            assert tier.ill == f"replay.disk: {tier.path} cannot be read: {why}; what it has is not rehearsed"
+    assert tier.read(np.arange(9), identity)[1].all()
+    assert tier.ill is None
     tier.close()
 
 
