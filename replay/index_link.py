@@ -1,5 +1,6 @@
 """One life of the index process, as the learner sees it: its start, requests and replies, its end."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -34,21 +35,29 @@ class IndexLink:
 
     @classmethod
     def start(cls, settings: IndexSettings) -> "IndexLink":
-        """Start a process, which takes a millisecond or two; it is ready when it replies."""
-        ours, theirs = socket.socketpair()
-        slots = Slots(settings)
-        with theirs:
-            # -P: a folder named replay where the user stands must not take this package's place.
-            command = [sys.executable, "-P", "-m", "replay.index_process", "--connection", str(theirs.fileno())]
-            told = ["--slots", str(slots.descriptor), "--settings", msgspec.json.encode(settings).decode()]
-            process = subprocess.Popen(
-                [*command, *told],
-                pass_fds=(theirs.fileno(), slots.descriptor),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **_ONE_THREAD},
-            )
-        ours.setblocking(False)
-        return cls(settings, process, ours, slots)
+        """Start a process, which takes a millisecond or two; it is ready when it replies.
+
+        Raises:
+            OSError: the system has no memory or no descriptor for it.
+        """
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                slots = Slots(settings)
+                undo.callback(slots.close)
+                # -P: a folder named replay where the user stands must not take this package's place.
+                command = [sys.executable, "-P", "-m", "replay.index_process", "--connection", str(theirs.fileno())]
+                told = ["--slots", str(slots.descriptor), "--settings", msgspec.json.encode(settings).decode()]
+                process = subprocess.Popen(
+                    [*command, *told],
+                    pass_fds=(theirs.fileno(), slots.descriptor),
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **_ONE_THREAD},
+                )
+            ours.setblocking(False)
+            undo.pop_all()
+            return cls(settings, process, ours, slots)
 
     @property
     def pid(self) -> int:

@@ -149,7 +149,11 @@ class Slots:
         self._dim, self._slot_bytes = settings.dim, settings.slot_bytes
         size = settings.slots * settings.slot_bytes
         self.descriptor = anonymous_file(size) if descriptor is None else descriptor
-        self._memory = mmap.mmap(self.descriptor, size)
+        try:
+            self._memory = mmap.mmap(self.descriptor, size)
+        except OSError:
+            self.close()
+            raise
 
     def ids(self, slot: int, n: int) -> Ids:
         """Return the first n ids of a slot, a view."""

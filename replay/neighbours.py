@@ -31,6 +31,8 @@ _STALE_SECONDS = 0.25
 _LONGEST_BACKOFF_SECONDS = 10.0
 _STEADY_SECONDS = 10.0
 """A process that has lived so long was well: the next one is started at once."""
+_SILENT_SECONDS = 60.0
+"""A process that has not told how it stands for so long hangs."""
 _STOP_SECONDS = 2.0
 _NONE: Ids = np.empty(0, np.int64)
 
@@ -122,14 +124,14 @@ class Neighbours:
         self.reports = 0
         """How often the process has told how it stands."""
         self.ill: str | None = None
-        """One sentence while the process is dead."""
+        """One sentence while there is no process."""
 
     def open(self) -> None:
         """Start the process; raises SettingsError where FAISS is not installed."""
         if importlib.util.find_spec("faiss") is None:
             raise SettingsError("similar and diverse replay need faiss: pip install 'anabranch[index]'")
         self._closed = False
-        self._start()
+        self._turn()
 
     def close(self) -> None:
         """End the process, within a few seconds."""
@@ -267,22 +269,29 @@ class Neighbours:
 
     def _turn(self) -> IndexLink | None:
         """Hear replies, say what waits, and start a process where there is none and it is time."""
-        if self._link is None and not self._closed and time.monotonic() >= self._restart_at:
-            self._start()
+        now = time.monotonic()
+        if self._link is None and not self._closed and now >= self._restart_at:
+            try:
+                self._start()
+            except OSError as exc:  # there is no memory or no descriptor for another process
+                self._restart_later(f"the index process cannot be started: {exc.strerror}; it is tried again")
         if self._link is None:
             return None
         try:
             for record in self._link.hear():
                 self._take(self._link, record)
         except GoneError:
-            self._restart_later(self._link)
+            self._restart_later("the index process died; another one is started, and begins empty")
+            return None
+        if self._report_asked and now - self._report_at > _SILENT_SECONDS:
+            self._restart_later("the index process did not answer; another one is started, and begins empty")
             return None
         self._say_removals(self._link)
         if self._fresh is not None and not self._assigning and not self._assigned and self._link.free > 1:
             self._assigning = True
             self._link.say(Kind.CLUSTERS, self._link.slot(), self._piece, step=self._assigned_until)
-        if not self._report_asked and self._link.free and time.monotonic() >= self._report_at:
-            self._report_asked = True
+        if not self._report_asked and self._link.free and now >= self._report_at:
+            self._report_asked, self._report_at = True, now
             self._link.say(Kind.REPORT, self._link.slot(), step=self._training)
         return self._link
 
@@ -327,17 +336,20 @@ class Neighbours:
             self._removals[: self._removed - begin] = self._removals[begin : self._removed].copy()
             self._removed -= begin
 
-    def _restart_later(self, link: IndexLink) -> None:
+    def _restart_later(self, why: str) -> None:
+        """End the process, if there is one, and let another one be started, the sooner the longer this one was well."""
         now = time.monotonic()
-        if now - link.since > _STEADY_SECONDS:
-            self._backoff = 0.0
-        link.close(0)
-        self._link = None
-        self.ill = "the index process died; another one is started, and begins empty"
-        log.warning("%s", self.ill)
-        self._restarts += 1
-        self.epoch += 1
-        self._before = (self._before[0] + int(self._figures.malformed), self._before[1] + int(self._figures.full))
-        self._figures = Figures()
+        if self._link is not None:
+            if now - self._link.since > _STEADY_SECONDS:
+                self._backoff = 0.0
+            self._link.close(0)
+            self._link = None
+            self._restarts += 1
+            self.epoch += 1
+            self._before = (self._before[0] + int(self._figures.malformed), self._before[1] + int(self._figures.full))
+            self._figures = Figures()
+        if why != self.ill:
+            log.warning("%s", why)
+        self.ill = why
         self._restart_at = now + jittered(self._backoff)
         self._backoff = min(_LONGEST_BACKOFF_SECONDS, max(0.2, 2 * self._backoff))

@@ -166,6 +166,9 @@ class RedisServer:
             return command(*arguments)
         except redis.ResponseError as exc:
             self._refuse(exc)
+            if isinstance(exc, redis.ReadOnlyError):
+                # It has become a replica; its name may lead to another server by now.
+                self._client.connection_pool.disconnect(inuse_connections=False)
             raise OSError(self._refusal) from exc
         except redis.RedisError as exc:
             self._leave(exc)

@@ -1,5 +1,6 @@
 """The index process, real, as the learner's side sees it."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -285,6 +286,39 @@ def test_an_index_that_dies_is_started_again_and_fed_anew(index):
     assert settled(index).malformed == 2
     assert ask(index, x[:1], 1).tolist() == [[0]]
     assert not psutil.pid_exists(first)
+
+
+def test_an_index_that_hangs_is_taken_for_dead(index, monkeypatch):
+    settled(index)
+    first = index.pid
+    os.kill(first, signal.SIGSTOP)
+    until(lambda: index.stats() and index._report_asked, "a question that has no answer")
+    assert index.stats().restarts == 0
+    monkeypatch.setattr(neighbours, "_SILENT_SECONDS", 0.0)
+    until(lambda: index.stats().restarts == 1, "its silence to be noticed")
+    assert "did not answer" in index.ill
+    monkeypatch.undo()
+    until(lambda: index.stats() and index.pid != first and index.ill is None, "another one")
+    assert not psutil.pid_exists(first)
+
+
+def test_an_index_that_cannot_be_started_is_tried_again_and_leaves_nothing_open(index, monkeypatch):
+    settled(index)
+    me, tries = psutil.Process(), []
+    monkeypatch.setattr(neighbours, "_LONGEST_BACKOFF_SECONDS", 0.0)
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        tries.append(me.num_fds())
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.index_link.subprocess.Popen", fail)
+        os.kill(index.pid, signal.SIGKILL)
+        until(lambda: index.stats() and len(tries) > 3, "some tries")
+        assert "cannot be started: Cannot allocate memory" in index.ill
+        assert len(set(tries)) == 1
+        assert index.stats().restarts == 1
+    until(lambda: index.stats() and index.ill is None and index.pid, "another one")
 
 
 def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):

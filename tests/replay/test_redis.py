@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import torch
 
 from ingest.block import TopicPartition
@@ -118,6 +119,25 @@ def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_
     assert drawn(store) == len(store)
     assert store.tiers.stats.read["redis"] - read == len(store)
     assert store.lost == 0
+
+
+def test_a_server_that_became_a_replica_is_looked_for_anew_with_each_write(mortal_redis: Any) -> None:
+    """Its name may lead to the one that took over, and no connection of before does."""
+    client = redis.Redis.from_url(mortal_redis.url)
+    with RedisServer(mortal_redis.url, "test:") as server:
+        server.open(needed=True)
+        server.put(["1"], [memoryview(b"x")])
+        connections = {server._client.client_id()}
+        client.replicaof("127.0.0.1", 1)
+        for _ in range(2):
+            with pytest.raises(OSError, match="refuses rows: You can't write against a read only replica"):
+                server.put(["1"], [memoryview(b"x")])
+            connections.add(server._client.client_id())
+        assert len(connections) == 3
+        client.replicaof("NO", "ONE")
+        server.put(["1"], [memoryview(b"x")])
+        assert server.ill is None
+    client.close()
 
 
 def test_above_a_disk_a_pause_costs_one_wait_and_no_event(schema: Schema, build: Build, mortal_redis: Any) -> None:
