@@ -4,6 +4,7 @@ Legend: K rows of the block.
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,6 +23,8 @@ from ingest.messages import Position
 from ingest.schema import Schema
 
 _LONGEST_REASON = 500
+_MOST_AHEAD_MS = 86_400_000
+"""A record time that is further ahead of the clock is a mistake, such as microseconds."""
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +155,7 @@ class Assembler:
         lengths = [len(each.messages) for each in incoming]
         columns["partition"] = np.repeat(np.array([each.partition for each in incoming], np.int32), lengths)[message]
         columns["offset"] = _of_all([each.messages.offsets for each in incoming])[message]
-        columns["time_ms"] = _of_all([each.messages.times_ms for each in incoming])[message]
+        columns["time_ms"] = _believable(_of_all([each.messages.times_ms for each in incoming]))[message]
         columns["outcome"] = np.where(usable, Outcome.PENDING, Outcome.DEAD_LETTERED).astype(np.uint8)
         return columns, message
 
@@ -195,6 +198,12 @@ def _bury(columns: dict[str, Array], message: NDArray[np.int32], tombstones: Map
 
 def _of_all(numbers: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     return np.fromiter(chain.from_iterable(numbers), np.int64)
+
+
+def _believable(times_ms: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Take record times of the far future for now: were one believed, all that is real would be of long ago."""
+    now = int(time.time() * 1000)
+    return np.where(times_ms > now + _MOST_AHEAD_MS, now, times_ms)
 
 
 def _named(exc: Exception) -> str:

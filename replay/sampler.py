@@ -277,11 +277,11 @@ class Recent(Proportional):
         return {**super().state(), "epoch": np.array([self._epoch])}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take up both; another half-life makes the weights anew all the same."""
+        """Take up both; another half-life makes the weights anew all the same, as does a time far from what is held."""
         super().restore(state)
         if "epoch" in state and len(self._entries):
             epoch = float(state["epoch"][0])
-            if self._decay * (self._epoch - epoch) <= _MOST_EXPONENT:
+            if self._decay * abs(self._epoch - epoch) <= _MOST_EXPONENT:
                 self._epoch = epoch
             self._weigh_by_age(self._entries.slots)
 

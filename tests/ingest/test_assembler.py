@@ -1,5 +1,8 @@
 """From messages to rows of a block."""
 
+import time
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -24,6 +27,7 @@ def assemble(
     *,
     fraction: float = 0.0,
     begin: Position | None = None,
+    times_ms: Sequence[int] | None = None,
     kind: str = "json",
     **stream: object,
 ) -> Assembled:
@@ -32,7 +36,7 @@ def assemble(
     messages = Messages(
         PARTITION,
         offsets,
-        [offset * 10 for offset in offsets],
+        times_ms or [offset * 10 for offset in offsets],
         [b"key-%d" % offset for offset in offsets],
         values,
         [[("trace", b"abc")] for _ in offsets],
@@ -50,6 +54,16 @@ def test_every_message_is_a_row_with_its_identity(schema: Schema) -> None:
     assert rows["time_ms"].tolist() == [1000, 1010, 1020]
     assert rows["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
     assert rows["feature.x"].tolist() == [[1, 2, 3], [0, 0, 0], [1, 2, 3]]
+
+
+def test_a_record_time_of_the_far_future_counts_as_now_and_is_told_as_it_was(schema: Schema) -> None:
+    now = int(time.time() * 1000)
+    soon, microseconds = now + 3_600_000, now * 1000
+    assembled = assemble(schema, [GOOD, GOOD, b"bad"], times_ms=[soon, microseconds, microseconds])
+    first, *others = assembled.columns["time_ms"].tolist()
+    assert first == soon
+    assert all(now <= each <= time.time() * 1000 for each in others)
+    assert dict(assembled.letters[0].headers)["anabranch-time"] == str(microseconds).encode()
 
 
 def test_a_dead_letter_is_the_message_with_its_reason_and_source(schema: Schema) -> None:

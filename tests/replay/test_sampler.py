@@ -184,6 +184,17 @@ class TestRecent:
         counts = bench.places(1, 3000)[0]
         assert chi_square(np.array([counts[30:40].sum(), counts[50:60].sum()]), np.array([2.0, 1.0])) < 4.5
 
+    def test_a_time_of_the_far_future_is_forgotten_with_its_event(self) -> None:
+        """Not at once, but with the next start: until then all others are as old as it makes them."""
+        bench = Bench("recent")
+        bench.add(1, hours=[1_000_000])
+        poisoned = bench.sampler.state()["epoch"]
+        bench = Bench("recent")
+        bench.add(100, hours=np.repeat([0, 1], 50))
+        bench.sampler.restore({"seats": np.empty(0), "epoch": poisoned})
+        counts = bench.places(1, 6000)[0].reshape(2, 50).sum(axis=1)
+        assert chi_square(counts, np.array([1.0, 2.0])) < 4.5
+
 
 class TestLoss:
     def test_probability_and_correction_are_those_of_the_paper(self) -> None:
