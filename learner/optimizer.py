@@ -88,6 +88,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["groups"]]:
         raise ValueError("the optimizer has other parameters")
     optimizer.load_state_dict({"state": found, "param_groups": groups})
+    if (inner := getattr(optimizer, "optim", None)) is not None:
+        _keep_once(optimizer, inner)
+
+
+def _keep_once(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Leave what was taken up to the inner optimizer alone, on the devices that its own form wants.
+
+    ZeroRedundancyOptimizer keeps a copy that no step changes, and puts the counts of steps of the inner one on the CPU,
+    where fused kernels of CUDA refuse them (pytorch#124133).
+    """
+    optimizer.state.clear()
+    inner.load_state_dict(inner.state_dict())
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
