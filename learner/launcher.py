@@ -41,6 +41,7 @@ _PATIENCE = timedelta(seconds=10)
 _ENOUGH = 4096
 _MEETING = "meeting"
 _SEAT = "seat.json"
+_LOGS = "logs"
 _ROWS = "rows-"
 """What the files begin with in which ranks leave word of how many events may fit."""
 OUTCOME = "outcome"
@@ -112,7 +113,7 @@ def _run(
         folder = Path(name)
         (folder / _SEAT).write_text(json.dumps(seat))
         with _Lifeline() as lifeline:
-            agent = _Agent(settings.replicas, (*command, "--group", name), stop_timeout)
+            agent = _Agent(settings.replicas, (*command, "--group", name), stop_timeout, folder / _LOGS)
             agent.start()
             # A rank that refuses to go on ends all: others may wait for it, and would be started again.
             while agent.is_alive() and read_outcome(folder) not in REFUSED and not stop.wait(_LOOK_SECONDS):
@@ -249,7 +250,8 @@ class _Rendezvous(RendezvousHandler):
 class _Agent(threading.Thread):
     """Torch's agent for one host."""
 
-    def __init__(self, ranks: int, command: Sequence[str], stop_timeout: timedelta) -> None:
+    def __init__(self, ranks: int, command: Sequence[str], stop_timeout: timedelta, logs: Path) -> None:
+        """`logs`: where the agent makes folders for each rank, which it never deletes."""
         super().__init__(name="ranks", daemon=True)
         program, *arguments = command
         spec = WorkerSpec(
@@ -262,7 +264,7 @@ class _Agent(threading.Thread):
             master_addr=_NOWHERE,
         )
         self._agent = LocalElasticAgent(
-            spec, DefaultLogsSpecs(), shutdown_timeout=int(stop_timeout.total_seconds()) + 1
+            spec, DefaultLogsSpecs(str(logs)), shutdown_timeout=int(stop_timeout.total_seconds()) + 1
         )
         self.failed = True
 

@@ -1,6 +1,7 @@
 """A learner of several ranks as a process: what it learns, how it comes back, and how it ends."""
 
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -224,3 +225,15 @@ def test_ranks_that_die_four_times_in_a_row_end_the_learner_unless_it_was_of_ano
     settings = LearnerSettings(device="cpu", hosts=2, rendezvous="h:1", interface="i")
     assert launch(settings, hosts, (sys.executable, str(program), str(bad)), threading.Event()) == code
     assert hosts.rounds == (5 if code is None else 6)
+
+
+def test_nothing_of_the_ranks_stays_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, bad, temporary = tmp_path / "rank.py", tmp_path / "bad", tmp_path / "temporary"
+    program.write_text(RANK)
+    bad.write_text("1")
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    command = (sys.executable, str(program), str(bad))
+    assert launch(LearnerSettings(device="cpu"), Alone(1), command, threading.Event()) == 0
+    assert bad.read_text() == "-1", "ranks were started twice"
+    assert list(temporary.iterdir()) == []
