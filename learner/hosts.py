@@ -112,6 +112,7 @@ class Leading:
         self._voice = Voice(store, 0, Word(str(uuid.uuid4()), self._ranks, alike), self._others)
         self._round: Round | None = None
         self._within: set[int] = set()
+        self._refused: dict[int, str] = {}
 
     def gather(self, stop: threading.Event) -> Round | None:
         """Wait until all are ready, or those that are not have had their time."""
@@ -159,7 +160,17 @@ class Leading:
 
     def _ready(self, host: int) -> Word | None:
         word = self._voice.heard(host)
-        return word if word is not None and word.within is None and not word.leaving else None
+        if word is None or word.within is not None or word.leaving or not self._takes(host, word):
+            return None
+        return word
+
+    def _takes(self, host: int, word: Word) -> bool:
+        """Whether a host has the settings of this one; says so once where it does not, which will end by itself."""
+        other = _unlike(self._voice.word, word)
+        if other and self._refused.get(host) != word.id:
+            self._refused[host] = word.id
+            log.warning("host %d is refused: its %s differ from those of host 0", host, other)
+        return not other
 
     def _left(self, host: int) -> bool:
         word = self._voice.heard(host)
@@ -271,11 +282,9 @@ class Led:
             self._remote.keep()
 
     def _check(self, leader: Word) -> None:
-        ours, theirs = self._word.settings, leader.settings
-        other = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        if other:
+        if other := _unlike(self._word, leader):
             raise SettingsError(
-                f"{', '.join(other)} of host {self._host} differ from those of host 0; all hosts take the same ones"
+                f"{other} of host {self._host} differ from those of host 0; all hosts take the same ones"
             )
 
 
@@ -311,6 +320,12 @@ def meet_hosts(settings: LearnerSettings, stream: StreamSettings, others: Mappin
         yield hosts
     finally:
         hosts.close()
+
+
+def _unlike(one: Word, other: Word) -> str:
+    """Name what two hosts have to have alike and have not; empty: nothing."""
+    names = sorted(one.settings.keys() | other.settings.keys())
+    return ", ".join(name for name in names if one.settings.get(name) != other.settings.get(name))
 
 
 def _digest(values: object) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -316,6 +317,36 @@ def test_a_host_that_comes_takes_a_seat_and_one_that_leaves_or_falls_silent_lose
         assert set(dealt.seats) == {0, 1}
         others[0].close()
         until(lambda: leading.change() is Change.LOST)
+
+
+def test_a_host_with_other_settings_ends_no_round_and_is_told_of_once_each_time_it_starts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "learner.hosts")
+    store, stop, alike = HashStore(), threading.Event(), {"seed": "1", "[learner]": "a", "[model]": "m"}
+    settings = LearnerSettings(hosts=2, rendezvous="h:1", interface="i", join_timeout=timedelta(seconds=0.5))
+    leading = Leading(store, settings, alike)
+    with contextlib.closing(leading):
+        assert leading.gather(stop) is not None
+        for start in (1, 2):
+            strange = Voice(store, 1, Word(f"start {start}", 1, {**alike, "seed": "2", "[learner]": "b"}), range(1))
+            changes: list[Change] = []
+
+            def look(found: list[Change] = changes, turns: int = start) -> bool:
+                found.append(leading.change())
+                return len(caplog.messages) == turns or Change.HOSTS in found
+
+            with contextlib.closing(strange):
+                until(look)
+                changes += [leading.change() for _ in range(5)]
+            assert set(changes) == {Change.NONE}, "a round goes on"
+        assert caplog.messages == ["host 1 is refused: its [learner], seed differ from those of host 0"] * 2
+        leading.over()
+        dealt = leading.gather(stop)
+        assert dealt is not None
+        assert set(dealt.seats) == {0}
+        with contextlib.closing(Voice(store, 1, Word("mended", 1, alike), range(1))):
+            until(lambda: leading.change() is Change.HOSTS)
 
 
 def until(condition: Callable[[], bool]) -> None:
