@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from hashlib import sha256
@@ -60,6 +60,11 @@ class Hosts(Protocol):
     leads: bool
     """Whether this is the host that decides when to give up."""
 
+    @property
+    def ran_out(self) -> Collection[str]:
+        """The names of the rounds in which ranks of other hosts ran out of memory when those last ended."""
+        ...
+
     def gather(self, stop: threading.Event) -> Round | None:
         """Wait for the next round that this host has a seat in; None once `stop` is set."""
         ...
@@ -68,8 +73,8 @@ class Hosts(Protocol):
         """Return what has become of the round since."""
         ...
 
-    def over(self) -> None:
-        """Say that the ranks of this host have ended."""
+    def over(self, *, ran_out: bool) -> None:
+        """Say that the ranks of this host have ended, and whether it was for want of memory."""
         ...
 
     def leave(self) -> None:
@@ -81,6 +86,7 @@ class Alone:
     """One host."""
 
     leads = True
+    ran_out: Collection[str] = ()
 
     def __init__(self, ranks: int) -> None:
         self._round = Round(str(uuid.uuid4()), ranks, {0: Seat("", 0)})
@@ -93,7 +99,7 @@ class Alone:
         """Nothing ever changes."""
         return Change.NONE
 
-    def over(self) -> None:
+    def over(self, *, ran_out: bool) -> None:
         """Nobody to tell."""
 
     def leave(self) -> None:
@@ -113,6 +119,12 @@ class Leading:
         self._round: Round | None = None
         self._within: set[int] = set()
         self._refused: dict[int, str] = {}
+
+    @property
+    def ran_out(self) -> Collection[str]:
+        """What the words of all others say, until their ranks end again."""
+        words = [self._voice.heard(host) for host in self._others]
+        return [word.ran_out for word in words if word is not None and word.ran_out is not None]
 
     def gather(self, stop: threading.Event) -> Round | None:
         """Wait until all are ready, or those that are not have had their time."""
@@ -147,7 +159,7 @@ class Leading:
             newcomers |= word.leaving
         return Change.HOSTS if newcomers else Change.NONE
 
-    def over(self) -> None:
+    def over(self, *, ran_out: bool) -> None:  # noqa: ARG002 it knows that itself
         """Let all others end their ranks too."""
         self._voice.say(dealt=None)
 
@@ -191,6 +203,7 @@ class Led:
     """Another host's: takes the seats that host 0 deals, and waits for it as long as it is away."""
 
     leads = False
+    ran_out: Collection[str] = ()
 
     def __init__(self, settings: LearnerSettings, stream: StreamSettings, alike: dict[str, str]) -> None:
         assert settings.rendezvous is not None
@@ -233,11 +246,12 @@ class Led:
             return Change.LOST
         return Change.NONE if leader.dealt is not None and leader.dealt.name == self._last else Change.LOST
 
-    def over(self) -> None:
+    def over(self, *, ran_out: bool) -> None:
         """Be ready for another round."""
         self._read_anew()
         if self._voice is not None:
-            self._voice.say(within=None, reads_at=self._word.reads_at)
+            last = self._last if ran_out else None
+            self._voice.say(within=None, reads_at=self._word.reads_at, ran_out=last)
 
     def leave(self) -> None:
         """Let host 0 deal without this one."""

@@ -74,17 +74,17 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     deaths, died_in, rows = 0, None, None
     while (dealt := hosts.gather(stop)) is not None:
-        # Where another host was gone by then, they died of that.
-        deaths += died_in is not None and _all_there(died_in, dealt)
+        # Where another host was gone by then they died of that; where one ran out of memory it takes fewer events now.
+        deaths += died_in is not None and _all_there(died_in, dealt) and died_in.name not in hosts.ran_out
         if deaths > _RESTARTS:
             log.error("ranks have died %d times in a row", deaths)
-            hosts.over()
+            hosts.over(ran_out=False)
             return None
         began, died_in = time.monotonic(), None
         end = _run(settings, hosts, _seat(settings, dealt, rows), command, stop)
         if stop.is_set() or end.code in REFUSED or not end.over:
             return end.code
-        hosts.over()
+        hosts.over(ran_out=end.rows is not None)
         rows = end.rows or rows
         if not hosts.leads or end.rows is not None:
             continue

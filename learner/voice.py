@@ -54,6 +54,8 @@ class Word(msgspec.Struct, frozen=True):
     reads_at: str = ""
     """Where its ingest process listens for the learner of a round."""
     leaving: bool = False
+    ran_out: str | None = None
+    """Name of the last round, where its ranks ran out of memory in it."""
     dealt: Round | None = None
     """Host 0's word alone has it."""
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ import torch
 from torch.distributed import HashStore
 
 from anabranch.broker import free_port
+from ingest.config import StreamSettings
 from learner import voice
 from learner.config import LearnerSettings
-from learner.hosts import Change, Leading
+from learner.hosts import Change, Leading, Led
 from learner.report import LearnerReport
 from learner.version import Versions
-from learner.voice import Voice, Word, listen
+from learner.voice import Round, Voice, Word, listen
 from tests.pipelines import Learner, adds_up, events, total
 
 pytestmark = pytest.mark.any_broker
@@ -240,6 +242,48 @@ def test_a_host_that_hangs_keeps_nobody_waiting_and_is_taken_in_when_it_goes_on(
     assert [leader.stop(40), other.stop(40)] == [0, 0]
 
 
+NARROW = """
+import torch
+from torch import nn
+
+class Narrow(nn.Linear):
+    def forward(self, x):
+        if self.training and len(x) > 6:  # three new and three old ones are never parted
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(x)
+
+def build():
+    return Narrow(3, 3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_host_that_runs_out_of_memory_time_after_time_ends_no_learner(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Write,
+    start: Start,
+    second: Start,
+) -> None:
+    """From 128 new events and more to 4 at once, there alone."""
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, events(1000))
+    config = pipeline(topic)
+    (config.parent / "second" / "tiny_model.py").write_text(NARROW)
+    large = {"ANABRANCH__LEARNER__BATCH_SIZE": "128"}
+    leader, other = start(config, **large), second(config, **large)
+    leader.until(lambda: leader.report is not None and total(leader.report) == 1000, patience=300)
+    report = leader.report
+    assert report is not None
+    assert whole(report, 1000)
+    rounds = leader.log.read_text().count("2 of 2 hosts take part")
+    assert rounds > 5, "four deaths in a row would have ended it"
+    assert other.log.read_text().count("ran out of memory") == rounds - 1
+    assert [leader.stop(40), other.stop(40)] == [0, 0]
+
+
 @pytest.mark.slow
 def test_a_host_with_other_settings_and_a_second_one_of_a_number_are_refused(
     kafka: Any, make_topic: Callable[..., str], pipeline: Write, start: Start, second: Start
@@ -296,7 +340,7 @@ def test_a_host_that_comes_takes_a_seat_and_one_that_leaves_or_falls_silent_lose
         assert leading.change() is Change.NONE
         others = [Voice(store, host, Word(f"id {host}", ranks, {}), range(1)) for host, ranks in ((1, 1), (2, 4))]
         until(lambda: leading.change() is Change.HOSTS)
-        leading.over()
+        leading.over(ran_out=False)
         dealt = leading.gather(stop)
         assert dealt is not None
         assert dealt.size == 7
@@ -309,7 +353,7 @@ def test_a_host_that_comes_takes_a_seat_and_one_that_leaves_or_falls_silent_lose
         until(lambda: leading.change() is Change.HOSTS)
         others[1].say(within=None)
         until(lambda: leading.change() is Change.DIED)
-        leading.over()
+        leading.over(ran_out=False)
         others[0].say(within=None)
         others[1].close()
         dealt = leading.gather(stop)
@@ -341,12 +385,38 @@ def test_a_host_with_other_settings_ends_no_round_and_is_told_of_once_each_time_
                 changes += [leading.change() for _ in range(5)]
             assert set(changes) == {Change.NONE}, "a round goes on"
         assert caplog.messages == ["host 1 is refused: its [learner], seed differ from those of host 0"] * 2
-        leading.over()
+        leading.over(ran_out=False)
         dealt = leading.gather(stop)
         assert dealt is not None
         assert set(dealt.seats) == {0}
         with contextlib.closing(Voice(store, 1, Word("mended", 1, alike), range(1))):
             until(lambda: leading.change() is Change.HOSTS)
+
+
+def test_host_0_hears_in_which_round_the_ranks_of_another_host_ran_out_of_memory() -> None:
+    stop, both = threading.Event(), {"hosts": 2, "rendezvous": f"127.0.0.1:{free_port()}", "interface": INTERFACE}
+    settings, its = (LearnerSettings.model_validate({**both, "host_rank": rank}) for rank in (0, 1))
+    stream = StreamSettings(bootstrap_servers="127.0.0.1:1", topics=("never",))
+    assert settings.rendezvous is not None
+    leading, led = Leading(listen(settings.rendezvous), settings, {}), Led(its, stream, {})
+    with contextlib.closing(leading), contextlib.closing(led), ThreadPoolExecutor() as pool:
+
+        def begin() -> Round:
+            seated = pool.submit(led.gather, stop)
+            dealt = leading.gather(stop)
+            assert dealt is not None
+            assert seated.result(20) == dealt
+            return dealt
+
+        first = begin()
+        assert list(leading.ran_out) == []
+        led.over(ran_out=True)
+        until(lambda: list(leading.ran_out) == [first.name])
+        leading.over(ran_out=False)
+        second = begin()
+        assert list(leading.ran_out) == [first.name] != [second.name], "until its ranks end again"
+        led.over(ran_out=False)
+        until(lambda: not leading.ran_out)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -195,12 +195,13 @@ if rounds >= 0:
 
 
 class Two(Alone):
-    """Host 0 of two, of which the other has the same launcher in each round, or `another`."""
+    """Host 0 of two; the other has the same launcher in each round, or `another`, and may always run out of memory."""
 
-    def __init__(self, change: Change, another: bool) -> None:
+    def __init__(self, change: Change, another: bool, ran_out: bool) -> None:
         super().__init__(1)
         self._change = change
         self._another = another
+        self._out = ran_out
         self.rounds = 0
 
     def gather(self, stop: threading.Event) -> Round | None:
@@ -210,16 +211,34 @@ class Two(Alone):
     def change(self) -> Change:
         return self._change if self.rounds < 6 else Change.NONE
 
+    def over(self, *, ran_out: bool) -> None:
+        assert not ran_out, "it is the other's memory"
+        self.ran_out = [str(self.rounds)] if self._out else []
+
 
 @pytest.mark.parametrize(
-    ("change", "another", "code"),
-    [(Change.NONE, False, None), (Change.DIED, False, None), (Change.NONE, True, 0), (Change.LOST, False, 0)],
-    ids=["of themselves", "elsewhere", "of a host that was gone by then", "of a host that was seen to be gone"],
+    ("change", "another", "ran_out", "code"),
+    [
+        (Change.NONE, False, False, None),
+        (Change.DIED, False, False, None),
+        (Change.NONE, True, False, 0),
+        (Change.LOST, False, False, 0),
+        (Change.NONE, False, True, 0),
+        (Change.DIED, False, True, 0),
+    ],
+    ids=[
+        "of themselves",
+        "elsewhere",
+        "of a host that was gone by then",
+        "of a host that was seen to be gone",
+        "of a host that ran out of memory, before it was heard of",
+        "of a host that was seen to end, out of memory",
+    ],
 )
 def test_ranks_that_die_four_times_in_a_row_end_the_learner_unless_it_was_of_another_host(
-    tmp_path: Path, change: Change, another: bool, code: int | None
+    tmp_path: Path, change: Change, another: bool, ran_out: bool, code: int | None
 ) -> None:
-    program, bad, hosts = tmp_path / "rank.py", tmp_path / "bad", Two(change, another)
+    program, bad, hosts = tmp_path / "rank.py", tmp_path / "bad", Two(change, another, ran_out)
     program.write_text(RANK)
     bad.write_text("5")
     settings = LearnerSettings(device="cpu", hosts=2, rendezvous="h:1", interface="i")
