@@ -39,7 +39,7 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
             trainer = Trainer(**bench.arguments, ranks=replicas)
             trainer.lane = lane
             if sharing is not None:
-                sharing.attend(trainer)
+                sharing.attend(trainer, place.size)
             gc.freeze()  # as rank 0 does
             return trainer, replicas
 

@@ -114,7 +114,7 @@ def learn(
             sharing=sharing,
         )
         if sharing is not None:
-            sharing.attend(trainer)
+            sharing.attend(trainer, ranks)
             sharing.while_waiting = reporter.report_if_due
         port = stack.enter_context(
             serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)

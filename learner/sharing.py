@@ -19,13 +19,17 @@ from learner.config import ShareSettings
 from learner.layers import look_between_layers
 from learner.lease import Field, Servers, Slot, hold_learner
 from learner.pace import Allowance, Pace
+from learner.replicas import SILENCE
 from learner.report import ShareReport
 from learner.scheduling import nice_level, step_back
 from learner.trainer import Trainer
 
 _LOOK_SECONDS = 1e-4
 _LONGEST_SECONDS = 30.0
-"""Training gives way for so long at a stretch: a micro-batch now and then tells other ranks that this one is alive."""
+"""Training gives way for so long at a stretch, so that it gets a micro-batch now and then in a flood of requests."""
+_LONGEST_IN_PASS_SECONDS = SILENCE.total_seconds() / 10
+"""The same in all micro-batches of a pass where there are other ranks: those of other hosts give way to nobody, wait at
+its end, and hear nothing of this one until then."""
 _LONGEST_WITHIN_SECONDS = 1.0
 """The same within a micro-batch, all in all: meanwhile the process hears no signal, and other ranks wait in theirs."""
 _INTERVAL_SECONDS = 0.5
@@ -81,19 +85,27 @@ class Sharing:
         self._began: float | None = None
         self._trained = self._yielded = self._within = 0.0
         self._marks = deque([(0.0, 0.0)], maxlen=_INTERVALS)
+        self._longest_in_pass = self._left_in_pass = float("inf")
         self._times, self._longest, self._since = 0, 0.0, 0
         self._waits: deque[float] = deque(maxlen=_MOST_WAITS)
         self._counts = (0, 0)
         self._due = self._look_due = 0.0
 
-    def attend(self, trainer: Trainer) -> None:
-        """Have a trainer give way, where the settings say."""
+    def attend(self, trainer: Trainer, ranks: int) -> None:
+        """Have a trainer give way, where the settings say; `ranks`: how many train together."""
+        if ranks > 1:
+            self._longest_in_pass = _LONGEST_IN_PASS_SECONDS
         trainer.give_way = self.give_way
         if self._terms.settings.yield_at == "layer":
             look_between_layers(trainer.model, self.give_way_within)
 
-    def give_way(self) -> None:
-        """Return when no request needs the device, or it is training's turn; called before each micro-batch."""
+    def give_way(self, place: int) -> None:
+        """Return when no request needs the device, or it is training's turn.
+
+        Called before each micro-batch of a pass, of which it is the one at `place`.
+        """
+        if place == 0:
+            self._left_in_pass = self._longest_in_pass
         self._within = _LONGEST_WITHIN_SECONDS
         self._give_way(_LONGEST_SECONDS)
 
@@ -108,7 +120,7 @@ class Sharing:
         self._count()
         if time.monotonic() >= self._look_due:
             self._look()
-        longest = min(longest, self._allowance.left)
+        longest = min(longest, self._allowance.left, self._left_in_pass)
         if longest > 0 and not self._stop.is_set() and (since := self._servers.since(self._field)):
             self._wait(since, longest)
         self._began = time.monotonic()
@@ -187,6 +199,7 @@ class Sharing:
         self._slot[Field.YIELDING] = 0
         seconds = time.monotonic() - begin
         self._yielded += seconds
+        self._left_in_pass -= seconds
         self._allowance.gave_way(seconds)
 
     def _note(self, wait: float) -> None:

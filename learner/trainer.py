@@ -64,8 +64,8 @@ class Trainer:
         self.strategy = strategy
         self.micro_batch_size = settings.micro_batch_size
         """Events of a micro-batch; None: all of a step at once. May change between steps."""
-        self.give_way: Callable[[], None] | None = None
-        """Called before each micro-batch; may take its time."""
+        self.give_way: Callable[[int], None] | None = None
+        """Called before each micro-batch of a pass, with its place there; may take its time."""
         self.lane: Lane = contextlib.nullcontext
         """What a step gives the device is given in it."""
         self.note: str | None = None
@@ -237,7 +237,7 @@ class Trainer:
         rounds = self._ranks.weights.rounds(len(parts))
         for place, (some_new, some_old) in enumerate(parts):
             if self.give_way is not None:
-                self.give_way()
+                self.give_way(place)
             with self._ranks.apart() if place < len(parts) - 1 else contextlib.nullcontext():
                 self._learn(some_new, some_old, whole, heard)
         for _ in range(len(parts), rounds):

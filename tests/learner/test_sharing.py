@@ -239,7 +239,7 @@ def steered(tmp_path: Path, trainer: FakeTrainer, *, fixed: bool = False) -> Non
         sharing.while_waiting = mark.rest
         with mark.waiting():
             mark.run()
-            sharing.give_way()
+            sharing.give_way(0)
         sharing.steer(trainer, 64)  # type: ignore[arg-type]
 
 
@@ -321,13 +321,42 @@ def test_a_request_is_given_way_to_at_the_next_border(
         sharing.while_waiting = answer
         model = nn.Sequential(*(Traced(name, say) for name in "abc"))
         trainer = Trainer(*(model, Classification(), STRATEGIES["none"](), schema, LearnerSettings(), cpu, precision))
-        sharing.attend(trainer)
+        sharing.attend(trainer, 1)
         new = trainer.examples(fake_columns(schema, range(4), label=[0, 1, 2]))
         trainer.step(new)
         steps = len(said)
-        sharing.give_way()
+        sharing.give_way(0)
         assert sharing.report.times == 1
     place = said.index("gives way")
     assert said[place - 1] == before
     assert said[place + 1 :][:1] == ([after] if after else [])
     assert (place < steps) == (yield_at == "layer")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_ranks_are_kept_waiting_for_so_long_in_a_step_at_most_however_many_micro_batches_it_has(
+    tmp_path: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """In a flood of requests, with a minute as 0.12 s and 30 s as 0.05: two whole stretches, and what is left."""
+    monkeypatch.setattr("learner.sharing._LONGEST_SECONDS", 0.05)
+    monkeypatch.setattr("learner.sharing._LONGEST_IN_PASS_SECONDS", 0.12)
+    cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
+    terms = Terms(ShareSettings(), SLO, timedelta(minutes=10))
+    settings = LearnerSettings(micro_batch_size=2)
+    trainer = Trainer(*(nn.Linear(3, 3), Classification(), STRATEGIES["none"](), schema, settings, cpu, precision))
+    new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+    with (
+        hold_server(tmp_path, terms.slo) as mark,
+        share(terms, tmp_path, cpu, threading.Event()) as sharing,
+        mark.waiting(),
+    ):
+        assert sharing is not None
+        sharing.attend(trainer, ranks)
+        mark.run()
+        for step in (1, 2):
+            trainer.step(new)
+            if ranks == 1:
+                assert sharing.report.times == 6 * step
+            else:
+                assert step <= sharing.report.times <= 3 * step
+                assert sharing.report.yielded_seconds >= 0.12 * step
