@@ -68,6 +68,7 @@ class Leader(Trainer):
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Take up the weights and the optimizer of a cut, on all ranks."""
         super().restore(tensors, state)
+        self._gathered = False
         flat = {
             f"{part}/{name}": value.cpu().clone() for part in _PARTS for name, value in tensors.get(part, {}).items()
         }

@@ -87,7 +87,7 @@ class ElasticWeights(NoReplay):
 
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
         """Go on from a cut."""
-        self._steps = state["steps"]
+        self._steps, self._sum_of_all = state["steps"], None
         device = self.learner.weights[0].device
         self._sum, self._fisher, self._anchor = (
             _numbered(tensors, name, device) for name in ("sum", "fisher", "anchor")
