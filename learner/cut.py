@@ -132,18 +132,31 @@ class Cuts:
                 self._refused.add(number)
                 continue
             self._refused.discard(number)
-            if manifest.format != FORMAT:
-                raise CutError(
-                    f"cut {number} in {self.path} is of format {manifest.format}, and this release reads {FORMAT}; "
-                    f"go on with the release that made it, or begin anew by moving {self.path} away"
-                )
-            if manifest.schema != self._schema:
-                raise CutError(
-                    f"cut {number} in {self.path} was made under another [schema]; put the schema back, or begin anew "
-                    f"by moving {self.path} away"
-                )
+            self.check(manifest)
             return number, _parse(manifest, contents)
         return None
+
+    def latest(self) -> CutManifest | None:
+        """Return what the newest cut says of itself, whose files are not looked at; None where there is no cut.
+
+        Raises:
+            CutError: it cannot be read.
+        """
+        numbers = self._by_age()
+        return self.manifest(numbers[-1]) if numbers else None
+
+    def check(self, manifest: CutManifest) -> None:
+        """Raise CutError where a cut was made by another release or under another schema."""
+        if manifest.format != FORMAT:
+            raise CutError(
+                f"cut {manifest.number} in {self.path} is of format {manifest.format}, and this release reads "
+                f"{FORMAT}; go on with the release that made it, or begin anew by moving {self.path} away"
+            )
+        if manifest.schema != self._schema:
+            raise CutError(
+                f"cut {manifest.number} in {self.path} was made under another [schema]; put the schema back, or begin "
+                f"anew by moving {self.path} away"
+            )
 
     def write(self, number: int, cut: Cut, now: float) -> Path:
         """Write a cut, all of it or nothing, and return its path."""

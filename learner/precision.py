@@ -56,6 +56,13 @@ def without_denormals(device: torch.device) -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
+def check_scaling(precision: Precision, sharding: str, sync_every: int) -> None:
+    """Raise SettingsError where ranks cannot agree on a loss scale, and the arithmetic needs one."""
+    if precision.scaled and (sharding == "fsdp" or sync_every > 1):
+        other = 'learner.sharding = "fsdp"' if sharding == "fsdp" else f"learner.sync_every = {sync_every}"
+        raise SettingsError(f'learner.precision = "auto" is fp16 here, which does not go with {other}; write "fp32"')
+
+
 def choose_precision(name: str, device: torch.device) -> Precision:
     """Return the arithmetic that the setting names; raises SettingsError when the device cannot do it."""
     if name == "auto":

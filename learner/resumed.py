@@ -63,7 +63,7 @@ class Resumed:
             return None
         columns = kept(bench.output_shape) if strategy.keeps_output else {}
         if self.found is not None and self.contents is not None:
-            _check_columns(*self.found, list(bench.output_shape) if columns else None, deployment.learner.strategy.name)
+            check_columns(*self.found, list(bench.output_shape) if columns else None, deployment.learner.strategy.name)
         folder, first = deployment.state_dir / "replay" / RANK, not self.cuts.numbers()
         if first:
             discard_files(folder)
@@ -86,7 +86,7 @@ class Resumed:
         log.info("going on from cut %d at step %d", number, cut.step)
 
 
-def _check_columns(number: int, cut: Cut, wanted: list[int] | None, strategy: str) -> None:
+def check_columns(number: int, cut: Cut, wanted: list[int] | None, strategy: str) -> None:
     """Raise SettingsError unless the events that a cut has stored have the output that the strategy wants, or none."""
     before = cut.state.get(OUTPUT)
     if before != wanted:

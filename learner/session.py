@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from ingest.errors import GapError, SettingsError
+from ingest.errors import GapError
 from ingest.metrics import IngestMetrics
 from ingest.source import Source
 from ingest.sources import Sources
@@ -30,7 +30,7 @@ from learner.lock import check_epoch, hold_state_directory
 from learner.loop import Loop, Metrics, Parts
 from learner.memory import note
 from learner.metrics import LearnerMetrics
-from learner.precision import choose_device, without_denormals
+from learner.precision import check_scaling, choose_device, without_denormals
 from learner.publisher import Publisher, reference_to
 from learner.replicas import Place, Replicas
 from learner.reporter import Reporter
@@ -181,10 +181,7 @@ def _trainer(bench: Workbench, channel: Channel | None, rows: int | None) -> Tra
     """Make the trainer, of all ranks when there are more; `rows`: what a micro-batch has since memory ran out."""
     if channel is None:
         return Trainer(**bench.arguments)
-    sharding, sync_every = bench.settings.sharding, bench.settings.sync_every
-    if bench.precision.scaled and (sharding == "fsdp" or sync_every > 1):
-        other = 'learner.sharding = "fsdp"' if sharding == "fsdp" else f"learner.sync_every = {sync_every}"
-        raise SettingsError(f'learner.precision = "auto" is fp16 here, which does not go with {other}; write "fp32"')
+    check_scaling(bench.precision, bench.settings.sharding, bench.settings.sync_every)
     trainer = Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
     trainer.note = note(bench.device, rows) if rows is not None else None
     return trainer

@@ -10,7 +10,14 @@ from torch import nn
 
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.schema import Schema
-from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, VersionsSettings
+from learner.config import (
+    CutsSettings,
+    GateSettings,
+    LearnerSettings,
+    ModelSettings,
+    StrategySettings,
+    VersionsSettings,
+)
 from learner.determinism import compute_deterministically
 from learner.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model import build_model, check_model, make_task, sample
@@ -83,7 +90,10 @@ def prepare(deployment: Deployment, device: torch.device, rank: int = 0) -> Work
     torch.manual_seed(deployment.seed + rank)
     task = make_task(deployment.model.task, deployment.folder)
     model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
-    embedding = _embedding(deployment, model, task, [feature.name for feature in schema.features])
+    embedding = hear(
+        *(deployment.model, deployment.learner.strategy, deployment.replay),
+        *(model, task, [feature.name for feature in schema.features]),
+    )
     output_shape = check_model(model, task, schema, device)
     strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
     return Workbench(
@@ -91,15 +101,25 @@ def prepare(deployment: Deployment, device: torch.device, rank: int = 0) -> Work
     )
 
 
-def _embedding(deployment: Deployment, model: nn.Module, task: Task, features: Sequence[str]) -> Embeddings | None:
-    """Listen to the module that `model.embedding` names, else ask the task, where a strategy or policy wants it."""
-    strategy = deployment.learner.strategy
-    compared = {deployment.replay.admission, deployment.replay.sampling} & COMPARING
+def hear(
+    settings: ModelSettings,
+    strategy: StrategySettings,
+    replay: ReplaySettings,
+    model: nn.Module,
+    task: Task,
+    features: Sequence[str],
+) -> Embeddings | None:
+    """Listen to the module that `model.embedding` names, else ask the task, where a strategy or policy wants it.
+
+    Raises:
+        ModelError: the model has no such module.
+    """
+    compared = {replay.admission, replay.sampling} & COMPARING
     embedding: Embeddings | None = None
     if not (strategy.embeds or (strategy.replays and compared)):
         return None
-    if deployment.model.embedding:
-        embedding = Embedding(model, deployment.model.embedding)
+    if settings.embedding:
+        embedding = Embedding(model, settings.embedding)
     elif isinstance(task, Embeds):
         embedding = TaskEmbedding(model, task, features)
     if embedding is not None:

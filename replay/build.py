@@ -10,7 +10,7 @@ import torch
 from ingest.errors import DependencyError, SettingsError
 from ingest.schema import Schema
 from replay.admission import Quotas
-from replay.config import ReplaySettings
+from replay.config import COMPARING, ReplaySettings
 from replay.contents import Contents
 from replay.entries import Entries
 from replay.kinds import kind_with, kinds_of
@@ -87,6 +87,14 @@ def build_store(
             _restore(store, contents, source)
         opened.pop_all()
     return store
+
+
+def check_policies(settings: ReplaySettings, schema: Schema, dim: int | None) -> None:
+    """Raise SettingsError where events, or a model whose embedding has `dim` numbers, lack what a policy compares."""
+    classes, clusters = schema.label.one_of, None if dim is None else CLUSTERS
+    ADMISSIONS[settings.admission](Surroundings(classes, settings.half_life, clusters))
+    if dim is None or settings.sampling not in COMPARING:
+        SAMPLERS[settings.sampling](Company(Entries(1, 1, 0, 1), 1, classes, settings.half_life, None))
 
 
 def _store(

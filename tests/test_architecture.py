@@ -31,7 +31,15 @@ HOME = {
     "safetensors": {"learner/version.py", "learner/cut.py", "learner/team.py"},
     "sklearn": {"anabranch/demo"},
     "starlette": {"serving/app.py"},
-    "torch": {"learner", "replay", "serving", "anabranch/demo", "anabranch/doctor/probe.py", "anabranch/template"},
+    "torch": {
+        "learner",
+        "replay",
+        "serving",
+        "anabranch/demo",
+        "anabranch/doctor/probe.py",
+        "anabranch/doctor/trial.py",
+        "anabranch/template",
+    },
     "typer": {"anabranch"},
     "uvicorn": {"serving/app.py", "serving/server.py"},
 }

@@ -45,6 +45,7 @@ class Asked(msgspec.Struct):
     serving_device: str
     share: str
     folder: str
+    state_dir: str
 
 
 def _without_secret(replay: ReplaySettings) -> str:
@@ -56,7 +57,7 @@ def _without_secret(replay: ReplaySettings) -> str:
 
 
 def check_model(patient: Patient) -> Iterator[Finding]:
-    """Import torch, find the device, build the model, run it forward, and build the optimizer."""
+    """Import torch, find the device, build the model and what learns with it, and go on from the newest cut."""
     pipeline = patient.config.pipeline
     asked = Asked(
         pipeline.events.model_dump_json(),
@@ -66,6 +67,7 @@ def check_model(patient: Patient) -> Iterator[Finding]:
         pipeline.serving.device,
         pipeline.share.model_dump_json(),
         str(patient.config.folder),
+        str(patient.config.state_dir),
     )
     doing, code, words = "starting Python", None, b""
     reading, writing = os.pipe()

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from anabranch.doctor.model import Asked, Said, Size, Step
-from ingest.config import SchemaSettings
 from ingest.errors import SettingsError
-from ingest.schema import Schema
-from learner.config import LearnerSettings, ModelSettings, ShareSettings
+from learner.config import LearnerSettings, ShareSettings
 from replay.config import ReplaySettings
 
 if TYPE_CHECKING:
@@ -42,55 +40,19 @@ def main() -> int:
         say(Said("install.torch", f"torch cannot be imported: {exc}."))
         return 0
     say(Said("", f"torch {torch.__version__} can be imported."))
-    from learner.model import build_model, check_model, make_task
-    from learner.optimizer import build_optimizer
-    from learner.precision import choose_device, choose_precision
-    from learner.strategies.build import build_strategy
-    from learner.strategy import kept
+    from anabranch.doctor.trial import try_device, try_model
     from serving.served import pick_device
 
-    schema = Schema(SchemaSettings.model_validate_json(asked.events))
-    settings = ModelSettings.model_validate_json(asked.model)
     learner = LearnerSettings.model_validate_json(asked.learner)
     say(Step("looking for the device"))
-    device = torch.device("cpu")
-    try:
-        device = choose_device(learner.device)
-    except SettingsError as exc:
-        say(Said("device.missing", f"{exc}.", "learner.device"))
-    else:
-        try:
-            precision = choose_precision(learner.precision, device)
-            say(Said("", f"The learner computes on {device} in {precision.name}."))
-        except SettingsError as exc:
-            say(Said("device.precision", f"{exc}."))
+    device, precision = try_device(learner, say)
     try:
         pick_device(asked.serving_device)
     except SettingsError as exc:
         say(Said("device.missing", f"{exc}.", "serving.device"))
     for said in _share(ShareSettings.model_validate_json(asked.share), device):
         say(said)
-    columns = schema.payload()
-    say(Step(f"building {settings.factory}"))
-    kind = "model.factory"
-    try:
-        model = build_model(settings.factory, settings.args, Path(asked.folder)).to(device)
-        say(Size(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
-        say(Step("running the model on three events of zeros"))
-        kind = "model.output"
-        task = make_task(settings.task, Path(asked.folder))
-        shape = check_model(model, task, schema, device)
-        kind = "model.strategy"
-        strategy = build_strategy(learner.strategy, settings, task)
-        if strategy.keeps_output:
-            columns |= kept(shape)
-        kind = "model.optimizer"
-        build_optimizer(learner.optimizer, model.parameters())
-    except SettingsError as exc:
-        say(Said(kind, f"{exc}."))
-    else:
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        say(Said("", f"{settings.factory} has {parameters:,} parameters, and its output fits the {settings.task}."))
+    columns = try_model(asked, (device, precision), say)
     replay = ReplaySettings.model_validate_json(asked.replay)
     near = torch.device("cpu") if replay.device_memory == "host" else device
     wanted, free = _wanted(replay, columns), _free(near)

@@ -41,7 +41,11 @@ from ingest.schema import Schema
 from learner.config import ShareSettings
 from learner.cut import Cut, Cuts
 from learner.lock import hold_state_directory
+from learner.precision import Precision
 from learner.report import LearnerReport, write_report
+from learner.strategy import OUTPUT, ExperienceReplay
+from learner.task import Classification
+from learner.trainer import Trainer
 from learner.version import Manifest, ModelReference, Verdict, Versions
 
 EVENT = {"x": [0.5] * 64, "y": 7}
@@ -240,6 +244,45 @@ class TestModel:
         setting("learner.strategy", "der++")
         setting("learner.strategy.gamma", "0.9")
         assert "has no 'gamma'" in only(diagnose("model"), "model.strategy").matter
+
+    @pytest.mark.finds("model.embedding", "model.checkpointing")
+    def test_modules_that_the_model_does_not_have(self, diagnose, setting):
+        setting("learner.activation_checkpointing", ["nope"])
+        matter = only(diagnose("model"), "model.checkpointing").matter
+        assert matter.startswith('learner.activation_checkpointing: the model has no module "nope", but 0, 1')
+        setting("model.embedding", "body")
+        assert 'model.embedding = "body": the model has no such' in only(diagnose("model"), "model.embedding").matter
+
+    @pytest.mark.finds("replay.policy")
+    def test_policies_that_compare_what_there_is_not(self, diagnose, example, edit, setting):
+        setting("replay.sampling", "similar")
+        matter = (
+            'replay.sampling = "similar" needs model.embedding: the module whose output is compared, such as "body".'
+        )
+        assert only(diagnose("model"), "replay.policy").matter == matter
+        setting("model.embedding", "2")
+        assert kinds(diagnose("model")) == []
+        edit('dtype = "int64"\nclasses = 10', 'dtype = "float32"')
+        edit('"classification"', '"regression"')
+        (example / "my_model.py").write_text("from torch import nn\ndef build(hidden):\n    return nn.Linear(64, 1)\n")
+        setting("model.embedding", "")
+        for key in ("sampling", "admission"):
+            setting("replay.sampling", "uniform")
+            setting(f"replay.{key}", "class-balanced")
+            matter = only(diagnose("model"), "replay.policy").matter
+            assert matter.startswith(f'replay.{key} = "class-balanced" needs schema.label.classes')
+
+    @pytest.mark.finds("learner.replicas", "learner.hosts")
+    def test_ranks_that_cannot_meet(self, diagnose, setting):
+        setting("learner.device", "cpu")
+        setting("learner.replicas", 2)
+        setting("learner.hosts", 2)
+        setting("learner.rendezvous", "127.0.0.1:29400")
+        setting("learner.interface", "eth7")
+        assert only(diagnose("model"), "learner.hosts").matter.startswith('learner.interface = "eth7": there are lo')
+        setting("learner.comm_hook", "bf16")
+        matter = 'learner.comm_hook = "bf16" needs CUDA devices; write "fp16", or "none".'
+        assert only(diagnose("model"), "learner.replicas").matter == matter
 
     @pytest.mark.finds("share.refinement", "share.mps")
     def test_refinements_of_the_share_that_the_device_lacks(self, diagnose, setting):
@@ -698,6 +741,37 @@ class TestWhatIsSaved:
             "The newest cut, 3, is whole and of this schema.",
             "The newest version, 4, is whole and of this schema.",
         ]
+
+    @pytest.mark.finds("cut.misfit")
+    def test_a_cut_of_another_strategy_model_or_optimizer(self, diagnose, example, edit, setting):
+        setting("learner.device", "cpu")
+        config = load_config(example / "pipeline.toml")
+        layers = [torch.nn.Linear(*sizes) for sizes in ((64, 128), (128, 128), (128, 10))]
+        model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
+        settings, task = config.pipeline.learner, Classification()
+        schema = Schema(config.pipeline.events)
+        trainer = Trainer(
+            *(model, task, ExperienceReplay(), schema, settings, torch.device("cpu"), Precision("fp32", None))
+        )
+        tensors = {**trainer.tensors(), "replay": {"retired": torch.zeros(1)}}
+        cut = Cut(1, tensors, {"trainer": trainer.state(), OUTPUT: None})
+        Cuts(config.state_dir / "cuts", schema.digest, 1).write(3, cut, 1.0)
+        assert kinds(diagnose("model") + diagnose("cuts")) == []
+        setting("learner.strategy", "der")
+        matter = only(diagnose("model"), "cut.misfit").matter
+        assert matter.startswith('learner.strategy = "der" wants an output of shape [10] kept with each stored event')
+        setting("learner.strategy", "er")
+        setting("learner.optimizer.name", "sgd")
+        assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "cut.misfit").matter
+        edit("hidden = 128", "hidden = 64")
+        assert "does not fit the model" in only(diagnose("model"), "cut.misfit").matter
+
+    @pytest.mark.finds("cut.misfit")
+    def test_a_cut_of_another_release(self, diagnose, save):
+        cut, _ = save()
+        manifest = json.loads((cut / "manifest.json").read_text())
+        (cut / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+        assert "is of format 1, and this release reads" in only(diagnose("model"), "cut.misfit").matter
 
     @pytest.mark.finds("cut.damaged", "version.damaged")
     def test_a_flipped_bit(self, diagnose, save):
