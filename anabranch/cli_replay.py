@@ -59,7 +59,7 @@ def replay_forget(
     config: ConfigPath = PIPELINE,
     key: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="Forget the events of this [schema.key] so far; repeatable."),
+        typer.Option(metavar="KEY", help="Forget the events of this \\[schema.key] so far; repeatable."),
     ] = None,
     offsets: Annotated[
         list[str] | None,

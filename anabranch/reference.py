@@ -201,6 +201,11 @@ def commands() -> Mapping[str, Any]:
     return found
 
 
+def shown(text: str | None) -> str:
+    """Return a help text as the terminal shows it, where a bracket without a backslash would begin a style."""
+    return _line(text).replace("\\[", "[")
+
+
 def _sections(place: str, model: type[BaseModel], meaning: str | None = None) -> Iterator[str]:
     if place:
         yield f"\n### [{place}]\n\n{_line(meaning or model.__doc__)}\n"
@@ -302,15 +307,15 @@ def _toml(value: Any) -> str:
 
 def _commands() -> Iterator[str]:
     for name, command in commands().items():
-        yield f"\n### anabranch {name}\n\n{_line(command.help)}\n"
+        yield f"\n### anabranch {name}\n\n{shown(command.help)}\n"
         rows = [
-            (f"`{_usage(parameter)}`", _line(getattr(parameter, "help", "")))
+            (f"`{_usage(parameter)}`", shown(getattr(parameter, "help", "")))
             for parameter in command.params
             if parameter.name != "help"
         ]
         yield from _table(("argument or option", "does"), rows)
         if command.epilog:
-            yield f"\n{_line(command.epilog).replace('Example: ', 'Example: `')}`\n"
+            yield f"\n{shown(command.epilog).replace('Example: ', 'Example: `')}`\n"
 
 
 def _usage(parameter: Any) -> str:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 
 from anabranch import cli
-from anabranch.reference import commands
+from anabranch.reference import commands, shown
 
 COMMANDS = list(commands())
 
@@ -30,6 +30,16 @@ def test_every_command_has_help_with_an_example(anabranch, command):
     code, out, err = anabranch(*command.split(), "--help")
     assert (code, err) == (0, "")
     assert f"Example: anabranch {command}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_all_of_its_texts(anabranch, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    _, out, _ = anabranch(*command.split(), "--help")
+    told = " ".join(out.split())
+    parameters = [each for each in commands()[command].params if each.name != "help"]
+    for text in [commands()[command].help, *(getattr(each, "help", "") for each in parameters)]:
+        assert shown(text) in told
 
 
 def test_without_a_command_the_help_is_shown(anabranch):
