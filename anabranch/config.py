@@ -5,8 +5,9 @@ The environment is read here and nowhere else.
 
 import difflib
 import os
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, cast, get_args, get_origin
@@ -14,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Union, cast, get_args, get_origin
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
-from ingest.config import SchemaSettings, Section, StreamSettings
+from ingest.config import SchemaSettings, Section, StreamSettings, written
 from ingest.errors import SettingsError
 from ingest.loopback import is_loopback
 from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, ShareSettings, VersionsSettings
@@ -29,7 +30,9 @@ _TESTS_PREFIX = "ANABRANCH_TEST_"
 class Pipeline(Section):
     """Everything that `pipeline.toml` says."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    name: Annotated[
+        str, written("[A-Za-z0-9][A-Za-z0-9._-]{0,99}", 'letters, digits, ".", "_" and "-", such as "fraud-eu"')
+    ]
     """Model name in URLs."""
     state_dir: Path = Path("var")
     """Versions, cuts, the disk tier and reports lie below it; relative to the config's folder."""
@@ -110,7 +113,7 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
         raise SettingsError(f'{path} does not exist; "anabranch init DIR" writes an example') from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as exc:
         raise SettingsError(f"{path} cannot be read: {exc}") from exc
-    faults = _override(document, environment)
+    overrides, faults = _override(document, environment)
     secrets: dict[tuple[str, ...], str] = {}
     resolved = _resolve(document, (), path.parent, environment, secrets, faults)
     pipeline: Pipeline | None = None
@@ -125,7 +128,10 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
                 place = _place(resolved, error)
                 if place not in known:
                     known.add(place)
-                    faults.append(Fault(place, _sentence(path, resolved, error, set(secrets))))
+                    here = [each for each in errors if _place(resolved, each) == place]
+                    faults.append(
+                        Fault(place, _sentence(_origin(path, place, overrides), resolved, here, set(secrets)))
+                    )
             places = [_place(resolved, error) for error in errors]
             for place in places:
                 _remove(resolved, place)
@@ -133,10 +139,12 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
         return Examined(None, faults, set(secrets.values()))
     host = pipeline.learner.status.rpartition(":")[0]
     if not is_loopback(host) and not pipeline.serving.tokens.read.get_secret_value():
-        sentence = f'{path}: learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
-        faults.append(Fault(("learner", "status"), sentence))
+        place = ("learner", "status")
+        sentence = f'learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
+        faults.append(Fault(place, f"{_origin(path, place, overrides)}: {sentence}"))
     for key, sentence in refused(point(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.share)):
-        faults.append(Fault(tuple(key.split(".")), f"{path}: {sentence}"))
+        place = tuple(key.split("."))
+        faults.append(Fault(place, f"{_origin(path, place, overrides)}: {sentence}"))
     return Examined(Config(pipeline, path), faults, set(secrets.values()))
 
 
@@ -153,25 +161,36 @@ def _remove(document: Any, place: tuple[str, ...]) -> None:
         del table[part]
 
 
-def _override(document: dict[str, Any], environment: Mapping[str, str]) -> list[Fault]:
-    faults = []
+def _override(
+    document: dict[str, Any], environment: Mapping[str, str]
+) -> tuple[dict[tuple[str, ...], str], list[Fault]]:
+    """Override what variables say; return the variable of each key, and what is wrong with names of variables."""
+    overrides, faults = dict[tuple[str, ...], str](), []
     for name, text in environment.items():
         try:
-            _override_one(document, name, text)
+            overrides[_override_one(document, name, text)] = name
         except SettingsError as exc:
             faults.append(Fault((name,), str(exc)))
-    return faults
+    overrides.pop((), None)
+    return overrides, faults
 
 
-def _override_one(document: dict[str, Any], name: str, text: str) -> None:
+def _origin(path: Path, place: tuple[str, ...], overrides: Mapping[tuple[str, ...], str]) -> Path | str:
+    """Return where a key's value stands: the variable that has set it, or a part of it; else the file."""
+    return next((name for key, name in overrides.items() if place[: len(key)] == key), path)
+
+
+def _override_one(document: dict[str, Any], name: str, text: str) -> tuple[str, ...]:
+    """Return the keys that lead to what was overridden; none where the variable is not meant for us."""
     if name.startswith("ANABRANCH_") and not name.startswith((ENVIRONMENT_PREFIX, _TESTS_PREFIX)):
         raise SettingsError(f"{name}: overrides are written {ENVIRONMENT_PREFIX}SECTION__KEY, two underscores each")
     if not name.startswith(ENVIRONMENT_PREFIX):
-        return
-    place, kind = document, cast("Any", Pipeline)
+        return ()
+    place, kind, keys = document, cast("Any", Pipeline), list[str]()
     *sections, last = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
     for section in sections:
         key, kind = _step(kind, section, place, name)
+        keys.append(key)
         if isinstance(place.get(key), str) and _is_named(kind):
             place[key] = {"name": place[key]}
         place = place.setdefault(key, {})
@@ -182,8 +201,9 @@ def _override_one(document: dict[str, Any], name: str, text: str) -> None:
     if isinstance(value, str) and isinstance(place.get(key), dict) and _is_named(kind):
         # What other variables have said of its arguments stays, whichever comes first.
         place[key]["name"] = value
-    else:
-        place[key] = value
+        return (*keys, key, "name")
+    place[key] = value
+    return (*keys, key)
 
 
 def _is_named(kind: Any) -> bool:
@@ -262,21 +282,27 @@ def _resolve(
     return {key: _resolve(item, (*place, key), folder, environment, secrets, faults) for key, item in value.items()}
 
 
-def _sentence(path: Path, document: Mapping[str, Any], error: ErrorDetails, secrets: set[tuple[str, ...]]) -> str:
+def _sentence(
+    origin: Path | str, document: Mapping[str, Any], errors: Sequence[ErrorDetails], secrets: set[tuple[str, ...]]
+) -> str:
+    """Say the worst of the errors of one place; `origin`: where its value stands."""
+    error = errors[0]
     place = _place(document, error)
     key = ".".join(place)
     if error["type"] == "extra_forbidden":
-        return f"{path}: unknown key {key}{_nearest(place[-1], _known_keys(place[:-1]))}"
+        return f"{origin}: unknown key {key}{_nearest(place[-1], _known_keys(place[:-1]))}"
     if error["type"] == "missing":
-        return f"{path}: {key} is missing"
+        return f"{origin}: {key} is missing"
     message = error["msg"].removeprefix("Value error, ").replace("tuple", "list").replace("Tuple", "List")
     if error["type"] == "model_type":
         message = "must be a section"
+    if error["type"] == "literal_error":
+        message += _others(errors[1:]) + _nearest_value(error)
     if isinstance(error["input"], Mapping):
-        return f"{path}: {key}: {message}"
+        return f"{origin}: {key}: {message}"
     shared = any(secret[: len(place)] == place[: len(secret)] for secret in secrets)
     hidden = shared or isinstance(error["input"], SecretStr) or bool({"tokens", "properties", "url"} & set(place))
-    return f"{path}: {key} = {'(hidden)' if hidden else repr(error['input'])}: {message}"
+    return f"{origin}: {key} = {'(hidden)' if hidden else repr(error['input'])}: {message}"
 
 
 def _rank(error: ErrorDetails) -> int:
@@ -317,6 +343,18 @@ def _models(kind: Any) -> list[type[BaseModel]]:
         for inner in (get_args(type_)[1:] if get_origin(type_) is dict else [type_])
     ]
     return [type_ for type_ in types if isinstance(type_, type) and issubclass(type_, BaseModel)]
+
+
+def _others(errors: Iterable[ErrorDetails]) -> str:
+    """Name the kinds of values that a union takes beside its words."""
+    kinds = {"float": "a number", "int": "a whole number", "bool": "true or false"}
+    return "".join(f" or {kinds[kind]}" for each in errors if (kind := each["type"].partition("_")[0]) in kinds)
+
+
+def _nearest_value(error: ErrorDetails) -> str:
+    words = re.findall("'([^']*)'", error["ctx"]["expected"])
+    close = difflib.get_close_matches(str(error["input"]), words, n=1, cutoff=0.5)
+    return f'; the nearest known value is "{close[0]}"' if close else ""
 
 
 def _nearest(key: str, names: Iterable[str]) -> str:

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ingest.config import HoldOut, Section
+from ingest.config import DeviceName, HoldOut, Section, written
 from ingest.units import PositiveDuration
 
 _GUARD_SALT = 0x5F3759DF
-_IMPORT_STRING = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+_IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 TASK_NAMES = ("classification", "multilabel", "regression")
 """The tasks that come with the learner."""
 
@@ -32,7 +32,7 @@ def _task(value: str) -> str:
 class ModelSettings(Section):
     """The model to train and to serve."""
 
-    factory: Annotated[str, Field(pattern=_IMPORT_STRING)]
+    factory: Annotated[str, written(_IMPORT_STRING, 'module:function, such as "my_model:build"')]
     """Import string of a callable that returns an `nn.Module`; the config's folder is on the path, last."""
     args: dict[str, Any] = {}
     """Keyword arguments of the factory."""
@@ -174,7 +174,7 @@ class LearnerSettings(Section):
     sharding: Literal["none", "zero1", "fsdp"] = "none"
     """What replicas split among them: `zero1` the optimizer's state, which each rank then keeps a part of; `fsdp` the
     weights and gradients too."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    device: DeviceName = "auto"
     """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
     drift: DriftSettings = DriftSettings()
     """What is done when the stream changes."""
@@ -195,9 +195,9 @@ class LearnerSettings(Section):
     def _hosts_can_meet(self) -> Self:
         if self.host_rank >= self.hosts:
             raise ValueError(f"host_rank = {self.host_rank}, but hosts = {self.hosts}: it is below that")
-        if self.hosts > 1 and (self.rendezvous is None or self.interface is None):
-            lacking = "rendezvous" if self.rendezvous is None else "interface"
-            raise ValueError(f"hosts = {self.hosts} needs {lacking}")
+        lacking = [key for key in ("rendezvous", "interface") if getattr(self, key) is None]
+        if self.hosts > 1 and lacking:
+            raise ValueError(f"hosts = {self.hosts} needs {' and '.join(lacking)}")
         return self
 
 

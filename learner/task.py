@@ -55,7 +55,9 @@ class Classification:
     def check(self, output_B: Tensor, label: Label, rows: int) -> None:
         """Raise ModelError unless the output is floating point `[rows, classes]`."""
         if label.classes is None:
-            raise ModelError('model.task is "classification", but schema.label has no classes')
+            raise ModelError(
+                'model.task is "classification", but schema.label has no classes; set them, or write "regression"'
+            )
         if label.multi:
             raise ModelError('model.task is "classification", but schema.label.multi is true; write "multilabel"')
         _check_output(output_B, (rows, label.classes), 'task "classification"')
@@ -79,7 +81,9 @@ class MultiLabel:
     def check(self, output_B: Tensor, label: Label, rows: int) -> None:
         """Raise ModelError unless the output is floating point `[rows, classes]`."""
         if not label.multi or label.classes is None:
-            raise ModelError('model.task is "multilabel", but schema.label has no multi = true')
+            raise ModelError(
+                'model.task is "multilabel", but schema.label has no multi = true; set it, or write "classification"'
+            )
         _check_output(output_B, (rows, label.classes), 'task "multilabel"')
 
     def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
@@ -109,7 +113,9 @@ class Regression:
     def check(self, output_B: Tensor, label: Label, rows: int) -> None:
         """Raise ModelError unless the output is floating point with one number an event."""
         if label.classes is not None:
-            raise ModelError('model.task is "regression", but schema.label has classes')
+            raise ModelError(
+                'model.task is "regression", but schema.label has classes; take them out, or write "classification"'
+            )
         shape = (rows, 1) if isinstance(output_B, Tensor) and output_B.ndim == 2 else (rows,)
         _check_output(output_B, shape, 'task "regression"')
 

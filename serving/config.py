@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
-from ingest.config import Section
+from ingest.config import DeviceName, Section
 from ingest.loopback import is_loopback
 from ingest.units import Duration, PositiveDuration
 from serving.request_log import RequestLogLevel
@@ -59,7 +59,7 @@ class ServingSettings(Section):
     """Bytes of request bodies that may be held at a time; requests beyond them are answered 429 with Retry-After."""
     timeout: PositiveDuration = timedelta(seconds=10)
     """Longest time that a request may take before it is answered 504."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    device: DeviceName = "auto"
     """Device to answer on; `auto` takes CUDA where there is one, else the CPU."""
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the requests that the newest version that is not served answers too, to be compared; 0: none."""

@@ -160,7 +160,7 @@ def _check_config(patient: Patient, faulty: set[str]) -> Iterator[Finding]:
             patient.secrets |= {url, urlsplit(url).password or url}
     for place, sentence in faults:
         faulty.add(place[0])
-        yield found("config.invalid", f"{sentence}.", path=patient.path)
+        yield found("config.invalid", f"{sentence}.")
     if not faults:
         yield ok(f"{patient.path} is valid.")
 

@@ -35,7 +35,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 FINDINGS: dict[str, Kind] = {
     "config.unreadable": Kind("problem", 'Name the file with -c FILE, or write an example with "anabranch init DIR".'),
-    "config.invalid": Kind("problem", "Mend this key in {path}; docs/reference.md lists them all."),
+    "config.invalid": Kind("problem", "Mend this key where it stands; docs/reference.md lists them all."),
     "schema.invalid": Kind("problem", "Mend [schema] in {path}, or choose another stream.format."),
     "install.torch": Kind("problem", "Install torch anew: pip install --force-reinstall torch."),
     "install.crc32c": Kind("warning", "Install it: pip install crc32c."),

@@ -149,11 +149,14 @@ class TestValues:
         ("section", "body", "sentence"),
         [
             ("", "seed = 1", "name is missing"),
+            ("", 'name = "a b"', 'name = \'a b\': write letters, digits, ".", "_" and "-", such as'),
+            ("learner", 'replay_ratio = "often"', "learner.replay_ratio = 'often': Input should be 'auto' or a number"),
+            ("learner", "hosts = 2", "learner: hosts = 2 needs rendezvous and interface"),
             ("stream", "", "stream.topics is missing"),
             ("schema.label", "classes = 10", "schema.label.name is missing"),
             ("stream", "topics = []", "stream.topics = []: List should have at least 1 item"),
             ("stream", 'topics = "events"', "stream.topics = 'events': Input should be a valid list"),
-            ("stream", 'topics = ["a b"]', "stream.topics.0 = 'a b': String should match pattern"),
+            ("stream", 'topics = ["a b"]', "stream.topics.0 = 'a b': write letters, digits,"),
             ("stream", 'topics = ["a", "a"]', "stream: topics names a topic twice"),
             (
                 "stream",
@@ -204,13 +207,17 @@ class TestValues:
                 "schema.features.x.shape.0 = 0: Input should be great",
             ),
             ("schema.features.x", 'dtype = "float31"', "schema.features.x.dtype = 'float31': Input should be"),
-            ("model", 'factory = "my_model"', "model.factory = 'my_model': String should match pattern"),
+            (
+                "model",
+                'factory = "my_model"',
+                "model.factory = 'my_model': write module:function, such as \"my_model:build\"",
+            ),
             ("learner", "batch_size = 0", "learner.batch_size = 0: Input should be greater than or equal to 1"),
             ("learner", "max_delay = 3", "learner.max_delay = 3: write a duration as a number and a unit"),
             ("learner", 'max_delay = "0s"', "learner.max_delay = '0s': must be longer than 0s"),
             ("learner", 'max_delay = "9999999999d"', "learner.max_delay = '9999999999d': is longer than a duration"),
             ("learner", 'status = "8001"', "learner.status = '8001': write \"HOST:PORT\""),
-            ("learner", 'device = "tpu"', "learner.device = 'tpu': String should match pattern"),
+            ("learner", 'device = "tpu"', 'learner.device = \'tpu\': write "auto", "cpu",'),
             ("learner", "optimizer = {lr = 0}", "learner.optimizer.lr = 0: Input should be greater than 0"),
             ("replay", 'device_bytes = "3 XB"', "replay.device_bytes = '3 XB': could not interpret byte unit: XB"),
             ("gate", "guard_fraction = 1.0", "gate.guard_fraction = 1.0: Input should be less than 1"),
@@ -221,6 +228,9 @@ class TestValues:
     )
     def test_that_are_wrong_are_told_with_place_value_and_rule(self, refused, tmp_path, section, body, sentence):
         assert refused({section: body}).startswith(f"{tmp_path / 'pipeline.toml'}: {sentence}")
+
+    def test_the_nearest_of_the_values_is_named(self, refused):
+        assert refused({"learner": 'strategy = "a-gem"'}).endswith('; the nearest known value is "agem"')
 
     def test_a_section_that_is_a_value_is_refused(self, refused):
         assert refused({"": 'name = "d"\nlearner = 3'}).endswith("learner = 3: must be a section")
@@ -316,8 +326,20 @@ class TestEnvironment:
     def test_a_misspelt_variable_is_an_error(self, refused, name, sentence):
         assert refused(None, {name: "3"}).startswith(f"{name}: {sentence}")
 
-    def test_a_wrong_value_is_told_like_one_of_the_file(self, refused):
-        assert "learner.batch_size = 'many': " in refused(None, {"ANABRANCH__LEARNER__BATCH_SIZE": "many"})
+    @pytest.mark.parametrize(
+        ("name", "value", "sentence"),
+        [
+            ("LEARNER__BATCH_SIZE", "many", "learner.batch_size = 'many': "),
+            ("STREAM__TOPICS", '["a b"]', "stream.topics.0 = 'a b': "),
+            ("LEARNER__STRATEGY", "a-gem", "learner.strategy = 'a-gem': "),
+            ("LEARNER__STANDBY", "true", "learner.standby = true does not go with learner.replicas"),
+            ("LEARNER__STATUS", "0.0.0.0:8001", 'learner.status = "0.0.0.0:..." is not loopback'),
+        ],
+    )
+    def test_a_wrong_value_is_told_with_the_name_of_the_variable(self, refused, name, value, sentence):
+        name = f"ANABRANCH__{name}"
+        told = refused({"learner": "replicas = 2"}, {name: value})
+        assert told.startswith(f"{name}: {sentence}")
 
 
 class TestSecrets:

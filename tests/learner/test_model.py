@@ -145,15 +145,19 @@ class TestChecking:
     @pytest.mark.parametrize(
         ("task", "label", "sentence"),
         [
-            ("regression", {"name": "y", "classes": 3}, 'model.task is "regression", but schema.label has classes'),
-            ("multilabel", {"name": "y", "classes": 3}, "but schema.label has no multi = true"),
+            (
+                "regression",
+                {"name": "y", "classes": 3},
+                'model.task is "regression", but schema.label has classes; take them out',
+            ),
+            ("multilabel", {"name": "y", "classes": 3}, "but schema.label has no multi = true; set it, or"),
             ("classification", {"name": "y", "classes": 3, "multi": True}, 'multi is true; write "multilabel"'),
             (
                 "multilabel",
                 {"name": "y", "classes": 5, "multi": True},
                 'task "multilabel" needs floats of shape',
             ),
-            ("classification", {"name": "y", "dtype": "float32"}, "but schema.label has no classes"),
+            ("classification", {"name": "y", "dtype": "float32"}, "but schema.label has no classes; set them, or"),
         ],
     )
     def test_task_and_label_fit_together(self, task, label, sentence):
