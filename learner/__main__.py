@@ -97,7 +97,7 @@ def _rank(group: Path, arguments: list[str]) -> int:
     from learner.launcher import REFUSED, leave_rows, stop_with_launcher, take_place, write_outcome
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
-        from learner.errors import RankLostError, RankTooLargeError
+        from learner.errors import RankLostError, RankTooLargeError, tells_of_a_lost_rank
         from learner.replica import follow_leader
         from learner.session import learn
 
@@ -111,6 +111,11 @@ def _rank(group: Path, arguments: list[str]) -> int:
             sys.exit(1)
         except RankLostError as exc:
             log.error("rank %d ends: %s", place.rank, exc)  # noqa: TRY400 the sentence says all
+            sys.exit(1)
+        except RuntimeError as exc:
+            if not tells_of_a_lost_rank(exc):
+                raise
+            log.error("rank %d ends: another rank is gone: %s", place.rank, str(exc).splitlines()[0])  # noqa: TRY400
             sys.exit(1)
 
     code = enter("learner", "One rank of a learner.", learn_in_group, arguments)

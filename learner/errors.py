@@ -8,6 +8,8 @@ RankLostError             another rank is gone: end, and all ranks begin again f
 RankTooLargeError         a device ran out of memory: the same, with fewer events at once on this host
 """
 
+import re
+
 from ingest.errors import SettingsError
 
 
@@ -25,6 +27,11 @@ class CutError(SettingsError):
 
 class RankLostError(Exception):
     """Another rank is gone."""
+
+
+def tells_of_a_lost_rank(error: RuntimeError) -> bool:
+    """Whether torch raised it, from wherever a rank waits for others, since the connection to one of them has ended."""
+    return re.search("Connection closed by peer|Connection reset by peer|remote process exited", str(error)) is not None
 
 
 class RankTooLargeError(Exception):

@@ -156,6 +156,8 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
     report = learn()
     assert report.accuracy["now"] > 0.8
     assert "2 of 2 hosts take part, with 2 ranks" in leader.log.read_text()
+    assert "another rank is gone" in leader.log.read_text()
+    assert "Traceback" not in leader.log.read_text(), "a host that is lost is no bug"
     assert not (other.log.parent / "var").exists(), "a host that does not lead has no state"
     processes = [*ranks(leader), *ranks(other)]
     assert [leader.stop(40), other.stop(40)] == [0, 0]
