@@ -15,6 +15,8 @@ from ingest.schema import Schema
 from learner.errors import ModelError
 from learner.task import METHODS, TASKS, Task
 
+_OTHERS = ("<frozen", *(f"{Path(str(file)).parent}/" for file in (__file__, torch.__file__, importlib.__file__)))
+"""What the files of frames begin with that are ours, torch's or of the import itself."""
 _CHECK_ROWS = 3
 """Events of the check at start: more than one, so that an output without the batch dimension is noticed."""
 
@@ -144,7 +146,8 @@ def tensor_dtype(name: str) -> torch.dtype:
 
 
 def _told(error: BaseException) -> str:
-    """What was raised and where, on one line."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text} ({frame.f_code.co_filename}, line {line})"
+    """What was raised, on one line, and the innermost line of the user's own code, if it went through any."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [(name, line) for name, line in frames if not name.startswith(_OTHERS)]
+    place = " ({}, line {})".format(*users[-1]) if users else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

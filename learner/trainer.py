@@ -318,7 +318,7 @@ class Trainer:
         except (RuntimeError, KeyError, ValueError) as exc:
             raise CutError(
                 "the newest cut does not fit the model or optimizer of the config; put those back, or begin anew by "
-                f"moving the cuts away: {' '.join(str(exc).split())}"
+                f"moving the cuts away: {_first_clause(exc)}"
             ) from exc
 
     def generators(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -346,6 +346,12 @@ class Trainer:
 
     def _parts(self, examples: Examples) -> list[Examples]:
         return [part for part, _ in micro_batches(examples, (), self.micro_batch_size)]
+
+
+def _first_clause(error: Exception) -> str:
+    """Return the first of what torch lists a line each, below a headline."""
+    headline, *clauses = str(error).splitlines() or [""]
+    return (clauses[0] if clauses else headline).strip()
 
 
 def _probe(schema: Schema, device: torch.device) -> dict[str, Tensor]:

@@ -183,6 +183,13 @@ def test_a_cut_of_another_optimizer_is_refused(
         make_trainer(schema, make_model(), optimizer=changed).restore(trainer.tensors(), trainer.state())
 
 
+def test_a_cut_of_another_model_is_refused_with_the_first_weight_that_does_not_fit(schema: Schema) -> None:
+    small, wide = (make_trainer(schema, nn.Sequential(nn.Linear(4, n), nn.Linear(n, 3))) for n in (2, 8))
+    with pytest.raises(CutError, match=r"moving the cuts away: size mismatch for 0.weight: .*") as caught:
+        wide.restore(small.tensors(), small.state())
+    assert str(caught.value).count("size mismatch") == 1
+
+
 def test_a_cut_of_fp32_goes_on_in_fp16(schema: Schema, make_model: MakeModel) -> None:
     trainer = make_trainer(schema, make_model())
     good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
