@@ -61,7 +61,19 @@ class StrategySettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
-    name: Literal["none", "er", "er-ace", "der", "der++", "mir", "agem", "ewc", "lwf", "slda", "ncm"] = "er"
+    name: Literal[
+        "none",
+        "er",
+        "er-ace",
+        "der",
+        "der++",
+        "mir",
+        "agem",
+        "ewc",
+        "lwf",
+        "slda",
+        "ncm",
+    ] = "er"
     """How old events take part, or what else keeps the model from forgetting: `none` nothing, `er` experience replay;
     further keys are its arguments."""
 

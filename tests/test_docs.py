@@ -104,6 +104,17 @@ def headings(text: str) -> set[str]:
     return {slug(line.lstrip("#")) for line in prose.splitlines() if line.startswith("#")}
 
 
+@pytest.mark.parametrize(
+    "block", [each for each in BLOCKS if "/" in (each.mark("file") or "") and each.language == "python"], ids=named
+)
+def test_a_file_that_is_added_to_a_package_passes_its_linter(block: Fence) -> None:
+    name = str(ROOT / str(block.mark("file")))
+    for command in (["check", "--no-cache"], ["format", "--check"]):
+        arguments = [sys.executable, "-m", "ruff", *command, "--stdin-filename", name, "-"]
+        done = subprocess.run(arguments, input=block.text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     lost = []
