@@ -20,7 +20,7 @@ from anabranch.daemon import Exit
 from anabranch.doctor.broker import check_broker
 from anabranch.doctor.finding import Finding, Patient, found, ok
 from anabranch.doctor.machine import check_install, check_limits
-from anabranch.doctor.model import check_model
+from anabranch.doctor.model import check_alone, check_model
 from anabranch.doctor.ports import check_ports, check_tls
 from anabranch.doctor.redis import check_redis
 from anabranch.doctor.saved import check_cuts, check_versions
@@ -46,6 +46,7 @@ CHECKS: Sequence[Check] = (
     Check("limits", check_limits),
     Check("schema", check_schema, ("schema", "stream")),
     Check("model", check_model, ("schema", "model", "learner", "replay", "serving")),
+    Check("replicas", check_alone, ("learner",)),
     Check("broker", check_broker, ("stream", "schema")),
     Check("redis", check_redis, ("replay", "name")),
     Check("state", check_state, ("state_dir", "learner", "replay", "cuts", "versions", "schema")),

@@ -54,6 +54,7 @@ FINDINGS: dict[str, Kind] = {
     "model.checkpointing": Kind("problem", "Mend learner.activation_checkpointing."),
     "replay.policy": Kind("problem", "Mend replay.admission or replay.sampling."),
     "learner.replicas": Kind("problem", "Mend learner.replicas, or what it is told not to go with."),
+    "learner.alone": Kind("note", "Take learner.{key} out, or raise learner.replicas or learner.hosts."),
     "learner.hosts": Kind("problem", "Set learner.interface to the one that leads to the other hosts."),
     "model.crash": Kind("problem", 'Run it by hand in the config\'s folder: python -c "import {module}".'),
     "model.hang": Kind("problem", "Find out what it waits for, or give it more time with --timeout."),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from anabranch.doctor.finding import Finding, Patient, found
+from learner.config import LearnerSettings
 from replay.config import ReplaySettings
 
 _SHARE = 0.9
@@ -54,6 +55,17 @@ def _without_secret(replay: ReplaySettings) -> str:
     if replay.redis is not None:
         section["redis"]["url"] = "redis://hidden"
     return msgspec.json.encode(section).decode()
+
+
+def check_alone(patient: Patient) -> Iterator[Finding]:
+    """Whether a learner of one process is told what only several do."""
+    learner = patient.config.pipeline.learner
+    if learner.replicas == learner.hosts == 1:
+        values = {key: getattr(learner, key) for key in ("sharding", "sync_every", "comm_hook")}
+        for key, value in values.items():
+            if value != LearnerSettings.model_fields[key].default:
+                shown = f'"{value}"' if isinstance(value, str) else value
+                yield found("learner.alone", f"learner.{key} = {shown} has no effect with one replica.", key=key)
 
 
 def check_model(patient: Patient) -> Iterator[Finding]:

@@ -272,6 +272,19 @@ class TestModel:
             matter = only(diagnose("model"), "replay.policy").matter
             assert matter.startswith(f'replay.{key} = "class-balanced" needs schema.label.classes')
 
+    @pytest.mark.finds("learner.alone")
+    def test_what_only_several_replicas_do(self, diagnose, setting):
+        assert diagnose("replicas") == []
+        setting("learner.sync_every", 2)
+        (finding,) = diagnose("replicas")
+        assert finding.matter == "learner.sync_every = 2 has no effect with one replica."
+        setting("learner.sync_every", 1)
+        setting("learner.sharding", "zero1")
+        (finding,) = diagnose("replicas")
+        assert finding.matter == 'learner.sharding = "zero1" has no effect with one replica.'
+        setting("learner.replicas", 2)
+        assert diagnose("replicas") == []
+
     @pytest.mark.finds("learner.replicas", "learner.hosts")
     def test_ranks_that_cannot_meet(self, diagnose, setting):
         setting("learner.device", "cpu")
