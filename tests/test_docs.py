@@ -22,6 +22,7 @@ from ingest.schema import Schema
 from learner.model import build_model, check_model, make_task
 from learner.precision import Precision
 from learner.strategy import NoReplay
+from learner.support import RULES, Rule
 from learner.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +103,14 @@ def slug(heading: str) -> str:
 def headings(text: str) -> set[str]:
     prose = FENCED.sub("", text)
     return {slug(line.lstrip("#")) for line in prose.splitlines() if line.startswith("#")}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.key}-{rule.other}")
+def test_what_does_not_go_together_is_in_the_table(rule: Rule) -> None:
+    _, _, rest = PAGES["docs/learning.md"].partition("### What does not go together")
+    rows = [line.split(" | ") for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    names = f"`{rule.key}", f"`{rule.other}"
+    assert any(one in row[0] and other in row[1] for row in rows for one, other in (names, names[::-1]))
 
 
 @pytest.mark.parametrize(
