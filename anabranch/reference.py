@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from prometheus_client import CollectorRegistry
@@ -94,6 +95,7 @@ _TAIL = """\
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
 | `epoch` | how many learners have held the lock |
+| `traces/steps-<first>-<last>.json` | a trace of some steps, by `learner.profile` |
 | `share/server-<n>`, `share/learner-<n>` | by which a server says that it needs the device, a rank that it gives way |
 
 ## Variables of the environment
@@ -248,11 +250,10 @@ def _kind(kind: Any, bounds: Sequence[Any] = ()) -> str:
     if get_origin(kind) is Annotated:
         inner, *bounds = get_args(kind)
         return _kind(inner, bounds)
-    members = [member for member in alternatives(kind) if member is not type(None)]
-    if len(members) > 1:
+    if get_origin(kind) in (Union, UnionType):
         # Each member of the union itself, since its own bounds stand beside it.
-        return " or ".join(dict.fromkeys(_kind(member) for member in get_args(kind) if member is not type(None)))
-    (member,) = members
+        members = [member for member in get_args(kind) if member is not type(None)]
+        return " or ".join(dict.fromkeys(_kind(member, bounds if len(members) == 1 else ()) for member in members))
     words: dict[Any, str] = {
         bool: "true or false",
         int: "whole number",
@@ -264,13 +265,13 @@ def _kind(kind: Any, bounds: Sequence[Any] = ()) -> str:
         ByteSize: "size",
         Any: "anything",
     }
-    if get_origin(member) is Literal:
-        return ", ".join(f'`"{choice}"`' for choice in get_args(member))
-    if get_origin(member) in (tuple, list):
-        return f"list, each item {_kind(get_args(member)[0])}"
-    if get_origin(member) is dict:
+    if get_origin(kind) is Literal:
+        return ", ".join(f'`"{choice}"`' for choice in get_args(kind))
+    if get_origin(kind) in (tuple, list):
+        return f"list, each item {_kind(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
         return "table"
-    return words.get(member, "anything") + _bounds(bounds)
+    return words.get(kind, "anything") + _bounds(bounds)
 
 
 def _bounds(bounds: Sequence[Any]) -> str:

@@ -225,6 +225,16 @@ def test_every_command_has_an_example():
         assert f"Example: anabranch {name}" in command.epilog
 
 
+def test_the_reference_has_bounds_of_settings_that_may_be_absent():
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    for row in (
+        "micro_batch_size` | whole number >= 2",
+        "mps_percentage` | whole number >= 1, <= 100",
+        "sms` | whole n",
+    ):
+        assert f"| `{row}" in page
+
+
 def test_the_reference_is_that_of_the_code():
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert page == reference.reference(), "write it anew: python -m anabranch.reference > docs/reference.md"
