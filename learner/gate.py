@@ -24,6 +24,8 @@ _IS = 2.326
 """Standard errors of the one-sided 99 % limit."""
 _SURELY = 3.09
 """Standard errors of the one-sided 99.9 % limit, for who looks again and again."""
+_NEVER_BY_CHANCE = 4.5
+"""Standard errors that chance exceeds once in 300,000 looks: the watch takes thousands a day."""
 _LEAST = 1e-12
 
 
@@ -59,8 +61,8 @@ class Drop:
         return -self.drop > _SURELY * self.error
 
     def surely_exceeds(self, most: float) -> bool:
-        """Whether it is more than `most` and no chance, also when it is asked again for each new event."""
-        return self.drop > most and self.drop > _SURELY * self.error
+        """Whether it is more than `most` and no chance, also when it is asked a thousand times a day."""
+        return self.drop > most and self.drop > _NEVER_BY_CHANCE * self.error
 
 
 @dataclass(frozen=True)

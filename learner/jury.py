@@ -25,7 +25,7 @@ from learner.version import ModelReference, RegistryState, Verdict, Versions
 WATCH_ROWS = 50
 """Held-out events that came after a swap, before the watch judges it."""
 WATCH_ENOUGH = 500
-"""With so many a version is found well."""
+"""With so many a version is found well, or with the youngest quarter of the guard set, if that is less."""
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,14 @@ class Jury:
         self._served: Contender | None = None
         self._best: Contender | None = None
         self._best_served = 0.0
+        """When it was the served one last, or became the best."""
         self._well: Contender | None = None
         self._trial: list[int] = []
         """Versions that were served after that."""
         self._before_trial = np.empty(0, np.uint64)
+        self._enough = min(WATCH_ENOUGH, max(1, settings.guard_rows // YOUNG))
+        self._looks_at = 0
+        """With how many events that came after the trial began the watch looks next."""
         self._state: RegistryState | None = None
         self._surpasses = True
         self.held_since: float | None = None
@@ -93,24 +97,27 @@ class Jury:
             self._well = contender
         else:
             if not self._trial:
-                self._before_trial = contender.known
+                self._before_trial, self._looks_at = contender.known, min(WATCH_ROWS, self._enough)
             self._trial.append(number)
         if self._best is None or self._surpasses:
-            self._best = contender
+            self._compare_with(contender)
         self._served, self.held_since, self.reasons = contender, None, []
 
     def watch(self, rows: GuardRows) -> None:
         """Compare what is served with the last version found well, on what was held out since: withdraw what is worse.
 
-        Versions follow each other faster than held-out events come, so all since then are on trial together.
+        Versions follow each other faster than held-out events come, so all since then are on trial together. It looks
+        each time that there are twice as many events as before: whoever looks at each finds something by chance.
         """
         self._look(rows)
         served, well = self._served, self._well
         if served is None or well is None or not self._trial or not len(rows):
             return
         fresh = ~np.isin(rows.columns["hash"].astype(np.uint64), self._before_trial)
-        if np.count_nonzero(fresh) < WATCH_ROWS:
+        count = int(np.count_nonzero(fresh))
+        if count < self._looks_at:
             return
+        self._looks_at = min(2 * count, self._enough)
         now_G, before_G = (each.scores(self._scorer, rows.columns)[fresh] for each in (served, well))
         finite = np.isfinite(now_G) & np.isfinite(before_G)
         if not finite.any():
@@ -120,7 +127,7 @@ class Jury:
             reason = f"the watch found it worse than version {well.number} on {drop.rows} events that came after it"
             numbers = {"watch": drop.candidate, "watch_rival": drop.rival, "watch_drop": drop.drop}
             self._withdraw(Verdict("fail", [reason], numbers), well)
-        elif len(now_G) >= WATCH_ENOUGH:
+        elif count >= self._enough:
             self._well, self._trial = served, []
 
     @property
@@ -137,7 +144,7 @@ class Jury:
         if best is served:
             self._best_served = time.time()
         elif time.time() - self._best_served > self._settings.max_hold.total_seconds():
-            best = self._best = served
+            best = self._compare_with(served)
         served_G = served.scores(self._scorer, rows.columns)
         best_G = best.scores(self._scorer, rows.columns) if best is not None and best is not served else None
         # While nothing passes, what comes may be what makes the candidates worse: it does not become old knowledge.
@@ -146,6 +153,11 @@ class Jury:
         classes = {name: marks & told for name, marks in class_marks(self._scorer.schema, rows).items()}
         classes = {name: marks for name, marks in classes.items() if marks.any()}
         return Hearing(scores_G, served_G, best_G, new, old, classes, held=held)
+
+    def _compare_with(self, best: Contender) -> Contender:
+        """Have what comes compared with another best, for `gate.max_hold` at least."""
+        self._best, self._best_served = best, time.time()
+        return best
 
     def _hold_is_over(self) -> bool:
         since = self.held_since
@@ -171,7 +183,7 @@ class Jury:
                 self._versions.write_verdict(number, verdict)
         self.withdrawn += 1
         if self._best is not None and self._best.number in self._trial:
-            self._best = well
+            self._compare_with(well)
         self._served, self._trial = well, []
         self._hold(verdict.reasons)
 
@@ -211,7 +223,7 @@ class Jury:
 
     def _begin_with(self, contender: Contender | None) -> None:
         if contender is not None:
-            self._served = self._best = self._well = contender
+            self._served = self._well = self._compare_with(contender)
             self._trial = []
 
     def _read(self, number: int, rows: GuardRows) -> Contender | None:

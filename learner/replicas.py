@@ -75,7 +75,7 @@ def join_group(place: Place, settings: LearnerSettings) -> Iterator[torch.device
         SettingsError: there is no device for each rank.
         RankLostError: others are gone before all have met.
     """
-    device = _device_of(place, settings)
+    device = device_of(place, settings)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     interface = place.meeting.interface if isinstance(place.meeting, Meeting) else loopback
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -226,7 +226,7 @@ def _store_of(place: Place) -> Store:
     return FileStore(str(place.meeting), place.size)
 
 
-def _device_of(place: Place, settings: LearnerSettings) -> torch.device:
+def device_of(place: Place, settings: LearnerSettings) -> torch.device:
     device, what = choose_device(settings.device), f"learner.replicas = {settings.replicas}"
     if device.type == "cpu":
         if settings.comm_hook == "bf16":

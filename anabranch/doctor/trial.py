@@ -20,7 +20,7 @@ from learner.hosts import meet_hosts
 from learner.model import build_model, check_model, make_task
 from learner.optimizer import build_optimizer
 from learner.precision import Precision, check_scaling, choose_device, choose_precision
-from learner.replicas import Place, _device_of
+from learner.replicas import Place, device_of
 from learner.resumed import check_columns
 from learner.strategies.build import build_strategy
 from learner.strategy import kept
@@ -51,7 +51,7 @@ def try_device(learner: LearnerSettings, say: Callable[[Said], None]) -> tuple[t
         kind = "learner.replicas"
         if ranks > 1:
             check_scaling(precision, learner.sharding, learner.sync_every)
-            device = _device_of(Place(0, ranks, Path()), learner)
+            device = device_of(Place(0, ranks, Path()), learner)
         kind = "learner.hosts"
         if learner.hosts > 1:
             _check_interface(learner)

@@ -19,8 +19,9 @@ from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.config import GateSettings, ModelSettings, VersionsSettings
 from learner.deadline import Deadline
+from learner.gate import compare
 from learner.guard import GuardSet
-from learner.jury import WATCH_ROWS, Jury
+from learner.jury import WATCH_ENOUGH, WATCH_ROWS, Jury
 from learner.metrics import LearnerMetrics
 from learner.publisher import Publisher, Snapshot, reference_to
 from learner.record_times import RecordTimes
@@ -169,6 +170,21 @@ def test_small_drops_do_not_add_up(make_bench: Callable[..., Bench]) -> None:
     assert "the best version served lately" in bench.reasons(4)
 
 
+def test_small_drops_do_not_add_up_after_a_plateau_either(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a plateau nothing is surely better than the best, which is replaced once `max_hold` is over."""
+    now = [1e9]
+    monkeypatch.setattr("learner.jury.time", SimpleNamespace(time=lambda: now[0]))
+    bench = make_bench(max_drop_old=0.4, max_drop_new=1.0, max_hold="10m")
+    bench.hold_out(200)
+    for _ in range(15):
+        assert bench.publish(GOOD) != "fail"
+        now[0] += 60
+    assert [bench.publish(WORSE), bench.publish(BAD)] == ["pass", "fail"]
+    assert "the best version served lately" in bench.reasons(17)
+
+
 def test_the_best_is_forgotten_when_it_was_served_longer_ago_than_max_hold(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(max_drop_old=0.8, max_drop_new=1.0, max_hold="1ms")
     bench.hold_out(200)
@@ -204,6 +220,38 @@ def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]
         bench.hold_out(40)
         bench.watch()
     assert [bench.verdict(number) for number in (1, 2, 3, 4)] == ["abstain"] * 4
+
+
+def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench]) -> None:
+    """Two models that differ on one event in five, and are as good: in a thousand trials of all its looks."""
+    noise, rivals = np.random.default_rng(0), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    looks = [50, 100, 200, 400, 500]
+    for _ in range(1000):
+        now_G, before_G = rivals[noise.choice(3, 500, p=[0.1, 0.1, 0.8])].T
+        assert not any(compare(now_G[:n], before_G[:n], bounded=True).surely_exceeds(0.02) for n in looks)
+    bench = make_bench(min_rows=10_000)
+    bench.guard = GuardSet(bench.schema, 2000)
+    bench.hold_out(30)
+    assert [bench.publish(GOOD), bench.publish(GOOD)] == ["abstain"] * 2
+    seen = []
+    for _ in range(WATCH_ENOUGH):
+        bench.hold_out(1)
+        before = bench.jury._looks_at
+        bench.watch()
+        if bench.jury._looks_at != before:
+            seen.append(before)
+    assert seen == looks[:-1]
+    assert not bench.jury._trial
+
+
+def test_in_a_small_guard_set_a_trial_ends_with_its_youngest_quarter(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000, guard_rows=400)
+    bench.hold_out(400)
+    assert [bench.publish(GOOD), bench.publish(GOOD)] == ["abstain"] * 2
+    bench.hold_out(100)
+    for _ in range(2):
+        bench.watch()
+    assert not bench.jury._trial
 
 
 def test_what_a_person_promotes_is_what_others_are_compared_with(bench: Bench) -> None:
