@@ -117,8 +117,9 @@ class MeasuredRatio:
     some steps. If forgetting does not fall by `cost` or more, the old events are not forgotten but merely different
     (natural drift): replay stops, and the bar rises above what was seen, and sinks again slowly. If it falls, replay
     stays on: the ratio sinks slowly for as long as forgetting stays within half of `cost` of what full replay reached,
-    and else rises at once. The weight of the old sets the cost: 0.2 x (1 - old) / old, in accuracy, or for regression
-    as part of the larger error.
+    and else rises at once. Where full replay mostly misses that for as long as the ratio takes to halve, what it reaches
+    then is what the ratio goes by: else old events that are merely different by now would keep it on for ever. The
+    weight of the old sets the cost: 0.2 x (1 - old) / old, in accuracy, or for regression as part of the larger error.
 
     While replay is on it is also measured which of several samplers does best, by the same scores and weights; what the
     ratio would have sunk by meanwhile it sinks by afterwards.
@@ -143,6 +144,8 @@ class MeasuredRatio:
         self._without, self._with = 0.0, 0.0
         self._held = 0
         """Steps for which the ratio has yet to sink, since samplers are compared meanwhile."""
+        self._missed = 0
+        """In how many more steps than not full replay has not reached what it had."""
         self.now = 0.0
 
     @property
@@ -205,7 +208,11 @@ class MeasuredRatio:
     def _keep(self) -> None:
         if self.forgetting - self._with > self._cost / 2:
             self.now, self._held = min(_FULL, self.now + _FULL / _RISE), 0
+            self._missed += self.now == _FULL
+            if self._missed == _FALL:
+                self._with, self._missed = self.forgetting, 0
             return
+        self._missed = max(0, self._missed - 1)
         self._held += 1
         if self._kind.compares:
             return
@@ -215,7 +222,7 @@ class MeasuredRatio:
             self._stop(self._cost)
 
     def _stop(self, bar: float) -> None:
-        self._phase, self._bar, self.now, self._held = "off", bar, 0.0, 0
+        self._phase, self._bar, self.now, self._held, self._missed = "off", bar, 0.0, 0, 0
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a cut."""
@@ -228,6 +235,7 @@ class MeasuredRatio:
             "without": self._without,
             "with": self._with,
             "held": self._held,
+            "missed": self._missed,
             "now": self.now,
             "kind": self._kind.state(),
         }
@@ -240,7 +248,7 @@ class MeasuredRatio:
         self._phase, self._left, self.now = state["phase"], state["left"], state["now"]
         self._bar = self._cost if state["bar"] is None else max(self._cost, state["bar"])
         self._without, self._with = state["without"], state["with"]
-        self._held = state.get("held", 0)
+        self._held, self._missed = state.get("held", 0), state.get("missed", 0)
         self._kind.restore(state.get("kind", {}))
 
 

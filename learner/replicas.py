@@ -227,6 +227,7 @@ def _store_of(place: Place) -> Store:
 
 
 def device_of(place: Place, settings: LearnerSettings) -> torch.device:
+    """Return the device of a rank; raises SettingsError when there is none for each rank of the host."""
     device, what = choose_device(settings.device), f"learner.replicas = {settings.replicas}"
     if device.type == "cpu":
         if settings.comm_hook == "bf16":

@@ -75,6 +75,32 @@ def test_replay_falls_where_it_is_needed_no_more_and_rises_when_it_is_missed() -
     assert max(ratios[20_000:]) > 0.5
 
 
+def test_replay_that_came_on_with_reason_is_let_go_where_it_no_longer_helps() -> None:
+    """The stream drifts: old events are harder than the newest then, replayed or not."""
+    ratio, model = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
+
+    def change(step: int) -> None:
+        if step == 2000:
+            model.without = model.with_ = 0.8
+
+    ratios = run(ratio, model, 40_000, change=change)
+    assert min(ratios[1000:2000]) > 0.7
+    assert not any(ratios[-5000:])
+
+
+def test_replay_that_falls_short_of_what_it_reached_stays_where_it_is_missed() -> None:
+    """More classes have come: full replay reaches less than it did, and is worth as much."""
+    ratio, model = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
+
+    def change(step: int) -> None:
+        if step == 2000:
+            model.with_ = 0.7
+
+    ratios = run(ratio, model, 40_000, change=change)
+    assert min(ratios[2000:]) > 0.1
+    assert model.old > 0.5
+
+
 def test_forgetting_within_half_the_cost_is_put_up_with() -> None:
     """In the long run the ratio lies where old events do worse by half of what is worth a trial, and no more."""
     ratio, model = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
