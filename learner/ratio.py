@@ -117,9 +117,9 @@ class MeasuredRatio:
     some steps. If forgetting does not fall by `cost` or more, the old events are not forgotten but merely different
     (natural drift): replay stops, and the bar rises above what was seen, and sinks again slowly. If it falls, replay
     stays on: the ratio sinks slowly for as long as forgetting stays within half of `cost` of what full replay reached,
-    and else rises at once. Where full replay mostly misses that for as long as the ratio takes to halve, what it reaches
-    then is what the ratio goes by: else old events that are merely different by now would keep it on for ever. The
-    weight of the old sets the cost: 0.2 x (1 - old) / old, in accuracy, or for regression as part of the larger error.
+    and else rises at once. Where full replay mostly misses that for as long as the ratio takes to halve, what it has
+    reached by then is gone by: else old events that are merely different by now would keep it on for ever. The weight
+    of the old sets the cost: 0.2 x (1 - old) / old, in accuracy, or for regression as part of the larger error.
 
     While replay is on it is also measured which of several samplers does best, by the same scores and weights; what the
     ratio would have sunk by meanwhile it sinks by afterwards.

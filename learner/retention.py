@@ -1,5 +1,6 @@
 """What a model once could, and how much of it is left, seen over the versions that were scored on the guard set."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,6 +9,8 @@ from learner.evaluation import Evaluation
 
 _BETTER = 0.02
 """A score is a new best, from which the lowest counts anew, only when it is better by so much; less is noise."""
+_SMOOTHED = 20
+"""Versions over which the score of a class is averaged: the best of thousands of noisy ones is noise."""
 _NEAR_ROWS = 500
 """Events of the near future to tell of."""
 
@@ -33,7 +36,8 @@ class Retention:
     Attributes:
         old: of the window `old`; its lowest since the best shows the stability gap (De Lange et al. 2023, "Continual
             evaluation for lifelong learning: identifying the stability gap"), which the end of a task hides.
-        classes: best score ever of each class; of `old` where there are no classes.
+        classes: best score ever of each class, averaged over some versions; of `old` where there are no classes.
+        smooth: of each class how many versions were averaged, and the average.
         forgetting: mean over the classes of their best ever less their score now (Chaudhry et al. 2018, "Riemannian
             walk for incremental learning"); None before the first version.
         near: how many events of the near future were scored at a time, and the sum of their scores.
@@ -41,6 +45,7 @@ class Retention:
 
     old: Peak | None = None
     classes: Mapping[str, float] = field(default_factory=dict)
+    smooth: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     forgetting: float | None = None
     near: tuple[tuple[int, float], ...] = ()
 
@@ -50,11 +55,13 @@ class Retention:
             return self
         score = found.windows["old"]
         now = found.classes or {"old": score}
-        best = {**self.classes, **{name: max(self.classes.get(name, value), value) for name, value in now.items()}}
+        smooth = {**self.smooth, **{name: _averaged(self.smooth.get(name), value) for name, value in now.items()}}
+        best = {**self.classes, **{name: max(self.classes.get(name, -math.inf), smooth[name][1]) for name in now}}
         return replace(
             self,
             old=Peak(score, score) if self.old is None else self.old.followed_by(score),
             classes=best,
+            smooth=smooth,
             forgetting=sum(best[name] - value for name, value in now.items()) / len(now),
         )
 
@@ -78,11 +85,25 @@ class Retention:
     def state(self) -> dict[str, Any]:
         """Plain values, for a cut."""
         old = None if self.old is None else (self.old.best, self.old.lowest)
-        return {"old": old, "classes": dict(self.classes), "forgetting": self.forgetting, "near": self.near}
+        return {
+            "old": old,
+            "classes": dict(self.classes),
+            "smooth": dict(self.smooth),
+            "forgetting": self.forgetting,
+            "near": self.near,
+        }
+
+
+def _averaged(before: tuple[int, float] | None, score: float) -> tuple[int, float]:
+    """Return an average after one more score, all of the first ones counting alike."""
+    count, mean = before or (0, 0.0)
+    count = min(count + 1, _SMOOTHED)
+    return count, mean + (score - mean) / count
 
 
 def retention_of(state: Mapping[str, Any]) -> Retention:
     """Take up the state of a cut."""
     old = None if state["old"] is None else Peak(*state["old"])
     near = tuple((int(rows), float(score)) for rows, score in state["near"])
-    return Retention(old, state["classes"], state["forgetting"], near)
+    smooth = {name: (int(count), float(mean)) for name, (count, mean) in state.get("smooth", {}).items()}
+    return Retention(old, state["classes"], smooth, state["forgetting"], near)

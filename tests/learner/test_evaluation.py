@@ -138,6 +138,14 @@ class TestRetention:
         assert found.forgetting == 0.25
         assert found.followed_by(seen(0.7, a=0.9, b=0.9)).forgetting == pytest.approx(0.05)
 
+    def test_the_best_of_many_noisy_scores_is_no_forgetting(self) -> None:
+        random, found, told = np.random.default_rng(0), Retention(), []
+        for _ in range(3000):
+            scores = {f"c{number}": score / 40 for number, score in enumerate(random.binomial(40, 0.8, 10).tolist())}
+            found = found.followed_by(seen(0.8, **scores))
+            told.append(found.forgetting)
+        assert np.mean(told[-1000:]) < 0.07
+
     def test_without_classes_forgetting_is_that_of_the_old(self) -> None:
         found = Retention().followed_by(seen(-1.0)).followed_by(seen(-3.0))
         assert found.forgetting == 2.0
