@@ -119,7 +119,9 @@ class LagPolicy:
         now, told = self._clock(), self._stream.told
         self._arrivals += [Arrivals() for _ in accounts[len(self._arrivals) :]]
         for arrivals, account in zip(self._arrivals, accounts, strict=True):
-            if told is not None and told != self._told:
+            if account.superseded:
+                arrivals.marks.clear()  # what was not read of it is gone, and waits no longer
+            elif told is not None and told != self._told:
                 arrivals.note(told, account.position.offset + account.pending)
         self._told = told
         positions = [account.position.offset for account in accounts]

@@ -160,6 +160,28 @@ def test_a_restart_knows_how_long_events_have_been_waiting() -> None:
     assert looked(again, clock, end=3700, position=1900) == (pytest.approx(1800, abs=1.1), True)
 
 
+def test_what_was_not_read_of_a_topic_that_was_made_anew_waits_no_longer() -> None:
+    clock = Clock()
+    stream = Stream(clock)
+    lagging = policy(clock, stream=stream)
+    accounts = ledger(end=100, position=40)
+    stream.told = clock.now
+    lagging.look(accounts.partitions)
+    clock.now += 30
+    lagging.look(accounts.partitions)
+    assert lagging.seconds == 30
+    kept = lagging.state()
+    accounts.take_up(TopicPartition("events", 0, 1), 0)
+    restarted = policy(clock, stream=stream)
+    restarted.restore(kept)
+    for each in (lagging, restarted):
+        clock.now += 3600
+        stream.told = clock.now
+        each.look(accounts.partitions)
+        assert (each.seconds, each.behind) == (0, False)
+        assert each.state()["arrivals"][0] == []
+
+
 def test_ingest_is_asked_to_go_on_at_the_end_once_a_second() -> None:
     clock = Clock()
     stream = Stream(clock)
