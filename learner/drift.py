@@ -1,6 +1,7 @@
 """Notices that the stream has changed, by the error on new events, and says what is to be done about it."""
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,10 +29,12 @@ class Drift:
         """The step that showed the newest one."""
 
     def add(self, step: int, scored: Scored) -> bool:
-        """Take up a step's new events, and return whether they show a drift."""
+        """Take up a step's new events, and return whether they show a drift; a score not finite says nothing."""
         if not self._settings.actions:
             return False
         self._left = max(0, self._left - 1)
+        if not math.isfinite(scored.score):
+            return False
         error = scored.rows - scored.score if self._bounded else -scored.score
         change = self._window.add(error, scored.rows)
         if not change:

@@ -1,6 +1,7 @@
 """The training loop: takes batches, learns them, settles them, publishes."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -102,6 +103,7 @@ class Loop:
         self.rows_new = 0
         self.rows_replay = 0
         self.non_finite_in_a_row = 0
+        self._told_of_score = False
 
     def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
         """Learn until `stop` is set; `at_boundary` is called between steps.
@@ -218,7 +220,15 @@ class Loop:
     def _measure(self, new: Scored, probed: Tally | None) -> None:
         """Take note of how well new events were predicted, and of old ones where they were probed."""
         self.prequential.add(new)
-        self.ratio.learned(Tally(new.rows, new.score), probed)
+        if math.isfinite(new.score):
+            self.ratio.learned(Tally(new.rows, new.score), probed)
+        elif not self._told_of_score:
+            self._told_of_score = True
+            log.warning(
+                "step %d: the task's score of its events is %s; scores that are not finite are left out of what is "
+                "measured, and not told of again",
+                *(self.steps, new.score),
+            )
         if self.drift.add(self.steps, new):
             self._metrics.learner.drifts.inc()
             self._parts.trainer.drifted()

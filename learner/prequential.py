@@ -27,16 +27,18 @@ class Prequential:
     def __init__(self, *, bounded: bool = True) -> None:
         self._score = Adwin(bounded=bounded)
         self._loss = Adwin(bounded=False)
-        self._rows, self._total, self._total_loss = 0, 0.0, 0.0
+        self._rows, self._scored, self._total, self._total_loss = 0, 0, 0.0, 0.0
 
     def add(self, scored: Scored) -> None:
-        """Add a step's new events."""
-        self._score.add(scored.score, scored.rows)
+        """Add a step's new events; a score that is not finite says nothing of them."""
+        if math.isfinite(scored.score):
+            self._score.add(scored.score, scored.rows)
+            self._scored += scored.rows
+            self._total += scored.score
         # A strategy may leave out what makes the task's own loss of a step infinite.
         loss = scored.loss if math.isfinite(scored.loss) else (self._loss.mean or 0.0) * scored.rows
         self._loss.add(loss, scored.rows)
         self._rows += scored.rows
-        self._total += scored.score
         self._total_loss += loss
 
     @property
@@ -57,7 +59,7 @@ class Prequential:
     @property
     def overall(self) -> float | None:
         """Mean score since the beginning of the stream, restarts included; None before the first event."""
-        return self._total / self._rows if self._rows else None
+        return self._total / self._scored if self._scored else None
 
     @property
     def overall_loss(self) -> float | None:
@@ -70,6 +72,7 @@ class Prequential:
             "score": self._score.state(),
             "loss": self._loss.state(),
             "rows": self._rows,
+            "scored": self._scored,
             "total": self._total,
             "total_loss": self._total_loss,
         }
@@ -79,3 +82,4 @@ class Prequential:
         self._score.restore(state["score"])
         self._loss.restore(state["loss"])
         self._rows, self._total, self._total_loss = state["rows"], state["total"], state["total_loss"]
+        self._scored = state.get("scored", self._rows)

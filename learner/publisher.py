@@ -177,6 +177,7 @@ class Publisher:
         verdict = self.jury.judge(scores_G, snapshot.guard)
         number = self._highest = self._highest + 1  # a number that failed is not used again
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
+        metrics = now | dict(self.evaluation.windows)
         self._learned.join(snapshot.learned)
         weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}
         manifest = Manifest(
@@ -186,7 +187,7 @@ class Publisher:
             time=time.time(),
             step=snapshot.step,
             trained_through=dict(snapshot.trained_through),
-            metrics=now | dict(self.evaluation.windows),
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             schema=self._schema.digest,
             encoders={
                 name: feature.encode.model_dump(mode="json")

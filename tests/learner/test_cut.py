@@ -162,6 +162,7 @@ class Bench:
         check = functools.partial(check_epoch, path, 1)
         self.cutter = Cutter(self.cuts, settings_of_cuts, self.store, self.metrics.learner, segments, check)
         versions, reference = Versions(path / "versions"), reference_to(ModelSettings(factory="m:build"))
+        self.versions = versions
         scorer = Scorer(model, task, schema, CPU)
         publisher = Publisher(
             *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
@@ -351,6 +352,39 @@ def test_measuring_what_is_forgotten_changes_nothing_that_is_learned(make_bench:
     assert measured.loop.rows_replay == 0
     for name, value in bare.trainer.snapshot().items():
         assert torch.equal(measured.trainer.snapshot()[name], value), name
+
+
+class Unsure(Classification):
+    """Has no score for the events of some steps."""
+
+    def __init__(self, steps: range) -> None:
+        self.left = list(steps)
+
+    def score(self, output_B: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+        step = self.left.pop(0) if self.left else 0
+        return super().score(output_B, label_B) * (torch.nan if step % 3 else 1.0)
+
+
+def test_scores_that_are_not_finite_are_left_out_and_a_restart_goes_on(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"replay_ratio": "auto", "drift": {"actions": ["raise-lr"]}}
+    bench = make_bench(120, learner=settings)
+    bench.trainer.task = Unsure(range(60))
+    bench.run()
+    bench.finish()
+    assert sum("the task's score of its events is nan" in record.getMessage() for record in caplog.records) == 1
+    overall = bench.loop.prequential.overall
+    assert overall is not None
+    assert 0 <= overall <= 1
+    assert bench.loop.prequential.window < 100 * (ROWS - 1)
+    assert bench.versions.manifest(bench.versions.numbers()[-1]).metrics["now"] == bench.loop.prequential.mean
+    bench.close()
+    resumed = make_bench(160, learner=settings)
+    resumed.resume()
+    assert resumed.loop.prequential.overall == overall
+    resumed.run()
+    assert resumed.loop.steps == 160
 
 
 def test_a_drift_begins_a_cut(make_bench: Callable[..., Bench]) -> None:

@@ -41,6 +41,17 @@ class TestPrequential:
             found.add(Scored(10, 5.0, loss))
         assert found.loss == found.overall_loss == pytest.approx(0.3)
 
+    def test_a_score_that_is_not_finite_spoils_no_mean(self) -> None:
+        found = Prequential()
+        for score in (math.nan, 5.0, -math.inf, 5.0):
+            found.add(Scored(10, score, 3.0))
+        assert found.mean == found.overall == 0.5
+        assert found.window == 20
+        assert found.loss == found.overall_loss == pytest.approx(0.3)
+        resumed = Prequential()
+        resumed.restore(json.loads(json.dumps(found.state(), allow_nan=False)))
+        assert resumed.overall == 0.5
+
     def test_it_goes_on_from_its_state(self) -> None:
         whole, half, resumed = Prequential(), Prequential(), Prequential()
         scored = steps([0.9, 0.6])
@@ -79,6 +90,15 @@ class TestDrift:
             drift.add(at, scored)
             factors.append((drift.lr_factor, drift.replay_factor))
         assert factors[:6] == [(3, 2), (2.5, 1.75), (2, 1.5), (1.5, 1.25), (1, 1), (1, 1)]
+
+    def test_a_score_that_is_not_finite_is_no_drift_and_keeps_no_factor_up(self) -> None:
+        drift = Drift(settings(actions=["raise-lr"], lr_factor=3, steps=4))
+        each = iter(enumerate(steps([0.9, 0.5])))
+        next(at for at, scored in each if drift.add(at, scored))
+        before = drift.state()["window"]
+        assert not any(drift.add(at, Scored(ROWS, math.nan, 1.0)) for at in range(600, 604))
+        assert drift.lr_factor == 1
+        assert drift.state()["window"] == before
 
     def test_a_mark_changes_nothing(self) -> None:
         drift = Drift(settings())

@@ -1,9 +1,11 @@
 """What is published, what is skipped, what is deleted, and a disk that fails."""
 
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +113,15 @@ def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Sch
     assert verdict.verdict == "abstain"
     weights = bench.versions.weights(manifest)
     assert all(torch.equal(weights[name], value) for name, value in bench.model.state_dict().items())
+
+
+def test_a_score_that_is_not_finite_is_left_out_of_a_manifest(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, snapshot = make_bench(), Bench.snapshot
+    monkeypatch.setattr(Bench, "snapshot", lambda self: replace(snapshot(self), accuracy_now=math.nan))
+    bench.publish()
+    assert bench.versions.manifest(1).metrics.keys() == {"new", "old", "worst"}
 
 
 def test_nothing_is_published_before_something_is_learned(make_bench: Callable[..., Bench]) -> None:
