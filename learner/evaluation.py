@@ -3,6 +3,7 @@
 Legend: G held-out events, C classes.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import nn
 from ingest.block import Array
 from ingest.schema import Schema
 from learner.guard import YOUNG, GuardRows
+from learner.memory import out_of_memory, release
 from learner.model import forward
 from learner.task import Task
 
@@ -23,6 +25,8 @@ _FEWEST = 10
 _MOST = 64
 """So many classes, and so many groups, are told of: those with the most events."""
 _CHUNK = 1024
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,13 @@ class Evaluation:
     windows: Mapping[str, float] = field(default_factory=dict)
     classes: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Chunk:
+    """How many events are scored at once: fewer from where memory runs out on. Used by one thread."""
+
+    rows: int = _CHUNK
 
 
 def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, device: torch.device) -> Evaluation:
@@ -84,26 +95,52 @@ def class_marks(schema: Schema, rows: GuardRows) -> dict[str, NDArray[np.bool_]]
 
 
 def score_each(
-    model: nn.Module, task: Task, schema: Schema, columns: Mapping[str, Array], device: torch.device
+    model: nn.Module,
+    task: Task,
+    schema: Schema,
+    columns: Mapping[str, Array],
+    device: torch.device,
+    chunk: Chunk | None = None,
 ) -> NDArray[np.float64]:
     """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode.
 
-    NaN where the output has one, whatever the task makes of it.
+    NaN where the output has one, whatever the task makes of it. `chunk` is what earlier calls have found to fit.
     """
-    label = torch.from_numpy(columns["label"])
-    scores_G = np.empty(len(label))
-    with torch.inference_mode():
-        for begin in range(0, len(label), _CHUNK):
-            part = slice(begin, begin + _CHUNK)
-            features = {
-                feature.name: torch.from_numpy(columns[f"feature.{feature.name}"][part]).to(device)
-                for feature in schema.features
-            }
-            output_B = forward(model, features)
-            score_B = task.score(output_B, label[part].to(device)).float()
-            score_B[output_B.reshape(len(score_B), -1).isnan().any(1)] = torch.nan
-            scores_G[part] = score_B.cpu().numpy()
+    chunk = chunk or Chunk()
+    total, most, begin = len(columns["label"]), chunk.rows, 0
+    scores_G = np.empty(total)
+    while begin < total:
+        end = min(total, begin + chunk.rows)
+        try:
+            scores_G[begin:end] = _scores(model, task, schema, columns, slice(begin, end), device)
+        except RuntimeError as exc:
+            if not out_of_memory(exc) or end - begin == 1:
+                raise
+        else:
+            begin = end
+            continue
+        # Past the handler, since the error holds on to what the pass had made.
+        release(device)
+        chunk.rows = (end - begin) // 2
+    if chunk.rows < most:
+        log.warning("%s ran out of memory: from now on %d held-out events are scored at once", device, chunk.rows)
     return scores_G
+
+
+def _scores(
+    model: nn.Module, task: Task, schema: Schema, columns: Mapping[str, Array], part: slice, device: torch.device
+) -> NDArray[np.float32]:
+    """Score some of the events in one pass."""
+    with torch.inference_mode():
+        features = {
+            feature.name: torch.from_numpy(columns[f"feature.{feature.name}"][part]).to(device)
+            for feature in schema.features
+        }
+        output_B = forward(model, features)
+        score_B = task.score(output_B, torch.from_numpy(columns["label"][part]).to(device)).float()
+        score_B[output_B.reshape(len(score_B), -1).isnan().any(1)] = torch.nan
+        found: NDArray[np.float32] = score_B.cpu().numpy()
+    return found
 
 
 def newcomers(rows: GuardRows, before: GuardRows) -> dict[str, Array]:

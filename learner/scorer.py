@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ingest.block import Array
 from ingest.schema import Schema
-from learner.evaluation import score_each
+from learner.evaluation import Chunk, score_each
 from learner.gate import Scores
 from learner.task import Task
 
@@ -24,6 +24,7 @@ class Scorer:
         self._model = copy.deepcopy(model).eval()
         self._task = task
         self._device = device
+        self._chunk = Chunk()
         self._loaded: Mapping[str, Tensor] | None = None
 
     def score(self, weights: Mapping[str, Tensor], columns: Mapping[str, Array]) -> Scores:
@@ -34,7 +35,7 @@ class Scorer:
             self._loaded = None
             self._model.load_state_dict(dict(weights))
             self._loaded = weights
-        return score_each(self._model, self._task, self.schema, columns, self._device)
+        return score_each(self._model, self._task, self.schema, columns, self._device, self._chunk)
 
     def fits(self, weights: Mapping[str, Tensor]) -> bool:
         """Whether weights are of this model."""

@@ -112,13 +112,22 @@ class Trainer:
         self.model.eval()
         try:
             with torch.no_grad(), self._precision.autocast(self.device):
-                score_B = self.task.score(forward(self.model, old.features), old.label_B)
-                labelled = (old.weight_B > 0).sum()
-                mean = (score_B * old.weight_B).sum() / old.weight_B.sum().clamp_min(torch.finfo(torch.float32).tiny)
-            rows, score = torch.stack([labelled.float(), mean.float()]).tolist()
+                sums = self._fitting(lambda: self._scored(old), len(old), self._buffers.saved())
+            labelled, score, weight = sums
+            mean = score / weight.clamp_min(torch.finfo(torch.float32).tiny)
+            rows, mean_score = torch.stack([labelled, mean]).tolist()
         finally:
             self.model.train()
-        return int(rows), score * rows
+        return int(rows), mean_score * rows
+
+    def _scored(self, old: Examples) -> Tensor:
+        """Return how many events have a label, the sum of their weighted scores, and that of their weights."""
+        found = []
+        for part in self._parts(old):
+            score_B, weight_B = self.task.score(forward(self.model, part.features), part.label_B), part.weight_B
+            sums = (weight_B > 0).sum(), (score_B * weight_B).sum(), weight_B.sum()
+            found.append(torch.stack([each.float() for each in sums]))
+        return reduce(torch.add, found)
 
     def scale_learning_rate(self, factor: float) -> None:
         """Multiply the config's learning rate by a factor, from the next step on."""

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from learner.checkpointing import checkpoint_activations
 from learner.config import LearnerSettings
 from learner.memory import out_of_memory
 from learner.precision import choose_precision
+from learner.scorer import Scorer
 from learner.strategies import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Trainer
@@ -117,6 +119,46 @@ def test_where_not_even_a_few_events_fit_one_sentence_says_so(schema: Schema) ->
     trainer = make_trainer(schema, Narrow(1, kinds()[0]))
     with pytest.raises(SettingsError, match=r"model.factory: cpu runs out of memory with 2 events at once"):
         learn(trainer, schema, [0])
+
+
+@pytest.mark.parametrize("error", kinds())
+def test_a_probe_that_does_not_fit_scores_in_smaller_parts(schema: Schema, error: Callable[[], RuntimeError]) -> None:
+    columns = fake_columns(schema, range(16), label=[0, 1, 2])
+    columns["weight"][:] = range(16)
+    narrow, whole = make_trainer(schema, Narrow(5, error)), make_trainer(schema, Narrow(16, error))
+    before = narrow.snapshot()
+    rows, score = narrow.probe(narrow.examples(columns))
+    assert (rows, score) == pytest.approx(whole.probe(whole.examples(columns)))
+    assert narrow.micro_batch_size == 4
+    assert narrow.model.training
+    assert all(torch.equal(value, before[name]) for name, value in narrow.snapshot().items())
+
+
+def test_a_probe_is_cut_into_micro_batches_as_a_step_is(schema: Schema) -> None:
+    trainer = make_trainer(schema, Narrow(4, kinds()[0]), micro_batch_size=4)
+    assert trainer.probe(trainer.examples(fake_columns(schema, range(16), label=[0, 1, 2])))[0] == 16
+    assert trainer.note is None
+
+
+@pytest.mark.parametrize("error", kinds())
+def test_held_out_events_that_do_not_fit_are_scored_fewer_at_once(
+    schema: Schema, error: Callable[[], RuntimeError], caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = fake_columns(schema, range(50), label=[0, 1, 2])
+    narrow, whole = Narrow(5, error), Narrow(50, error)
+    scorer, other = (Scorer(model, Classification(), schema, CPU) for model in (narrow, whole))
+    expected = other.score(whole.state_dict(), columns)
+    for _ in range(2):
+        assert np.array_equal(scorer.score(narrow.state_dict(), columns), expected)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["cpu ran out of memory: from now on 3 held-out events are scored at once"]
+
+
+def test_where_not_even_one_held_out_event_fits_the_error_is_told(schema: Schema) -> None:
+    model = Narrow(0, kinds()[0])
+    scorer = Scorer(model, Classification(), schema, CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        scorer.score(model.state_dict(), fake_columns(schema, range(50), label=[0]))
 
 
 def test_other_errors_are_no_want_of_memory(schema: Schema) -> None:
