@@ -333,7 +333,7 @@ class Loop:
         self._replay_debt = state["replay_debt"]
         self._batches.restore(state.get("batches", {}))
         parts.lag.restore(state.get("lag", {}))
-        parts.publisher.go_on_from(self._progress())
+        parts.publisher.go_on_from(self._progress(), self.ledger.trained_through)
         parts.trainer.restore_generators(cut.tensors["rng"], state["rng"])
 
     def _moment(self, number: int) -> Moment:

@@ -141,10 +141,22 @@ class Publisher:
         except VersionError:
             return {}
 
-    def go_on_from(self, progress: Progress) -> None:
-        """Publish nothing of what was published before a restart, as long as any version is there."""
-        if self.number is not None:
+    def go_on_from(self, progress: Progress, trained_through: Mapping[str, Trained]) -> None:
+        """Publish a cut's progress only if the newest version has not come as far, or is of another model."""
+        if self._has_published(progress[0], trained_through):
             self._progress = progress
+
+    def _has_published(self, step: int, trained_through: Mapping[str, Trained]) -> bool:
+        if self.number is None:
+            return False
+        try:
+            newest = self._versions.manifest(self.number)
+        except VersionError:
+            return False
+        if (newest.schema, newest.model) != (self._schema.digest, self._reference) or newest.step < step:
+            return False
+        there = newest.trained_through
+        return all(name in there and _reaches(there[name], trained) for name, trained in trained_through.items())
 
     def publish_last(self, progress: Progress, take: Callable[[], Snapshot], deadline: Deadline) -> None:
         """Publish what was learned since the last version, and wait until it is written."""
@@ -264,6 +276,10 @@ class Publisher:
                 self._hours[number] = known.get(number) or int(self._versions.manifest(number).time // 3600)
         last = {hour: number for number, hour in self._hours.items()}
         return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
+
+
+def _reaches(there: Trained, wanted: Trained) -> bool:
+    return (there.incarnation, there.offset) >= (wanted.incarnation, wanted.offset)
 
 
 def _remembered(versions: Versions) -> tuple[int | None, ...]:

@@ -175,7 +175,7 @@ class Bench:
         lag = LagPolicy(LagPolicySettings(), 0, source)
         parts = Parts(source, trainer, self.store, guard, publisher, self.cutter, forgetting, lag)
         self.loop = Loop(settings, parts, self.metrics)
-        self.trainer, self.guard = trainer, guard
+        self.trainer, self.guard, self.publisher = trainer, guard, publisher
 
     def run(self) -> None:
         self.loop.run(self.stop, lambda: None)
@@ -385,6 +385,30 @@ def test_scores_that_are_not_finite_are_left_out_and_a_restart_goes_on(
     assert resumed.loop.prequential.overall == overall
     resumed.run()
     assert resumed.loop.steps == 160
+
+
+def test_what_a_cut_has_learned_is_published_after_a_crash_before_its_version(
+    make_bench: Callable[..., Bench],
+) -> None:
+    soon = Deadline(timedelta(seconds=20))
+    bench = make_bench(25)
+    bench.run()
+    bench.cutter.cut_last(bench.loop._moment, soon)
+    bench.publisher._background.wait(soon)
+    assert bench.versions.manifest(1).step < 25
+    bench.close()
+    resumed = make_bench(25)
+    resumed.resume()
+    resumed.run()
+    resumed.finish()
+    manifest = resumed.versions.manifest(2)
+    assert (manifest.step, manifest.trained_through["events:0"].offset) == (25, 25 * ROWS - 1)
+    resumed.close()
+    again = make_bench(25)
+    again.resume()
+    again.run()
+    again.finish()
+    assert again.versions.numbers() == [1, 2]
 
 
 def test_a_drift_begins_a_cut(make_bench: Callable[..., Bench]) -> None:

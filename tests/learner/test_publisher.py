@@ -33,7 +33,7 @@ from learner.record_times import RecordTimes
 from learner.scorer import Scorer
 from learner.task import Classification
 from learner.trained import Learned, Trained
-from learner.version import STATE, RegistryState, Verdict, Versions
+from learner.version import STATE, ModelReference, RegistryState, Verdict, Versions
 
 SOON = timedelta(seconds=20)
 
@@ -183,6 +183,45 @@ def test_a_restart_knows_how_far_the_newest_version_has_learned(make_bench: Call
     assert make_bench().publisher.published_through() == {"events:0": Trained(1)}
     (first.versions.directory(1) / "manifest.json").write_text("torn")
     assert make_bench().publisher.published_through() == {}
+
+
+@pytest.mark.parametrize(
+    ("step", "trained", "published"),
+    [
+        (3, {"events:0": Trained(3)}, True),
+        (2, {"events:0": Trained(1)}, True),
+        (4, {"events:0": Trained(3)}, False),
+        (3, {"events:0": Trained(4)}, False),
+        (3, {"events:0": Trained(-1, 1)}, False),
+        (3, {"events:0": Trained(3), "events:1": Trained(-1)}, False),
+    ],
+)
+def test_after_a_restart_what_a_cut_has_learned_is_published_unless_the_newest_version_has_it(
+    make_bench: Callable[..., Bench], step: int, trained: dict[str, Trained], published: bool
+) -> None:
+    first = make_bench()
+    for _ in range(3):
+        first.publish()
+    second, progress = make_bench(), (step, (Position(7),))
+    second.step = step
+    second.publisher.go_on_from(progress, trained)
+    second.publisher.publish_last(progress, second.snapshot, Deadline(SOON))
+    assert second.versions.numbers() == ([1, 2, 3] if published else [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("change", [{"schema": "other"}, {"model": ModelReference("m:other", {}, "classification")}])
+def test_after_a_restart_with_another_model_it_is_published(
+    make_bench: Callable[..., Bench], change: dict[str, object]
+) -> None:
+    first = make_bench()
+    first.publish()
+    manifest = msgspec.structs.replace(first.versions.manifest(1), number=2, **change)
+    first.versions.write(first.model.state_dict(), manifest, Verdict("pass"))
+    second = make_bench()
+    second.step = 1
+    second.publisher.go_on_from((1, ()), {"events:0": Trained(1)})
+    second.publisher.publish_last((1, ()), second.snapshot, Deadline(SOON))
+    assert second.versions.numbers() == [1, 2, 3]
 
 
 def test_old_versions_are_deleted_but_not_what_serving_needs_or_may_need(
