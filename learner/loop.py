@@ -43,6 +43,7 @@ from replay.rows import Fields
 from replay.store import Store
 
 _COMMIT_SECONDS = 5.0
+_MANY_NON_FINITE = 10
 _EMBEDDING = "embedding"
 """A column that the step adds to its events: where the model puts them, NaN where that is not known."""
 
@@ -129,10 +130,15 @@ class Loop:
         self.count()
 
     def finish(self, deadline: Deadline) -> None:
-        """Publish what was learned since the last version, cut, and commit positions, before the deadline."""
+        """Publish what was learned since the last version, cut, and commit positions, before the deadline.
+
+        Weights that are spoiled are not cut: the next start goes on from before, and learns the events since again.
+        """
         self._parts.forgetting.look()
-        if self._parts.forgetting.settled:
+        if self._may_cut:
             self._parts.cutter.cut_last(self._moment, deadline, self._standing)
+        else:
+            self._parts.cutter.wait(deadline)
         self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
         self._next_commit = 0.0
         self._commit_if_due()
@@ -314,6 +320,11 @@ class Loop:
         return int(self._settings.batch_size * (1 + self.replay_ratio))
 
     @property
+    def spoiled(self) -> bool:
+        """Whether so many steps in a row were not finite that the weights are to be doubted. Any thread may ask."""
+        return self.non_finite_in_a_row >= _MANY_NON_FINITE
+
+    @property
     def note(self) -> str | None:
         """One sentence on what the learner did to go on, though it is not ill."""
         return self._parts.trainer.note
@@ -379,8 +390,12 @@ class Loop:
             learned=self.ledger.take_learned(),
         )
 
+    @property
+    def _may_cut(self) -> bool:
+        return self._parts.forgetting.settled and not self.spoiled
+
     def _cut_if_due(self) -> None:
-        if self._parts.forgetting.settled:
+        if self._may_cut:
             self._parts.cutter.cut_if_due(self._moment, self._standing)
 
     def _commit_if_due(self) -> None:

@@ -22,7 +22,6 @@ from replay.store import Store
 
 _EVERY_SECONDS = 0.5
 _RATE_MARKS = 10
-_MANY_NON_FINITE = 10
 
 
 class Reporter:
@@ -98,10 +97,12 @@ class Reporter:
         return [note for note in (self._loop.note, self._lag.note) if note]
 
     def _spoiled(self) -> str | None:
-        steps = self._loop.non_finite_in_a_row
-        if steps < _MANY_NON_FINITE:
+        if not self._loop.spoiled:
             return None
-        return f"the last {steps} steps were skipped because loss or gradient was not finite: are the weights?"
+        return (
+            f"the last {self._loop.non_finite_in_a_row} steps were skipped because loss or gradient was not finite: "
+            "are the weights? No cut is made until a step is finite, so that a restart goes on from before"
+        )
 
     def report_if_due(self) -> None:
         """Note that the loop is alive, and report when half a second has passed since the last time."""

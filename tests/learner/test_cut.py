@@ -411,6 +411,73 @@ def test_what_a_cut_has_learned_is_published_after_a_crash_before_its_version(
     assert again.versions.numbers() == [1, 2]
 
 
+def _ask_while_spoiled(bench: Bench) -> None:
+    """Run with a cut due at each step that finds the weights spoiled."""
+
+    def at_boundary() -> None:
+        if bench.loop.spoiled:
+            assert not bench.cutter.busy
+            bench.cutter.ask()
+
+    bench.stop.clear()
+    bench.loop.run(bench.stop, at_boundary)
+
+
+def test_weights_that_have_blown_up_are_not_cut_and_a_restart_goes_on_from_before(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(20)
+    bench.run()
+    bench.finish()
+    with torch.no_grad():
+        for weight in bench.trainer.model.parameters():
+            weight.fill_(torch.nan)
+    bench.stream.blocks = 60
+    _ask_while_spoiled(bench)
+    bench.finish()
+    assert bench.loop.non_finite_in_a_row == 40
+    assert bench.cuts.numbers() == [1]
+    bench.close()
+    resumed = make_bench(60)
+    resumed.resume()
+    assert resumed.loop.steps == 20
+    resumed.run()
+    resumed.finish()
+    assert resumed.loop.ledger.outcomes["trained"] == 60 * (ROWS - 1)
+    assert resumed.cuts.numbers() == [1, 2]
+
+
+def test_after_events_that_are_not_finite_cuts_are_made_again(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(60)
+
+    def poison(columns: Columns) -> None:
+        if 20 < bench.stream.next <= 40:
+            columns["feature.x"][:] = np.inf
+
+    bench.stream.change = poison
+    _ask_while_spoiled(bench)
+    bench.finish()
+    found = bench.cuts.newest()
+    assert found is not None
+    assert found[1].step == 60
+    assert bench.loop.ledger.skipped == {"non_finite": 20 * (ROWS - 1)}
+
+
+def test_where_no_cut_frees_slots_for_spoiled_weights_the_stream_is_read_on(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(200)
+    bench.stream.unlabelled = set(range(32, 200))
+
+    def poison(columns: Columns) -> None:
+        if 20 < bench.stream.next <= 32:
+            columns["feature.x"][:] = np.inf
+
+    bench.stream.change = poison
+    _ask_while_spoiled(bench)
+    bench.finish()
+    assert bench.loop.spoiled
+    assert bench.loop.ledger.partitions[0].position.offset == 200 * ROWS
+
+
 def test_a_drift_begins_a_cut(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(400, learner={"drift": {"actions": ["cut"]}})
     bench.stream.drifts_at = 300 * ROWS
