@@ -32,7 +32,7 @@ _LONGEST_BACKOFF_SECONDS = 10.0
 _STEADY_SECONDS = 10.0
 """A process that has lived so long was well: the next one is started at once."""
 _SILENT_SECONDS = 60.0
-"""A process that has not told how it stands for so long hangs."""
+"""A process that owes a reply and gives none for so long hangs."""
 _STOP_SECONDS = 2.0
 _NONE: Ids = np.empty(0, np.int64)
 
@@ -105,7 +105,7 @@ class Neighbours:
         self._removed = 0
         self._stale = _NONE
         self._stale_asked = self._report_asked = False
-        self._stale_at = self._report_at = 0.0
+        self._stale_at = self._report_at = self._heard_at = 0.0
         self._figures = Figures()
         self._before = (0, 0)
         self._declined = {"add": 0, "ask": 0, "remove": 0}
@@ -283,7 +283,7 @@ class Neighbours:
         except GoneError:
             self._restart_later("the index process died; another one is started, and begins empty")
             return None
-        if self._report_asked and now - self._report_at > _SILENT_SECONDS:
+        if self._report_asked and now - max(self._report_at, self._heard_at) > _SILENT_SECONDS:
             self._restart_later("the index process did not answer; another one is started, and begins empty")
             return None
         self._say_removals(self._link)
@@ -298,7 +298,7 @@ class Neighbours:
     def _take(self, link: IndexLink, record: Record) -> None:
         """Take a reply, and its slot back."""
         kind, slot, rows, k, step = record
-        self.ill = None
+        self.ill, self._heard_at = None, time.monotonic()
         match kind:
             case Kind.ASK:
                 self._answers.append(Answer(step, link.slots.ids(slot, rows * k).reshape(rows, k).copy()))

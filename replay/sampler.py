@@ -359,8 +359,8 @@ class Similar(Uniform):
         """
         any_ = super().choose(n, generator).slots
         unplaced = any_[~self._whereabouts.placed(any_)]
-        kinds = unplaced, self._whereabouts.stale(_stale_share(n, generator)), self._whereabouts.nearest(), any_
-        slots = np.concatenate(kinds)
+        stale = self._whereabouts.stale(min(_stale_share(n, generator), len(any_) - len(unplaced)))
+        slots = np.concatenate([unplaced, stale, self._whereabouts.nearest(), any_])
         slots = slots[np.sort(np.unique(slots, return_index=True)[1])]
         return Choice(generator.permutation(slots[: len(any_)]))
 

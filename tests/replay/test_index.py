@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from replay import neighbours
 from replay.index_metrics import IndexMetrics
-from replay.index_wire import NO_ID
+from replay.index_wire import NO_ID, Kind, Record
 from replay.neighbours import IndexStats, Neighbours
 
 ROOT = Path(__file__).parents[2]
@@ -300,6 +300,19 @@ def test_an_index_that_hangs_is_taken_for_dead(index, monkeypatch):
     monkeypatch.undo()
     until(lambda: index.stats() and index.pid != first and index.ill is None, "another one")
     assert not psutil.pid_exists(first)
+
+
+def test_an_index_that_answers_other_things_first_does_not_hang(index, monkeypatch):
+    settled(index)
+    os.kill(index.pid, signal.SIGSTOP)
+    until(lambda: index.stats() and index._report_asked, "a question that has no answer")
+    with monkeypatch.context() as patch:
+        patch.setattr(neighbours, "_SILENT_SECONDS", 0.01)
+        patch.setattr(index._link, "hear", lambda: [Record(Kind.REMOVE, index._link.slot(), 0, 0, 0)])
+        until(lambda: index.stats() and time.monotonic() - index._report_at > 0.1, "a long wait")
+    assert index.stats().restarts == 0
+    os.kill(index.pid, signal.SIGCONT)
+    settled(index)
 
 
 def test_an_index_that_cannot_be_started_is_tried_again_and_leaves_nothing_open(index, monkeypatch):
