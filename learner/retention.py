@@ -106,4 +106,5 @@ def retention_of(state: Mapping[str, Any]) -> Retention:
     old = None if state["old"] is None else Peak(*state["old"])
     near = tuple((int(rows), float(score)) for rows, score in state["near"])
     smooth = {name: (int(count), float(mean)) for name, (count, mean) in state.get("smooth", {}).items()}
-    return Retention(old, state["classes"], smooth, state["forgetting"], near)
+    classes = state["classes"] if "smooth" in state else {}  # of an earlier release: the best of noise
+    return Retention(old, classes, smooth, state["forgetting"], near)
