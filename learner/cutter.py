@@ -79,7 +79,7 @@ class Cutter:
         A store whose slots wait for cuts gets one early when many do. When it runs out of slots to fill, this waits
         for cuts, and says so in the metrics, unless they cannot be written: then the store declines events.
         """
-        self._end()
+        self.end_if_written()
         if not self._background.busy and (time.monotonic() >= self._due or self._many_slots_wait()):
             self._due, now = time.monotonic() + self._every, standing()
             if now != self._written or self._many_slots_wait():
@@ -97,7 +97,7 @@ class Cutter:
         """Cut until the store has slots to fill; `keep` cuts free all that can be freed."""
         for _ in range(self._keep + 1):
             self._background.wait()
-            self._end()
+            self.end_if_written()
             if store.has_room() or self._ill is not None:
                 return
             self._begin(take, standing())
@@ -107,15 +107,15 @@ class Cutter:
     ) -> None:
         """Cut once more, unless nothing has changed, and wait until it is written."""
         self._background.wait(deadline)
-        self._end()
+        self.end_if_written()
         if not self._background.busy and (now := standing()) != self._written:
             self._begin(take, now)
             self._background.wait(deadline)
-            self._end()
+            self.end_if_written()
 
     def run(self, work: Callable[[], object]) -> bool:
         """Begin to do something else with the cuts, in the thread that writes them; False while it is busy."""
-        self._end()
+        self.end_if_written()
         if self._background.busy:
             return False
         self._background.start(work)
@@ -124,6 +124,7 @@ class Cutter:
     def wait(self, deadline: Deadline) -> None:
         """Wait until what was begun is done, or the deadline is over."""
         self._background.wait(deadline)
+        self.end_if_written()
 
     @property
     def busy(self) -> bool:
@@ -136,7 +137,7 @@ class Cutter:
         self._holding = self._store is not None
         self._background.start(lambda: self._write(number, moment, standing))
 
-    def _end(self) -> None:
+    def end_if_written(self) -> None:
         """Let the store write slots again once the cut is written, or has failed."""
         if not self._background.busy and self._holding and self._store is not None:
             self._holding = False

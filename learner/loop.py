@@ -135,7 +135,7 @@ class Loop:
         Weights that are spoiled are not cut: the next start goes on from before, and learns the events since again.
         """
         self._parts.forgetting.look()
-        if self._may_cut:
+        if self._parts.forgetting.settled and not self.spoiled:
             self._parts.cutter.cut_last(self._moment, deadline, self._standing)
         else:
             self._parts.cutter.wait(deadline)
@@ -390,13 +390,12 @@ class Loop:
             learned=self.ledger.take_learned(),
         )
 
-    @property
-    def _may_cut(self) -> bool:
-        return self._parts.forgetting.settled and not self.spoiled
-
     def _cut_if_due(self) -> None:
-        if self._may_cut:
+        """Cut when it is time, but not while steps are not finite: it may be the weights, and the good cuts go."""
+        if self._parts.forgetting.settled and not self.non_finite_in_a_row:
             self._parts.cutter.cut_if_due(self._moment, self._standing)
+        else:
+            self._parts.cutter.end_if_written()
 
     def _commit_if_due(self) -> None:
         if time.monotonic() >= self._next_commit:

@@ -447,6 +447,22 @@ def test_weights_that_have_blown_up_are_not_cut_and_a_restart_goes_on_from_befor
     assert resumed.cuts.numbers() == [1, 2]
 
 
+def test_the_first_steps_that_are_not_finite_are_not_cut_either(make_bench: Callable[..., Bench]) -> None:
+    """They are too few for the learner to be ill, and with long steps there would be as many cuts of bad weights."""
+    bench = make_bench(20)
+    bench.run()
+    bench.finish()
+    with torch.no_grad():
+        for weight in bench.trainer.model.parameters():
+            weight.fill_(torch.nan)
+    bench.stream.blocks = 25
+    bench.stop.clear()
+    bench.loop.run(bench.stop, lambda: bench.cutter.ask() if bench.loop.non_finite_in_a_row else None)
+    bench.cutter.wait(Deadline(timedelta(seconds=30)))
+    assert 0 < bench.loop.non_finite_in_a_row < 10
+    assert bench.cuts.numbers() == [1]
+
+
 def test_after_events_that_are_not_finite_cuts_are_made_again(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(60)
 
