@@ -25,7 +25,8 @@ from learner.version import ModelReference, RegistryState, Verdict, Versions
 WATCH_ROWS = 50
 """Held-out events that came after a swap, before the watch judges it."""
 WATCH_ENOUGH = 500
-"""With so many a version is found well, or with the youngest quarter of the guard set, if that is less."""
+"""With so many a version is found well, or with the youngest quarter of the guard set, if that is less. A guard set
+whose quarter is less than `WATCH_ROWS` is not watched."""
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Jury:
         """Compare what is served with the last version found well, on what was held out since: withdraw what is worse.
 
         Versions follow each other faster than held-out events come, so all since then are on trial together. It looks
-        each time that there are twice as many events as before: whoever looks at each finds something by chance.
+        each time that there are half as many events more: whoever looks at each finds something by chance.
         """
         self._look(rows)
         served, well = self._served, self._well
@@ -117,13 +118,13 @@ class Jury:
         count = int(np.count_nonzero(fresh))
         if count < self._looks_at:
             return
-        self._looks_at = min(2 * count, self._enough)
+        self._looks_at = min(count + count // 2, self._enough)
         now_G, before_G = (each.scores(self._scorer, rows.columns)[fresh] for each in (served, well))
         finite = np.isfinite(now_G) & np.isfinite(before_G)
         if not finite.any():
             return
         drop = compare(now_G[finite], before_G[finite], bounded=self._scorer.bounded)
-        if drop.surely_exceeds(self._settings.max_drop_new):
+        if drop.rows >= WATCH_ROWS and drop.surely_exceeds(self._settings.max_drop_new):
             reason = f"the watch found it worse than version {well.number} on {drop.rows} events that came after it"
             numbers = {"watch": drop.candidate, "watch_rival": drop.rival, "watch_drop": drop.drop}
             self._withdraw(Verdict("fail", [reason], numbers), well)

@@ -225,7 +225,7 @@ def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]
 def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench]) -> None:
     """Two models that differ on one event in five, and are as good: in a thousand trials of all its looks."""
     noise, rivals = np.random.default_rng(0), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    looks = [50, 100, 200, 400, 500]
+    looks = [50, 75, 112, 168, 252, 378, 500]
     for _ in range(1000):
         now_G, before_G = rivals[noise.choice(3, 500, p=[0.1, 0.1, 0.8])].T
         assert not any(compare(now_G[:n], before_G[:n], bounded=True).surely_exceeds(0.02) for n in looks)
@@ -251,6 +251,16 @@ def test_in_a_small_guard_set_a_trial_ends_with_its_youngest_quarter(make_bench:
     bench.hold_out(100)
     for _ in range(2):
         bench.watch()
+    assert not bench.jury._trial
+
+
+def test_a_guard_set_too_small_to_tell_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000, guard_rows=100)
+    bench.hold_out(30)
+    assert [bench.publish(GOOD), bench.publish(BAD)] == ["abstain"] * 2
+    bench.hold_out(WATCH_ROWS - 1)
+    bench.watch()
+    assert bench.verdict(2) == "abstain"
     assert not bench.jury._trial
 
 
