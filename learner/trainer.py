@@ -325,6 +325,8 @@ class Trainer:
             self._steps = self.update.restore(tensors["optimizer"], state)
             self._restore_strategy(tensors.get("strategy", {}), state.get("strategy", {}))
         except (RuntimeError, KeyError, ValueError) as exc:
+            if isinstance(exc, RuntimeError) and out_of_memory(exc):
+                raise
             raise CutError(
                 "the newest cut does not fit the model or optimizer of the config; put those back, or begin anew by "
                 f"moving the cuts away: {_first_clause(exc)}"

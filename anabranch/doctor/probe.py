@@ -45,17 +45,17 @@ def main() -> int:
 
     learner = LearnerSettings.model_validate_json(asked.learner)
     say(Step("looking for the device"))
-    device, precision = try_device(learner, say)
+    device = try_device(learner, say)
     try:
         pick_device(asked.serving_device)
     except SettingsError as exc:
         say(Said("device.missing", f"{exc}.", "serving.device"))
     for said in _share(ShareSettings.model_validate_json(asked.share), device):
         say(said)
-    columns = try_model(asked, (device, precision), say)
     replay = ReplaySettings.model_validate_json(asked.replay)
     near = torch.device("cpu") if replay.device_memory == "host" else device
-    wanted, free = _wanted(replay, columns), _free(near)
+    free = _free(near)
+    wanted = _wanted(replay, try_model(asked, device, say))
     if learner.strategy.replays and wanted > free:
         matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
         say(Said("device.memory", matter))

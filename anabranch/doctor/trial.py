@@ -31,19 +31,18 @@ from replay.config import ReplaySettings
 from replay.rows import Fields
 
 _FULL = Precision("fp32", None)
-"""What the model is tried in when the arithmetic of the config is at fault."""
 _NOWHERE = StreamSettings(bootstrap_servers="localhost:9092", topics=("none",))
 """A stream that nothing is read of."""
 
 
-def try_device(learner: LearnerSettings, say: Callable[[Said], None]) -> tuple[torch.device, Precision]:
-    """Say what is wrong with the device, replicas and hosts, and return what the model is to be tried on and in."""
-    device, precision, ranks = torch.device("cpu"), _FULL, learner.replicas * learner.hosts
+def try_device(learner: LearnerSettings, say: Callable[[Said], None]) -> torch.device:
+    """Say what is wrong with the device, replicas and hosts, and return what the model is to be tried on."""
+    device, ranks = torch.device("cpu"), learner.replicas * learner.hosts
     try:
         device = choose_device(learner.device)
     except SettingsError as exc:
         say(Said("device.missing", f"{exc}.", "learner.device"))
-        return device, precision
+        return device
     kind = "device.precision"
     try:
         precision = choose_precision(learner.precision, device)
@@ -57,7 +56,7 @@ def try_device(learner: LearnerSettings, say: Callable[[Said], None]) -> tuple[t
             _check_interface(learner)
     except SettingsError as exc:
         say(Said(kind, f"{exc}."))
-    return device, precision
+    return device
 
 
 def _check_interface(learner: LearnerSettings) -> None:
@@ -67,13 +66,12 @@ def _check_interface(learner: LearnerSettings) -> None:
         pass
 
 
-def try_model(asked: Asked, on: tuple[torch.device, Precision], say: Callable[[Step | Said | Size], None]) -> Fields:
+def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | Size], None]) -> Fields:
     """Build the model and all that learns with it, up to going on from the newest cut.
 
     Returns:
         What the store keeps of an event.
     """
-    device, _ = on
     schema = Schema(SchemaSettings.model_validate_json(asked.events))
     settings = ModelSettings.model_validate_json(asked.model)
     learner = LearnerSettings.model_validate_json(asked.learner)
@@ -106,8 +104,9 @@ def try_model(asked: Asked, on: tuple[torch.device, Precision], say: Callable[[S
         kind = "model.checkpointing"
         checkpoint_activations(model, learner.activation_checkpointing)
         kind = "model.strategy"
+        # From here on beside the device, whose memory a learner at work may have taken.
         plain = learner.model_copy(update={"compile": False, "activation_checkpointing": False})
-        trainer = Trainer(model, task, strategy, schema, plain, *on, embedding)
+        trainer = Trainer(model.cpu(), task, strategy, schema, plain, torch.device("cpu"), _FULL, embedding)
         say(Step("going on from the newest cut"))
         kind = "cut.misfit"
         cuts = Cuts(Path(asked.state_dir) / "cuts", schema.digest, 0)
