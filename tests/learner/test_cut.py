@@ -423,15 +423,20 @@ def _ask_while_spoiled(bench: Bench) -> None:
     bench.loop.run(bench.stop, at_boundary)
 
 
-def test_weights_that_have_blown_up_are_not_cut_and_a_restart_goes_on_from_before(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench(20)
+def _blown_up(bench: Bench) -> Bench:
+    """Run and cut, and spoil the weights then."""
     bench.run()
     bench.finish()
     with torch.no_grad():
         for weight in bench.trainer.model.parameters():
             weight.fill_(torch.nan)
+    return bench
+
+
+def test_weights_that_have_blown_up_are_not_cut_and_a_restart_goes_on_from_before(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = _blown_up(make_bench(20))
     bench.stream.blocks = 60
     _ask_while_spoiled(bench)
     bench.finish()
@@ -449,12 +454,7 @@ def test_weights_that_have_blown_up_are_not_cut_and_a_restart_goes_on_from_befor
 
 def test_the_first_steps_that_are_not_finite_are_not_cut_either(make_bench: Callable[..., Bench]) -> None:
     """They are too few for the learner to be ill, and with long steps there would be as many cuts of bad weights."""
-    bench = make_bench(20)
-    bench.run()
-    bench.finish()
-    with torch.no_grad():
-        for weight in bench.trainer.model.parameters():
-            weight.fill_(torch.nan)
+    bench = _blown_up(make_bench(20))
     bench.stream.blocks = 25
     bench.stop.clear()
     bench.loop.run(bench.stop, lambda: bench.cutter.ask() if bench.loop.non_finite_in_a_row else None)
