@@ -36,6 +36,20 @@ factory = "tiny_model:build"
 status = "{status}"
 """
 LINEAR = "from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n"
+NARROW = """
+import torch
+from torch import nn
+
+class Narrow(nn.Linear):
+    def forward(self, x):
+        if self.training and len(x) > 6:  # three new and three old ones are never parted
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(x)
+
+def build():
+    return Narrow(3, 3)
+"""
+"""Runs out of memory with more than six events at once."""
 PATIENCE_SECONDS = 100.0
 
 

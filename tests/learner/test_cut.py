@@ -463,14 +463,19 @@ def test_the_first_steps_that_are_not_finite_are_not_cut_either(make_bench: Call
     assert bench.cuts.numbers() == [1]
 
 
-def test_after_events_that_are_not_finite_cuts_are_made_again(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(60)
+def _poison(bench: Bench, blocks: range) -> None:
+    """Let the features of some blocks be infinite."""
 
-    def poison(columns: Columns) -> None:
-        if 20 < bench.stream.next <= 40:
+    def change(columns: Columns) -> None:
+        if bench.stream.next in blocks:
             columns["feature.x"][:] = np.inf
 
-    bench.stream.change = poison
+    bench.stream.change = change
+
+
+def test_after_events_that_are_not_finite_cuts_are_made_again(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(60)
+    _poison(bench, range(21, 41))
     _ask_while_spoiled(bench)
     bench.finish()
     found = bench.cuts.newest()
@@ -482,12 +487,7 @@ def test_after_events_that_are_not_finite_cuts_are_made_again(make_bench: Callab
 def test_where_no_cut_frees_slots_for_spoiled_weights_the_stream_is_read_on(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(200)
     bench.stream.unlabelled = set(range(32, 200))
-
-    def poison(columns: Columns) -> None:
-        if 20 < bench.stream.next <= 32:
-            columns["feature.x"][:] = np.inf
-
-    bench.stream.change = poison
+    _poison(bench, range(21, 33))
     _ask_while_spoiled(bench)
     bench.finish()
     assert bench.loop.spoiled

@@ -29,7 +29,7 @@ from learner.hosts import Change, Leading, Led
 from learner.report import LearnerReport
 from learner.version import Versions
 from learner.voice import Round, Voice, Word, listen
-from tests.pipelines import Learner, adds_up, events, total
+from tests.pipelines import NARROW, Learner, adds_up, events, total
 
 pytestmark = pytest.mark.any_broker
 
@@ -242,21 +242,6 @@ def test_a_host_that_hangs_keeps_nobody_waiting_and_is_taken_in_when_it_goes_on(
     report = leader.wait_for(lambda each: total(each) == 600 and not each.ill, no_more=report.pid)
     assert whole(report, 600)
     assert [leader.stop(40), other.stop(40)] == [0, 0]
-
-
-NARROW = """
-import torch
-from torch import nn
-
-class Narrow(nn.Linear):
-    def forward(self, x):
-        if self.training and len(x) > 6:  # three new and three old ones are never parted
-            raise torch.OutOfMemoryError("out of memory")
-        return super().forward(x)
-
-def build():
-    return Narrow(3, 3)
-"""
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from learner.launcher import launch
 from learner.lock import hold_state_directory
 from learner.version import Versions
 from learner.voice import Round, Seat
-from tests.pipelines import Learner, adds_up, events, total
+from tests.pipelines import NARROW, Learner, adds_up, events, total
 
 pytestmark = pytest.mark.any_broker
 
@@ -144,21 +144,6 @@ def test_what_starting_again_cannot_mend_ends_with_its_own_exit_code(
     assert learner.process.wait(60) == 2
     said = learner.log.read_text()
     assert said.count("returned int, not a torch.nn.Module") == 1, said
-
-
-NARROW = """
-import torch
-from torch import nn
-
-class Narrow(nn.Linear):
-    def forward(self, x):
-        if self.training and len(x) > 6:  # three new and three old ones are never parted
-            raise torch.OutOfMemoryError("out of memory")
-        return super().forward(x)
-
-def build():
-    return Narrow(3, 3)
-"""
 
 
 @pytest.mark.slow
