@@ -68,13 +68,10 @@ def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: GuardRows
     windows = {"new": float(scores_G[total - young :].mean()), "old": float(scores_G[: total - young].mean())}
     classes: dict[str, float] = {}
     if schema.label.classes:
-        label = rows.columns["label"]
-        # An event of several classes counts for each.
-        which, has = np.nonzero(label) if schema.label.multi else (np.arange(total), label.astype(np.int64))
+        which, has = _members(schema, rows)
         worst, by_class = _by(has, scores_G[which])
         windows |= worst
-        names = schema.label.names
-        classes = {str(number) if names is None else names[number]: score for number, score in by_class.items()}
+        classes = {_name(schema, number): score for number, score in by_class.items()}
     groups: dict[str, float] = {}
     if schema.group:
         hashed = rows.columns["group_hash"].astype(np.uint64)
@@ -88,10 +85,12 @@ def class_marks(schema: Schema, rows: GuardRows) -> dict[str, NDArray[np.bool_]]
     """Return which of the G events are of each class that is told of, by its name or number; empty for regression."""
     if not schema.label.classes or not len(rows):
         return {}
-    label_G = rows.columns["label"].astype(np.int64)
-    _, by_class = _by(label_G, np.zeros(len(label_G)))
-    names = schema.label.names
-    return {str(number) if names is None else names[number]: label_G == number for number in by_class}
+    which, has = _members(schema, rows)
+    _, by_class = _by(has, np.zeros(len(has)))
+    marks = {_name(schema, number): np.zeros(len(rows), np.bool_) for number in by_class}
+    for number in by_class:
+        marks[_name(schema, number)][which[has == number]] = True
+    return marks
 
 
 def score_each(
@@ -154,6 +153,20 @@ def newcomers(rows: GuardRows, before: GuardRows) -> dict[str, Array]:
     known = before.columns["hash"] if len(before) else np.empty(0, np.uint64)
     fresh = ~np.isin(young["hash"], known)
     return {name: column[fresh] for name, column in young.items()}
+
+
+def _members(schema: Schema, rows: GuardRows) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Return places of events and a class of each: an event of several classes counts for each."""
+    label = rows.columns["label"]
+    if schema.label.multi:
+        which, has = np.nonzero(label)
+        return which, has
+    return np.arange(len(rows)), label.astype(np.int64)
+
+
+def _name(schema: Schema, number: int) -> str:
+    names = schema.label.names
+    return str(number) if names is None else names[number]
 
 
 def _by(members: NDArray[np.generic], scores_G: NDArray[np.float64]) -> tuple[dict[str, float], dict[int, float]]:

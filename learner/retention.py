@@ -8,7 +8,8 @@ from typing import Any
 from learner.evaluation import Evaluation
 
 _BETTER = 0.02
-"""A score is a new best, from which the lowest counts anew, only when it is better by so much; less is noise."""
+"""A score is a new best, from which the lowest counts anew, only when it is better by so much; less is noise. Of an
+error, which is a score below 0, such a part."""
 _SMOOTHED = 20
 """Versions over which the score of a class is averaged: the best of thousands of noisy ones is noise."""
 _NEAR_ROWS = 500
@@ -17,16 +18,20 @@ _NEAR_ROWS = 500
 
 @dataclass(frozen=True)
 class Peak:
-    """The best score that was ever seen, and the lowest since."""
+    """The score from which on the lowest counts, the best up to what is noise, and the lowest since."""
 
     best: float
     lowest: float
 
     def followed_by(self, score: float) -> "Peak":
-        """Return the peak after one more score."""
-        if score > self.best + _BETTER:
+        """Return the peak after one more score.
+
+        The best follows in whole steps: one that crept up would never be surpassed by a model that learns slowly.
+        """
+        noise = _BETTER * (abs(self.best) if self.best < 0 else 1.0)
+        if score > self.best + noise:
             return Peak(score, score)
-        return Peak(max(self.best, score), min(self.lowest, score))
+        return Peak(self.best, min(self.lowest, score))
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,13 @@ class TestRetention:
         assert lowest == [0.1, 0.5, 0.9, 0.6, 0.6, 0.6, 0.99], "0.91 is no new best beside 0.9: it is noise"
         assert found.old == Peak(0.99, 0.99)
 
+    @pytest.mark.parametrize(("begin", "gain"), [(0.10, 0.015), (-0.05, 0.0008)])
+    def test_what_rises_in_steps_as_small_as_noise_is_a_new_best_too(self, begin: float, gain: float) -> None:
+        found = Retention()
+        for number in range(50):
+            found = found.followed_by(seen(begin + number * gain))
+        assert found.windows["old_lowest"] >= begin + 45 * gain, "nothing was ever lost"
+
     def test_forgetting_is_the_mean_over_the_classes_of_best_less_now(self) -> None:
         found = Retention().followed_by(seen(0.8, a=1.0)).followed_by(seen(0.7, a=0.5, b=0.9))
         assert found.forgetting == 0.25

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
 from ingest.block import TopicPartition
+from ingest.config import SchemaSettings
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.config import GateSettings, ModelSettings, VersionsSettings
@@ -26,7 +27,7 @@ from learner.metrics import LearnerMetrics
 from learner.publisher import Publisher, Snapshot, reference_to
 from learner.record_times import RecordTimes
 from learner.scorer import Scorer
-from learner.task import Classification
+from learner.task import Classification, MultiLabel, Task
 from learner.trained import Trained
 from learner.version import RegistryState, Verdict, Versions
 
@@ -42,13 +43,13 @@ WORSE = {"weight": torch.diag(torch.tensor([1.0, 1.0, -1.0])), "bias": torch.zer
 class Bench:
     """A publisher with its gate, and a stream of held-out events of three classes in turn."""
 
-    def __init__(self, path: Path, schema: Schema, **gate: object) -> None:
+    def __init__(self, path: Path, schema: Schema, task: Task | None = None, **gate: object) -> None:
         self.versions = Versions(path)
         self.guard = GuardSet(schema, 400)
         self.schema = schema
         self.offset = self.step = 0
         reference = reference_to(ModelSettings(factory="m:build"))
-        scorer = Scorer(nn.Linear(3, 3), Classification(), schema, torch.device("cpu"))
+        scorer = Scorer(nn.Linear(3, 3), task or Classification(), schema, torch.device("cpu"))
         settings = GateSettings.model_validate({"min_rows": 100, **gate})
         self.jury = Jury(self.versions, settings, scorer, reference)
         self.registry = CollectorRegistry()
@@ -59,10 +60,11 @@ class Bench:
 
     def hold_out(self, events: int, shift: int = 0) -> None:
         """Let held-out events come whose label is the feature that is 1, or the next one if `shift` is 1."""
-        columns = fake_columns(self.schema, range(self.offset, self.offset + events), label=[0, 1, 2])
-        label = columns["label"].astype(np.int64)
+        columns = fake_columns(self.schema, range(self.offset, self.offset + events))
+        label = np.arange(events) % 3
         columns["feature.x"] = np.eye(3, dtype=np.float32)[label]
-        columns["label"] = ((label + shift) % 3).astype(columns["label"].dtype)
+        label = (label + shift) % 3
+        columns["label"] = np.eye(3)[label].astype(np.bool_) if self.schema.label.multi else label
         self.guard.add(columns, [TopicPartition("events", 0)])
         self.offset += events
 
@@ -119,6 +121,18 @@ def test_a_worse_version_is_held_back_and_the_next_good_one_passes(
     sample = bench.registry.get_sample_value
     assert sample("anabranch_gate_verdicts_total", {"verdict": "fail"}) == 2
     assert sample("anabranch_gate_verdicts_total", {"verdict": "pass"}) == 2
+
+
+def test_versions_of_a_model_of_several_labels_are_judged_like_others(tmp_path: Path) -> None:
+    label = {"name": "y", "classes": ["a", "b", "c"], "multi": True}
+    fields = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": label}
+    bench = Bench(tmp_path / "versions", Schema(SchemaSettings.model_validate(fields)), MultiLabel())
+    good, worse = ({**each, "bias": torch.full((3,), -0.5)} for each in (GOOD, WORSE))
+    bench.hold_out(200)
+    assert [bench.publish(weights) for weights in (good, worse, good)] == ["abstain", "fail", "pass"]
+    verdict = bench.versions.verdict(2)
+    assert verdict is not None
+    assert verdict.numbers["class_c_drop"] == 1
 
 
 def test_an_alert_says_that_nothing_has_passed_for_max_hold(make_bench: Callable[..., Bench]) -> None:
