@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ingest.schema import Schema
+from ingest.schema import Label, Schema
 from learner.errors import ModelError
 from learner.task import METHODS, TASKS, Task
 
@@ -83,10 +83,11 @@ def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
 def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> tuple[int, ...]:
     """Run the model on a few events of zeros, and return the shape of its output for one event.
 
-    It is run as in serving and as in training. The module's mode and state are as before afterwards.
+    It is run as in serving and as in training, and what it returns goes through the task's loss and score. The module's
+    mode and state are as before afterwards.
 
     Raises:
-        ModelError: it fails, or its output does not fit.
+        ModelError: it fails, or its output does not fit; or the task fails, or does not tell of each event.
     """
     was_training = model.training
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -96,6 +97,7 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
             for training in (False, True):
                 output = forward(model.train(training), features)
                 task.check(output, schema.label, _CHECK_ROWS)
+        _check_task(task, output, schema.label)
         return tuple(output.shape[1:])
     except ModelError:
         raise
@@ -105,6 +107,27 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
     finally:
         model.train(was_training)
         model.load_state_dict(before)
+
+
+def _check_task(task: Task, output_B: Tensor, label: Label) -> None:
+    """Raise ModelError unless loss and score are numbers `[B]`, and the loss has a gradient.
+
+    A loss `[B, 1]` or a mean of all would train: by weights that are spread over each other's events.
+    """
+    label_B = torch.zeros((_CHECK_ROWS, *label.shape), dtype=tensor_dtype(label.dtype.name), device=output_B.device)
+    output_B = output_B.detach().requires_grad_(output_B.is_floating_point())
+    for method in (task.loss, task.score):
+        what = f"model.task: {type(task).__name__}.{method.__name__}"
+        try:
+            found = method(output_B, label_B)
+        except Exception as exc:  # the user's own code may raise anything
+            shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {label_B.dtype}"
+            raise ModelError(f"{what} fails on {shapes}: {_told(exc)}") from exc
+        told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(found, Tensor) or found.shape != (_CHECK_ROWS,):
+            raise ModelError(f"{what} returned {told} for {_CHECK_ROWS} events; return one number an event, [B]")
+        if method == task.loss and not (found.is_floating_point() and found.requires_grad):
+            raise ModelError(f"{what} returned {told} without a gradient; compute it from the output in torch")
 
 
 def make_task(name: str, folder: Path = Path()) -> Task:

@@ -11,6 +11,7 @@ from ingest.config import SchemaSettings
 from ingest.schema import Schema
 from learner.errors import ModelError
 from learner.model import build_model, check_model, forward, make_task, tensor_dtype
+from learner.task import Regression
 
 CPU = torch.device("cpu")
 HEAD = "import torch\nfrom torch import nn\n"
@@ -136,6 +137,27 @@ class TestChecking:
         with pytest.raises(ModelError, match=rf"fails on .*: {error.__name__}: .*test_model.py, line \d+\)$"):
             self.check(model)
         assert model.training
+
+    @pytest.mark.parametrize(
+        ("method", "told", "sentence"),
+        [
+            ("loss", lambda out, y: (out.squeeze(1) - y).square().mean(), r"returned torch.float32 \[\] for 3 events"),
+            ("loss", lambda out, y: (out - y.unsqueeze(1)).square(), r"returned torch.float32 \[3, 1\] for 3 events"),
+            ("loss", lambda out, y: (out - y).square(), r"returned torch.float32 \[3, 3\] for 3 events"),
+            ("loss", lambda out, y: (out.squeeze(1) > y).float(), r"returned torch.float32 \[3\] without a gradient"),
+            ("loss", lambda out, y: out.squeeze(1) / y.none, r"fails on an output \[3, 1\] .*: AttributeError: "),
+            ("score", lambda out, y: 0.0, r"returned float for 3 events; return one number an event, \[B\]"),
+        ],
+    )
+    def test_a_task_that_does_not_tell_of_each_event_is_one_sentence(self, method, told, sentence):
+        class Own(Regression):
+            pass
+
+        setattr(Own, method, lambda self, output_B, label_B: told(output_B, label_B))
+        label = {"name": "y", "dtype": "float32"}
+        with pytest.raises(ModelError, match=sentence) as caught:
+            check_model(nn.Linear(4, 1), Own(), schema_of(label=label), CPU)
+        assert str(caught.value).startswith("model.task: Own.")
 
     @pytest.mark.parametrize("model", [nn.LSTM(4, 1), nn.Linear(4, 2)])
     def test_a_regression_wants_one_number(self, model):
