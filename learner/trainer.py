@@ -150,6 +150,7 @@ class Trainer:
         if len(new) == 1 and not sum(drawn):
             # Batch norm needs two: the event stands for another one of no weight.
             new = twice(new)
+        self.update.begin(self._steps)
         before = self._buffers.saved()
         picked = self._pick(new, old, before)
         if picked is not None:
@@ -165,7 +166,7 @@ class Trainer:
                 self._buffers.put_back(before)
                 self._ranks.start_afresh()
             elif self.strategy.learns_gradient:
-                self.update.apply(self._steps)
+                self.update.apply()
             if scaled:
                 scaler.update()
             if finite or not math.isfinite(total):
@@ -223,7 +224,7 @@ class Trainer:
                     raise
                 said = " ".join(str(exc).split())
             # Past the handler, since the error holds on to what the pass had made.
-            self.update.gradients.clear()
+            self.update.give_up()
             release(self.device)
             self.micro_batch_size = smaller(rows, self.micro_batch_size, self.device, self._ranks.size, said)
             self.note = note(self.device, self.micro_batch_size)

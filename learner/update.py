@@ -27,19 +27,31 @@ class Update:
         self.schedule = Schedule(settings.schedule)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         self._scaled = precision.scaled
+        self._unscaled = False
         self._weights = ranks.weights
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, once all of them are there."""
         self.scaler.unscale_(self.optimizer)
+        self._unscaled = self._scaled
 
-    def apply(self, step: int) -> None:
-        """Change the weights, at the learning rate of this step."""
-        self.schedule.apply(step, self.optimizer.param_groups)
+    def give_up(self) -> None:
+        """Let go of the gradients of a pass that ran out of memory; another may follow."""
+        self.gradients.clear()
+        if self._unscaled:
+            # The only word by which the scaler forgets that it has divided; the scale stays as it is.
+            self.scaler.update(self.scaler.get_scale())
+
+    def apply(self) -> None:
+        """Change the weights."""
         self.scaler.step(self.optimizer)
 
+    def begin(self, step: int) -> None:
+        """Set the learning rate of a step."""
+        self.schedule.apply(step, self.optimizer.param_groups)
+
     def rate(self) -> float:
-        """Return the learning rate of the last step."""
+        """Return the learning rate of the step that was begun last."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def moments(self) -> dict[str, Tensor]:

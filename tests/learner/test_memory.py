@@ -15,13 +15,14 @@ from ingest.schema import Schema
 from learner.checkpointing import checkpoint_activations
 from learner.config import LearnerSettings
 from learner.memory import out_of_memory
-from learner.precision import choose_precision
+from learner.precision import Precision, choose_precision
 from learner.scorer import Scorer
 from learner.strategies import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Trainer
 
 CPU = torch.device("cpu")
+FP32 = choose_precision("fp32", CPU)
 
 
 class Narrow(nn.Module):
@@ -62,11 +63,11 @@ class Failing(Narrow):
         return super().forward(x)
 
 
-def make_trainer(schema: Schema, model: nn.Module, strategy: str = "none", **settings: object) -> Trainer:
+def make_trainer(
+    schema: Schema, model: nn.Module, strategy: str = "none", precision: Precision = FP32, **settings: object
+) -> Trainer:
     options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}, **settings})
-    return Trainer(
-        *(model, Classification(), STRATEGIES[strategy](), schema, options, CPU, choose_precision("fp32", CPU))
-    )
+    return Trainer(*(model, Classification(), STRATEGIES[strategy](), schema, options, CPU, precision))
 
 
 def learn(trainer: Trainer, schema: Schema, steps: Sequence[int]) -> None:
@@ -113,6 +114,30 @@ def test_who_picks_old_events_does_so_again_in_smaller_parts_and_the_virtual_ste
         assert trainer.micro_batch_size == 10
         found.append(trainer.snapshot())
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("precision", [FP32, Precision("fp16", torch.float16)], ids=lambda each: each.name)
+def test_memory_that_runs_out_after_the_gradient_was_unscaled_halves_too(
+    schema: Schema, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A-GEM makes copies of the gradient once all of it is there."""
+    trainer, whole = (make_trainer(schema, nn.Linear(3, 3), "agem", precision) for _ in range(2))
+    whole.model.load_state_dict(trainer.snapshot())
+    adjust, errors = trainer.strategy.adjust, [kinds()[0]()]
+
+    def adjusted(scale: float) -> None:
+        if errors:
+            raise errors.pop()
+        adjust(scale)
+
+    monkeypatch.setattr(trainer.strategy, "adjust", adjusted)
+    examples = trainer.examples(fake_columns(schema, range(16), label=[0, 1, 2]))
+    assert trainer.step(examples, [examples]).finite
+    assert whole.step(examples, [examples]).finite
+    assert not errors
+    assert trainer.micro_batch_size == 16
+    assert trainer.update.scaler.state_dict() == whole.update.scaler.state_dict()
+    torch.testing.assert_close(trainer.snapshot(), whole.snapshot(), rtol=1e-3, atol=1e-3)
 
 
 def test_where_not_even_a_few_events_fit_one_sentence_says_so(schema: Schema) -> None:

@@ -1,12 +1,12 @@
 """A step against a plain PyTorch loop, bit for bit, and what happens when numbers are not finite."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ingest.errors import SettingsError
@@ -18,6 +18,7 @@ from learner.errors import CutError
 from learner.precision import Precision, choose_device, choose_precision
 from learner.rehearsal import rehearsal
 from learner.strategies import STRATEGIES
+from learner.strategy import Forward
 from learner.task import Classification
 from learner.trainer import Examples, Trainer
 from learner.transfer import Transfer
@@ -97,6 +98,31 @@ def test_the_learning_rate_is_scaled_from_that_of_the_config(schema: Schema, mak
     scaled.step(scaled.examples(new))
     twice.step(twice.examples(new))
     assert all(torch.equal(value, twice.snapshot()[name]) for name, value in scaled.snapshot().items())
+
+
+def test_a_strategy_that_looks_ahead_knows_the_rate_of_its_step_also_after_a_restart(
+    schema: Schema, make_model: MakeModel
+) -> None:
+    def make() -> Trainer:
+        return make_trainer(schema, make_model(), "mir", schedule={"warmup_steps": 10}, optimizer=sgd(1.0))
+
+    def rates(trainer: Trainer, steps: int) -> list[float]:
+        pick, found = trainer.strategy.pick, []
+
+        def picked(forward: Forward, new: Examples, old: Sequence[Examples]) -> Sequence[Tensor] | None:
+            found.append(trainer.update.rate())
+            return pick(forward, new, old)
+
+        trainer.strategy.pick = picked  # type: ignore[method-assign]
+        examples = trainer.examples(fake_columns(schema, range(16), label=[0, 1]))
+        for _ in range(steps):
+            trainer.step(examples, [examples])
+        return found
+
+    whole, resumed = make(), make()
+    assert rates(whole, 3) == pytest.approx([0.1, 0.2, 0.3])
+    resumed.restore(whole.tensors(), whole.state())
+    assert rates(resumed, 2) == pytest.approx([0.4, 0.5])
 
 
 def test_a_cut_made_while_the_learning_rate_was_raised_does_not_keep_it(schema: Schema, make_model: MakeModel) -> None:
