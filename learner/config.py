@@ -204,6 +204,12 @@ class LearnerSettings(Section):
     """Address of the learner's `/metrics` and `/healthz`; off loopback `serving.tokens.read` is required."""
 
     @model_validator(mode="after")
+    def _hears_of_drift(self) -> Self:
+        if self.schedule.restart == "drift" and not self.drift.actions:
+            raise ValueError('schedule.restart = "drift", but drift.actions is empty, which looks for none; add "mark"')
+        return self
+
+    @model_validator(mode="after")
     def _hosts_can_meet(self) -> Self:
         if self.host_rank >= self.hosts:
             raise ValueError(f"host_rank = {self.host_rank}, but hosts = {self.hosts}: it is below that")

@@ -228,6 +228,14 @@ def test_python_runs(block, tmp_path):
     run(block.text, tmp_path)
 
 
+def test_what_strategies_are_worth_is_what_was_measured():
+    """The guide gives the newest figures of the page of benchmarks, and no older ones."""
+    rows = dict(re.findall(r"\| `split_mnist_(\w+)` \| ([\d.]+) \|", (DOCS / "benchmarks.md").read_text()))
+    guide = re.search(r"five seeds, through\s+Kafka;.*?Where nothing", (DOCS / "learning.md").read_text(), re.DOTALL)
+    names = ("none", "er_500", "derpp_500", "best_500", "er_200", "derpp_200")
+    assert re.findall(r" (\d\d\.\d)\b", guide[0]) == [rows[name] for name in names]
+
+
 def test_the_worked_example_learns(tmp_path):
     write_files("docs/model.md", tmp_path)
     run((tmp_path / "make_events.py").read_text(), tmp_path)
