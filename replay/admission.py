@@ -9,10 +9,11 @@ kept, u**(1/w) would evict the heavy ones.
 Legend: N events offered, H events held, n events drawn, G groups.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +23,13 @@ from torch import Tensor
 _SLACK = 32
 """One in so many of k are held beyond k, so that one scan evicts many."""
 _SAMPLE = 4096
+_LEAST_SAMPLED = 64
+"""Of a group that a sample has fewer of, it tells nothing."""
+_BELOW = 0.94
+"""Where in a sorted sample, by its k-th smallest, the events begin that are looked at one by one: none is missed."""
 _MOST_GROUPS = 2**15 - 1
+_GOLDEN_RATIO = 0.6180339887498949
+_Value = TypeVar("_Value", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -203,22 +210,48 @@ class Quotas:
         admitted: NDArray[np.bool_] = priority < limits
         return admitted
 
-    def lower(self, held: NDArray[np.float64], group: NDArray[np.int16]) -> NDArray[np.bool_]:
-        """Lower the thresholds to what fits, by the priorities held, and return who stays, bool `[H]`."""
-        if len(held) > self.k:
-            if len(self.thresholds) == 1:
-                self.thresholds[0] = kth_smallest(held, self.k)
-            else:
-                self._lower_groups(held, group)
-        return self.admits(held, group)
+    def lower(
+        self, held: NDArray[np.float64], group: NDArray[np.int16], counts: NDArray[np.int64] | None = None
+    ) -> NDArray[np.bool_]:
+        """Lower the thresholds to what fits, and return who stays, bool `[H]`.
 
-    def _lower_groups(self, held: NDArray[np.float64], group: NDArray[np.int16]) -> None:
-        counts = np.bincount(group, minlength=len(self.thresholds))
+        Args:
+            held: the priorities of the events held, float64 `[H]`.
+            group: theirs, int16 `[H]`.
+            counts: how many of each group are held, int `[G]`; None: they are counted.
+        """
+        if len(held) <= self.k:
+            return self.admits(held, group)
+        counts = np.bincount(group, minlength=len(self.thresholds)) if counts is None else counts
+        few = self._lower_one(held) if len(counts) == 1 else self._lower_groups(held, group, counts)
+        stays = np.ones(len(held), np.bool_)
+        stays[few] = self.admits(held.take(few), group.take(few))
+        return stays
+
+    def _lower_one(self, held: NDArray[np.float64]) -> NDArray[np.intp]:
+        """Lower the threshold of the one group, and return who may have to leave: places that rise."""
+        few = np.flatnonzero(held >= min(self.thresholds[0], _floor(_sampled(held), self.k / len(held))))
+        few = few if len(few) >= len(held) - self.k else np.arange(len(held))
+        self.thresholds[0] = _kth_smallest(held.take(few), self.k - (len(held) - len(few)))
+        return few
+
+    def _lower_groups(
+        self, held: NDArray[np.float64], group: NDArray[np.int16], counts: NDArray[np.int64]
+    ) -> NDArray[np.intp]:
+        """Do the same for several."""
         most = level(counts, self.k)
-        by_group = held[np.argsort(group, kind="stable")]
-        ends = np.cumsum(counts)
-        for each in np.flatnonzero(counts > most).tolist():
-            self.thresholds[each] = kth_smallest(by_group[ends[each] - counts[each] : ends[each]], most)
+        over = np.flatnonzero(counts > most)
+        floors, sample, members = self.thresholds.copy(), _sampled(held), _sampled(group)
+        for each in over.tolist():
+            floors[each] = min(floors[each], _floor(sample[members == each], most / counts[each]))
+        few, parts = _from(floors, held, group)
+        missed = [each for each in over.tolist() if counts[each] - len(parts[each]) > most]
+        if missed:
+            floors[missed] = -np.inf
+            few, parts = _from(floors, held, group)
+        for each in over.tolist():
+            self.thresholds[each] = _kth_smallest(parts[each], most - (counts[each] - len(parts[each])))
+        return few
 
 
 def level(counts: NDArray[np.int64], k: int) -> int:
@@ -229,16 +262,37 @@ def level(counts: NDArray[np.int64], k: int) -> int:
     return int(levels[np.flatnonzero(levels < rising)[0]])
 
 
-def kth_smallest(values: NDArray[np.float64], k: int) -> float:
-    """Return the value that has exactly k smaller ones, were all different.
-
-    When few are larger, only those are looked at that can be it: a sample says from where on.
-    """
-    if len(values) > 8 * _SAMPLE:
-        sample = np.sort(values[:: len(values) // _SAMPLE])
-        floor = sample[int(len(sample) * (k / len(values)) * 0.94)]
-        few = values[values >= floor]
-        below = len(values) - len(few)
-        if below <= k:
-            return float(np.partition(few, k - below)[k - below])
+def _kth_smallest(values: NDArray[np.float64], k: int) -> float:
+    """Return the value that has exactly k smaller ones, were all different."""
     return float(np.partition(values, k)[k])
+
+
+def _sampled(values: NDArray[_Value]) -> NDArray[_Value]:
+    """Return some of H values, the same places of each column; where there are not many, none."""
+    return values.take(_places(len(values))) if len(values) > 8 * _SAMPLE else values[:0]
+
+
+@functools.lru_cache(maxsize=8)
+def _places(total: int) -> NDArray[np.intp]:
+    """Return places that lie evenly and have no period, as groups that come in turn have one."""
+    places: NDArray[np.intp] = np.sort((np.arange(_SAMPLE) * _GOLDEN_RATIO % 1.0 * total).astype(np.intp))
+    return places
+
+
+def _floor(sample: NDArray[np.float64], part: float) -> float:
+    """Return a value that mostly less than that part of all lie below, by a sample of them."""
+    if len(sample) < _LEAST_SAMPLED:
+        return -math.inf
+    place = int(len(sample) * part * _BELOW)
+    return float(np.partition(sample, place)[place])
+
+
+def _from(
+    floors: NDArray[np.float64], held: NDArray[np.float64], group: NDArray[np.int16]
+) -> tuple[NDArray[np.intp], list[NDArray[np.float64]]]:
+    """Return who is not below the floor of its group, places that rise, and their priorities by group."""
+    few = np.flatnonzero(held >= floors[group])
+    mine = group.take(few)
+    order = np.argsort(mine, kind="stable")
+    ends = np.cumsum(np.bincount(mine, minlength=len(floors)))
+    return few, np.split(held.take(few.take(order)), ends[:-1])

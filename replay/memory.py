@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from replay.pages import Pages
 from replay.rows import LINE, LONG
 from replay.staged import Staged, Unread
 
@@ -45,8 +46,11 @@ class MemoryTier:
         self._words = _zeros((slots, row_bytes // 8), self.lies_on)
         self._on_host: NDArray[np.int64] | None = self._words.numpy() if self.lies_on.type == "cpu" else None
         self._crosses = device.type == "cuda" and self.lies_on.type == "cpu"
+        self._pages: Pages | None = None
         if self._crosses and slots:
             _pin(self._words)
+        elif self.lies_on.type == "cpu":
+            self._pages = Pages(self._words.data_ptr(), self._words.nbytes)
 
     def write(self, slots: NDArray[np.int64], _identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         """Scatter n rows in one copy."""
@@ -57,6 +61,8 @@ class MemoryTier:
         if not len(slots):
             return
         words = rows_nR.view(torch.int64)
+        if self._pages is not None and not self._pages.asked_for:
+            self._pages.reach(int(slots.max() + 1) * self.slot_bytes)
         if self._on_host is not None:
             # Half the time of index_copy_, which checks more.
             self._on_host[slots] = words.numpy(force=True)
@@ -88,6 +94,8 @@ class MemoryTier:
         """Let go of the memory."""
         if self._crosses and len(self._words):
             _unpin(self._words)
+        if self._pages is not None:
+            self._pages.close()
         self._words, self._on_host = self._words.new_empty((0, self.slot_bytes // 8)), None
 
     def _take(self, slots: NDArray[np.int64], *, pinned: bool) -> Tensor:

@@ -102,7 +102,7 @@ class Roll:
         """Return who stays, bool `[H]`, when there are too many; else None."""
         if len(self.entries) <= self.quotas.limit:
             return None
-        return self.quotas.lower(self.entries.priorities, self.entries.groups)
+        return self.quotas.lower(self.entries.priorities, self.entries.groups, self.entries.counts)
 
     def keep(self, stays: NDArray[np.bool_]) -> NDArray[np.int32]:
         """Let those leave that do not stay, bool `[H]`, and return their slots."""

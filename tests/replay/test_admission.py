@@ -19,7 +19,6 @@ from replay.admission import (
     Recent,
     Reservoir,
     exponentials,
-    kth_smallest,
     level,
 )
 from replay.policies import ADMISSIONS, Surroundings
@@ -215,21 +214,45 @@ def test_the_level_is_the_largest_number_that_fits(counts: list[int], k: int) ->
         assert level(np.array(counts), k) == plain
 
 
-@settings(max_examples=80)
-@given(st.integers(0, 2**32), st.sampled_from(["exponential", "rising", "falling", "few values", "waves"]), st.data())
-def test_the_kth_smallest_is_that_of_the_sorted_values(seed: int, kind: str, data: st.DataObject) -> None:
-    """Whatever a sample of the values says, and on both sides of the size from which on there is one."""
-    size = data.draw(st.one_of(st.integers(1, 300), st.integers(32_700, 70_000)))
-    k = data.draw(st.integers(0, size - 1))
-    dice = np.random.default_rng(seed)
+def shaped(kind: str, size: int, dice: np.random.Generator) -> np.ndarray:
+    """Priorities in an order, or of a distribution, by which a sample of them may be misled."""
     values = dice.exponential(size=size)
     if kind in ("rising", "falling"):
-        values = np.sort(values)[:: 1 if kind == "rising" else -1]
-    elif kind == "few values":
-        values = np.floor(values)
-    elif kind == "waves":
-        values = np.where(np.arange(size) % 8 == 0, values + 100, values)  # what a stride meets is not like the rest
-    assert kth_smallest(np.ascontiguousarray(values), k) == np.sort(values)[k]
+        return np.sort(values)[:: 1 if kind == "rising" else -1].copy()
+    if kind == "few values":
+        return np.floor(values)
+    if kind == "waves":
+        return np.where(np.arange(size) % 8 == 0, values + 100, values)
+    return values
+
+
+@settings(max_examples=120)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["exponential", "rising", "falling", "few values", "waves"]),
+    st.sampled_from(["one", "alike", "uneven", "in turn", "one after the other", "many"]),
+    st.data(),
+)
+def test_the_smallest_of_each_group_stay_below_its_threshold(
+    seed: int, kind: str, grouped: str, data: st.DataObject
+) -> None:
+    """Whatever a sample of the priorities says, and on both sides of the size from which on there is one."""
+    size = data.draw(st.one_of(st.integers(1, 300), st.integers(32_700, 70_000)))
+    k = data.draw(st.one_of(st.integers(0, size - 1), st.integers(size - 1 - size // 33, size - 1)))
+    dice = np.random.default_rng(seed)
+    held, groups = shaped(kind, size, dice), {"one": 1, "many": 2000}.get(grouped, 8)
+    group = {
+        "uneven": np.minimum(dice.geometric(0.5, size) - 1, 7),
+        "in turn": np.arange(size) % groups,
+        "one after the other": np.arange(size) * groups // size,
+    }.get(grouped, dice.integers(0, groups, size))
+    quotas = Quotas(k, groups)
+    counts = np.bincount(group, minlength=groups)
+    stays = quotas.lower(held, group.astype(np.int16), data.draw(st.sampled_from([counts, None])))
+    most = level(counts, k)
+    thresholds = [np.sort(held[group == each])[most] if counts[each] > most else math.inf for each in range(groups)]
+    assert quotas.thresholds.tolist() == thresholds
+    assert np.array_equal(stays, held < np.array(thresholds)[group])
 
 
 @pytest.mark.parametrize(
