@@ -152,13 +152,13 @@ class BlockLayout:
         """Bytes of a slot for `rows` events; each column begins on a 64-byte boundary."""
         return sum(_aligned(dtype.itemsize * int(np.prod(shape)) * rows) for dtype, shape in self.columns.values())
 
-    def views(self, buffer: memoryview, capacity: int, rows: int) -> dict[str, Array]:
-        """Return the first `rows` rows of each column of a slot that has room for `capacity`."""
+    def views(self, buffer: memoryview, rows: int) -> dict[str, Array]:
+        """Return the columns of a slot that has room for so many rows."""
         views: dict[str, Array] = {}
         place = 0
         for name, (dtype, shape) in self.columns.items():
-            column = np.frombuffer(buffer, dtype, count=capacity * int(np.prod(shape)), offset=place)
-            views[name] = column.reshape(capacity, *shape)[:rows]
+            column = np.frombuffer(buffer, dtype, count=rows * int(np.prod(shape)), offset=place)
+            views[name] = column.reshape(rows, *shape)
             place += _aligned(column.nbytes)
         return views
 

@@ -31,11 +31,14 @@ class Ring:
         self._layout = layout
         self.descriptor = anonymous_file(self.slots * self._slot_bytes) if descriptor is None else descriptor
         self._memory = mmap.mmap(self.descriptor, self.slots * self._slot_bytes)
+        self._views: dict[int, dict[str, Array]] = {}
 
     def views(self, slot: int, rows: int) -> dict[str, Array]:
         """Return the columns of a slot's first `rows` events as views of the shared memory."""
-        window = memoryview(self._memory)[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
-        return self._layout.views(window, self.rows, rows)
+        if slot not in self._views:
+            window = memoryview(self._memory)[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+            self._views[slot] = self._layout.views(window, self.rows)
+        return {name: column[:rows] for name, column in self._views[slot].items()}
 
     def write(self, slot: int, columns: dict[str, Array], begin: int, end: int) -> None:
         """Copy rows `[begin, end)` of the columns into a slot."""

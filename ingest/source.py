@@ -1,6 +1,7 @@
 """The learner's end of ingest: starts the process, receives blocks, gives slots back."""
 
 import logging
+import select
 import socket
 import subprocess
 import sys
@@ -87,6 +88,8 @@ class Source:
         self._layout = BlockLayout(Schema(schema))
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._readable = select.poll()
+        self._partitions: Sequence[Partition] | None = None
         self._ring: Ring | None = None
         self._received: dict[TopicPartition, Position] = {}
         self._marks: dict[TopicPartition, Mark] = {}
@@ -120,6 +123,9 @@ class Source:
                 stdin=subprocess.DEVNULL,
             )
         self._ring, self._connection = ring, Connection(ours.detach())
+        # Connection.poll makes a selector each time, which takes longer than to receive a message.
+        self._readable = select.poll()
+        self._readable.register(self._connection, select.POLLIN)
 
     def open(
         self,
@@ -150,13 +156,13 @@ class Source:
         self._elsewhere, self._alone = elsewhere, alone
         self._received = dict(positions or {})
         self._marks = dict(marks or {})
-        self._table = list(self._received)
+        self._table, self._partitions = list(self._received), None
         self._begin()
         deadline = time.monotonic() + timeout.total_seconds()
         while not self._opened and not (stop is not None and stop.is_set()):
             if self._connection is None or time.monotonic() > deadline:
                 raise BrokerError(f"ingest did not find the topics on {self._stream.bootstrap_servers} in time")
-            if self._connection.poll(0.2):
+            if self._readable.poll(200):
                 self._receive()
 
     def go_on(
@@ -168,18 +174,21 @@ class Source:
         """Read on after `close`, from these positions. Partitions are known: a broker that is away is waited for."""
         self._elsewhere = elsewhere
         self._received, self._marks, self._table = dict(positions), dict(marks), list(positions)
+        self._partitions = None
         self._begin()
 
     @property
     def partitions(self) -> Sequence[Partition]:
-        """All partitions, in the order of the index that blocks carry."""
-        there = set(current(self._table).values())
-        return [
-            Partition(name, self._starts[name], self._ends.get(i), self._marks[name].topic_id)
-            if i in there
-            else Partition(name, self._starts[name], self._received[name].offset)
-            for i, name in enumerate(self._table)
-        ]
+        """All partitions, in the order of the index that blocks carry; the same list until one of them changes."""
+        if self._partitions is None:
+            there = set(current(self._table).values())
+            self._partitions = [
+                Partition(name, self._starts[name], self._ends.get(i), self._marks[name].topic_id)
+                if i in there
+                else Partition(name, self._starts[name], self._received[name].offset)
+                for i, name in enumerate(self._table)
+            ]
+        return self._partitions
 
     @property
     def received(self) -> Mapping[TopicPartition, tuple[Position, Mark]]:
@@ -205,7 +214,7 @@ class Source:
                     time.sleep(max(0.0, min(left, self._restart_at - time.monotonic(), 0.05)))
                 else:
                     self._begin()
-            elif not self._connection.poll(left):
+            elif not self._readable.poll(left * 1000):
                 self._note_silence()
             elif (block := self._receive()) is not None:
                 return block
@@ -280,6 +289,7 @@ class Source:
             self._restart_later(f"the ingest process at {self._address} hangs" if self._address else here)
 
     def _take(self, message: FromIngest) -> Block | None:
+        self._partitions = None
         match message:
             case Opened(partitions, starts, ids):
                 self._opened, self.ill = True, None

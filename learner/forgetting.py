@@ -31,6 +31,7 @@ _SHARE = 20
 """Looking through what is held may take one part in so many of the time, when tombstones come without end."""
 _ERASED_AT_ONCE = 4096
 _RETRY_SECONDS = 10.0
+_TOMBSTONE = np.uint8(SkipReason.TOMBSTONE)
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +106,12 @@ class Forgetting:
             self._partitions = list(partitions)
             self._bases = np.array([partition_base(name) for name in partitions], np.uint64)
 
-    def filter(self, batch: Batch, positions: Mapping[TopicPartition, Position]) -> Batch:
+    def filter(self, batch: Batch, positions: Callable[[], Mapping[TopicPartition, Position]]) -> Batch:
         """Write down what the tombstones of a batch forget, and return the batch without what is forgotten.
 
         Args:
             batch: not settled yet.
-            positions: before the batch.
+            positions: returns those before the batch.
         """
         said = [
             record
@@ -281,15 +282,17 @@ def _skip(span: Span, covered: NDArray[np.bool_]) -> None:
 
 
 def _tombstones(
-    spans: Sequence[Span], positions: Mapping[TopicPartition, Position], partitions: Sequence[TopicPartition]
+    spans: Sequence[Span],
+    positions: Callable[[], Mapping[TopicPartition, Position]],
+    partitions: Sequence[TopicPartition],
 ) -> Iterator[ByKey]:
     """Return what the tombstones of spans forget: what was read before them, on any partition."""
-    if not any((span.columns["reason"] == SkipReason.TOMBSTONE).any() for span in spans):
+    if not any((span.columns["reason"] == _TOMBSTONE).any() for span in spans):
         return
-    ends = {name: _end_of(position) for name, position in positions.items()}
+    ends = {name: _end_of(position) for name, position in positions().items()}
     for span in spans:
         columns = span.columns
-        for place in np.flatnonzero(columns["reason"] == SkipReason.TOMBSTONE).tolist():
+        for place in np.flatnonzero(columns["reason"] == _TOMBSTONE).tolist():
             before = dict(ends)
             for index in np.unique(columns["partition"][:place]).tolist():
                 mine = np.flatnonzero(columns["partition"][:place] == index)[-1]

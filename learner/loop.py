@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ingest.block import Array, Outcome, SkipReason
 from ingest.metrics import IngestMetrics
-from ingest.source import Source
+from ingest.source import Partition, Source
 from ingest.sources import Sources
 from learner.batches import Batch, Batches
 from learner.config import LearnerSettings
@@ -94,6 +94,7 @@ class Loop:
         self._replay_debt = 0.0
         self._next_commit = 0.0
         self.ledger = Ledger(parts.publisher.published_through())
+        self._met: Sequence[Partition] = ()
         self.rates = Rates()
         self.prequential = Prequential(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
@@ -122,7 +123,7 @@ class Loop:
             else:
                 self.count()
             self._parts.forgetting.look_if_due()
-            self._parts.publisher.publish_if_due(self._progress(), self._snapshot)
+            self._parts.publisher.publish_if_due(self._progress, self._snapshot)
             self._parts.publisher.watch_if_due(lambda: self._parts.guard.held)
             self._cut_if_due()
             self._commit_if_due()
@@ -158,7 +159,7 @@ class Loop:
         6. Settle outcomes and positions: from here on a version says that it has learned them.
         """
         names = [account.name for account in self.ledger.partitions]
-        batch = self._parts.forgetting.filter(batch, self.ledger.positions)
+        batch = self._parts.forgetting.filter(batch, lambda: self.ledger.positions)
         outcome, reason = Outcome.TRAINED, SkipReason.NONE
         if len(batch):
             result = self._step(batch)
@@ -301,12 +302,14 @@ class Loop:
     def _meet_partitions(self) -> None:
         """Open an account for each partition that was added, and note how far the broker is."""
         partitions = self._parts.source.partitions
-        self._parts.forgetting.meet([partition.name for partition in partitions])
-        for index, partition in enumerate(partitions):
-            if index == len(self.ledger.partitions):
-                self.ledger.take_up(partition.name, partition.start)
-            self.ledger.partitions[index].meet(partition.end, partition.topic_id)
-        self._counters.meet(self.ledger.partitions)
+        if partitions is not self._met:
+            self._met = partitions
+            self._parts.forgetting.meet([partition.name for partition in partitions])
+            for index, partition in enumerate(partitions):
+                if index == len(self.ledger.partitions):
+                    self.ledger.take_up(partition.name, partition.start)
+                self.ledger.partitions[index].meet(partition.end, partition.topic_id)
+            self._counters.meet(self.ledger.partitions)
         self._parts.lag.look(self.ledger.partitions)
 
     @property

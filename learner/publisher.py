@@ -107,13 +107,13 @@ class Publisher:
         """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
         return self._background.overdue(self._versions.path, self._every) or self._ill
 
-    def publish_if_due(self, progress: Progress, take: Callable[[], Snapshot]) -> None:
+    def publish_if_due(self, told: Callable[[], Progress], take: Callable[[], Snapshot]) -> None:
         """Publish what `take` returns when a version is due and there is progress; called at every step boundary."""
         self._background.raise_bug()
         now = time.monotonic()
         if now < self._due:
             return
-        busy = self._background.busy
+        busy, progress = self._background.busy, told()
         if not self._is_new(progress) or (busy and self._watching):
             return
         self._due = now + self._every

@@ -74,5 +74,5 @@ def test_a_cut_keeps_where_the_schedule_is_and_the_config_sets_the_rate(schema: 
 def test_a_restart_on_drift_wants_drift_to_be_looked_for() -> None:
     schedule = {"warmup_steps": 10, "restart": "drift"}
     LearnerSettings.model_validate({"schedule": schedule})
-    with pytest.raises(ValidationError, match="drift.actions is empty"):
+    with pytest.raises(ValidationError, match=r"drift\.actions is empty"):
         LearnerSettings.model_validate({"schedule": schedule, "drift": {"actions": []}})
