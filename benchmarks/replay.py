@@ -35,12 +35,21 @@ from harness import peers
 from harness.drawing import BATCH, Drawing, Steps
 from harness.events import PARTITIONS, Events
 from harness.memory import beyond_payload, no_room
-from harness.stores import best_admission, cold_reads, drop_page_cache, fill, open_store, valkey, why_no_redis
+from harness.stores import (
+    best_admission,
+    cold_reads,
+    drop_page_cache,
+    fill,
+    open_clerk,
+    open_store,
+    valkey,
+    why_no_redis,
+)
 from harness.table import Table, Target, options
 from harness.turns import Spread, in_turns, ratio, seconds
 from numpy.typing import NDArray
 
-from replay.store import Store
+from replay.clerk import Clerk
 
 LARGE, SMALL = 784, 16
 """Floats of an event: of 3 KB, and of 64 bytes."""
@@ -148,11 +157,11 @@ def cold(table: Table, sizes: Sizes, folder: Path) -> None:
         table.title(f"cold: {rows:,} events of {events.row_bytes:,} bytes, a tenth of them in memory, steps of 20 ms")
         with tempfile.TemporaryDirectory(dir=folder) as name, valkey(Path(name)) as redis:
             table.word(f"tiers: device, {'' if redis is None else 'Redis for a third, '}disk")
-            with open_store(events, rows, hot=0.1, folder=Path(name), redis=redis) as store:
-                begin = fill(store, events, 2 * rows)
-                drawing = Drawing(store, events)
-                drawing.verify(begin)
-                _stalls(table, suffix, Steps(drawing, begin), sizes.turns, Path(name))
+            with open_clerk(events, rows, hot=0.1, folder=Path(name), redis=redis) as clerk:
+                begin = fill(clerk.store, events, 2 * rows)
+                step = Drawing(clerk.store, events).verify(begin)
+                _stalls(table, suffix, Steps(clerk, events, step, begin), sizes.turns, Path(name))
+                store = clerk.store
                 read = store.tiers.stats.read
                 table.word(
                     "rows read from: " + ", ".join(f"{tier} {n / sum(read.values()):.0%}" for tier, n in read.items())
@@ -229,26 +238,34 @@ def add(table: Table, sizes: Sizes, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as name, valkey(Path(name)) as redis:
         if redis is None:
             table.word(f"without Redis: {why_no_redis()}")
-        with open_store(events, capacity, hot=0.1, folder=Path(name), redis=redis, admission=admission) as store:
-            calls, copies, busy = _offer(store, events, adds)
+        with open_clerk(events, capacity, hot=0.1, folder=Path(name), redis=redis, admission=admission) as clerk:
+            before = time.process_time()
+            calls, copies, busy, rest = _offer(clerk, events, adds)
+            clerk.store.tiers.sync()
+            whole = time.process_time() - before - rest
     table.say("add_over_copy", sum(calls) / sum(copies), "mean over mean")
     table.say("add_mean_seconds", sum(calls) / adds)
+    table.say("add_processor_seconds", whole / adds, "of all threads: to take in, to write to disk and Redis")
     table.say("copy_mean_seconds", sum(copies) / adds, "every column, into new memory")
+    table.say("copy_worst_seconds", max(copies), "what the machine adds to a call")
     table.say("add_p99_seconds", float(np.quantile(calls, 0.99)))
     table.say("add_worst_seconds", max(calls), f"of its own time {busy[calls.index(max(calls))]:.2g}")
     table.fact("add_admission", admission)
     table.fact("add_tiers", "device, disk" if redis is None else "device, redis, disk")
 
 
-def _offer(store: Store, events: Events, adds: int) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of each add and of a copy of the same block, and the processor's seconds of each add."""
+def _offer(clerk: Clerk, events: Events, adds: int) -> tuple[list[float], list[float], list[float], float]:
+    """Return the seconds of each add and of a copy of the same block, the processor's seconds of each add, and those of
+    this thread in all that was no add.
+    """
     calls: list[float] = []
     copies: list[float] = []
     busy: list[float] = []
+    first = time.thread_time()
 
     def offer() -> None:
         begin, own = time.perf_counter(), time.thread_time()
-        store.offer(columns, PARTITIONS)
+        clerk.offer(columns, PARTITIONS)
         calls.append(time.perf_counter() - begin)
         busy.append(time.thread_time() - own)
 
@@ -260,7 +277,7 @@ def _offer(store: Store, events: Events, adds: int) -> tuple[list[float], list[f
         for act in (offer, copy) if turn % 2 else (copy, offer):
             act()
         time.sleep(0.01)
-    return calls, copies, busy
+    return calls, copies, busy, time.thread_time() - first - sum(busy)
 
 
 def memory(table: Table, sizes: Sizes, folder: Path) -> None:

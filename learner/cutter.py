@@ -15,9 +15,9 @@ from learner.deadline import Deadline
 from learner.errors import CutError
 from learner.metrics import LearnerMetrics
 from learner.replay_cut import pack
+from replay.clerk import Clerk
 from replay.held import Held
 from replay.segments import Segment
-from replay.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Cutter:
         self,
         cuts: Cuts,
         settings: CutsSettings,
-        store: Store | None,
+        clerk: Clerk | None,
         metrics: LearnerMetrics,
         segments: Sequence[Segment] = (),
         check: Callable[[], object] = bool,
@@ -48,7 +48,7 @@ class Cutter:
         self._cuts = cuts
         self._every = settings.every.total_seconds()
         self._keep = settings.keep
-        self._store = store
+        self._clerk = clerk
         self._metrics = metrics
         self._due = time.monotonic() + self._every
         self._background = Background("cutter", check)
@@ -84,21 +84,21 @@ class Cutter:
             self._due, now = time.monotonic() + self._every, standing()
             if now != self._written or self._many_slots_wait():
                 self._begin(take, now)
-        if self._store is not None and not self._store.has_room():
+        if self._clerk is not None and not self._clerk.has_room():
             begin = time.perf_counter()
-            self._free_slots(self._store, take, standing)
+            self._free_slots(self._clerk, take, standing)
             self._metrics.cut_stall.inc(time.perf_counter() - begin)
 
     def _many_slots_wait(self) -> bool:
         """Whether it is time for a cut that lets the store write slots again, after `keep` more."""
-        return self._store is not None and self._store.slots.waiting * (self._keep + 2) > self._store.spare
+        return self._clerk is not None and self._clerk.slots_waiting * (self._keep + 2) > self._clerk.spare
 
-    def _free_slots(self, store: Store, take: Callable[[int], Moment], standing: Callable[[], object]) -> None:
+    def _free_slots(self, clerk: Clerk, take: Callable[[int], Moment], standing: Callable[[], object]) -> None:
         """Cut until the store has slots to fill; `keep` cuts free all that can be freed."""
         for _ in range(self._keep + 1):
             self._background.wait()
             self.end_if_written()
-            if store.has_room() or self._ill is not None:
+            if clerk.has_room() or self._ill is not None:
                 return
             self._begin(take, standing())
 
@@ -134,14 +134,14 @@ class Cutter:
     def _begin(self, take: Callable[[int], Moment], standing: object) -> None:
         number = self._highest = self._highest + 1  # a number that failed is not used again
         moment = take(number)
-        self._holding = self._store is not None
+        self._holding = self._clerk is not None
         self._background.start(lambda: self._write(number, moment, standing))
 
     def end_if_written(self) -> None:
         """Let the store write slots again once the cut is written, or has failed."""
-        if not self._background.busy and self._holding and self._store is not None:
+        if not self._background.busy and self._holding and self._clerk is not None:
             self._holding = False
-            self._store.let_go(min(self._cuts.numbers(), default=None), written=self.number == self._highest)
+            self._clerk.store.let_go(min(self._cuts.numbers(), default=None), written=self.number == self._highest)
         self._background.raise_bug()
 
     def _write(self, number: int, moment: Moment, standing: object) -> None:
@@ -163,9 +163,9 @@ class Cutter:
             self._ill = None
 
     def _cut(self, moment: Moment) -> Cut:
-        if self._store is None or moment.held is None:
+        if self._clerk is None or moment.held is None:
             return Cut(moment.step, moment.tensors, moment.state)
-        standing, change = self._store.contents(moment.held)
+        standing, change = self._clerk.contents(moment.held)
         part = pack(standing, change, self._segments, self._cuts.part)
         self._next_segments = part.segments
         tensors, state = {**moment.tensors, **part.tensors}, {**moment.state, "replay": part.state}

@@ -22,9 +22,10 @@ from learner.cut_eraser import Eraser
 from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.guard import GuardSet
+from replay.clerk import Clerk
 from replay.forgotten import ByKey, Forgotten, Record
 from replay.forgotten_log import Applied, ForgottenLog, now
-from replay.store import Store
+from replay.tiers import Tiers
 
 _EVERY_SECONDS = 0.2
 _SHARE = 20
@@ -46,7 +47,7 @@ class Forgetting:
     """What the log covers, kept out of a learner. Used by the loop's thread, between steps."""
 
     def __init__(
-        self, written: ForgottenLog, cuts: Cuts, folder: Path, store: Store | None, guard: GuardSet, cutter: Cutter
+        self, written: ForgottenLog, cuts: Cuts, folder: Path, clerk: Clerk | None, guard: GuardSet, cutter: Cutter
     ) -> None:
         """Take a log that was read, and parts that hold nothing of what it covers.
 
@@ -54,14 +55,14 @@ class Forgetting:
             written: the log.
             cuts: of the learner.
             folder: where the disk tier's files lie.
-            store: of the learner.
+            clerk: of the learner's store.
             guard: of the learner.
             cutter: whose thread rewrites cuts.
         """
         self._log = written
         self._cuts = cuts
         self._folder = folder
-        self._store = store
+        self._clerk = clerk
         self._guard = guard
         self._cutter = cutter
         self._covered = Forgotten(written.records)
@@ -97,8 +98,8 @@ class Forgetting:
         self._count = _Count(self._count.store + store, self._count.guard + guard)
         if store or guard:
             self._erased = 0
-        if self._erased < self._looked and self._store is not None:
-            self._store.tiers.doubt()
+        if self._erased < self._looked and self._clerk is not None:
+            self._clerk.store.tiers.doubt()
 
     def meet(self, partitions: Sequence[TopicPartition]) -> None:
         """Learn of partitions by their index."""
@@ -153,7 +154,7 @@ class Forgetting:
         forgotten = Forgotten(new)
         self._covered.add(new)
         self._looked += len(new)
-        store = self._store.forget(forgotten) if self._store is not None else 0
+        store = self._clerk.store.forget(forgotten) if self._clerk is not None else 0
         guard = self._guard.forget(forgotten, self._bases)
         self._count = _Count(self._count.store + store, self._count.guard + guard)
         log.info("forgetting %d events of the store and %d of the guard set (record %d)", store, guard, self._looked)
@@ -186,26 +187,26 @@ class Forgetting:
         """
         self._retry_at = None
         records, count, self._count = self._log.records[self._erased : through], self._count, _Count()
-        current = self._store.tiers.file if self._store is not None else None
+        current = self._clerk.store.tiers.file if self._clerk is not None else None
         eraser = Eraser(self._cuts, self._folder, Forgotten(records))
         rewriting = _Job(lambda: eraser.run(current.id if current is not None else None).named)
         yield from self._wait_for(rewriting)
-        if self._store is not None and rewriting.error is None:
-            named = np.zeros(self._store.tiers.slots, np.bool_)
+        if self._clerk is not None and rewriting.error is None:
+            named = np.zeros(self._clerk.store.tiers.slots, np.bool_)
             if current is not None:
                 named[rewriting.result.get(current.id, np.empty(0, np.int64))] = True
             first = 0
-            while self._store.tiers.erase_stale(first, _ERASED_AT_ONCE):
+            while self._clerk.store.tiers.erase_stale(first, _ERASED_AT_ONCE):
                 first += _ERASED_AT_ONCE
                 yield
-            while self._store.erase_unknown(named, _ERASED_AT_ONCE):
+            while self._clerk.store.erase_unknown(named, _ERASED_AT_ONCE):
                 yield
-        store = self._store
-        syncing = _Job(lambda: _sync(store))
+        tiers = self._clerk.store.tiers if self._clerk is not None else None
+        syncing = _Job(lambda: _sync(tiers))
         yield from self._wait_for(syncing)
         error = rewriting.error or syncing.error
-        if error is None and store is not None and store.tiers.unerased:
-            error = OSError(store.tiers.ill or "a tier could not be reached")
+        if error is None and tiers is not None and tiers.unerased:
+            error = OSError(tiers.ill or "a tier could not be reached")
         self._end(through, count, error)
 
     def _wait_for(self, job: "_Job") -> Iterator[None]:
@@ -267,9 +268,9 @@ class _Job:
         self.done = True
 
 
-def _sync(store: Store | None) -> Mapping[str, NDArray[np.int64]]:
-    if store is not None:
-        store.tiers.sync()
+def _sync(tiers: Tiers | None) -> Mapping[str, NDArray[np.int64]]:
+    if tiers is not None:
+        tiers.sync()
     return {}
 
 

@@ -37,10 +37,10 @@ from learner.retention import retention_of
 from learner.round_robin import RoundRobin
 from learner.strategy import OUTPUT, Examples
 from learner.trainer import Trainer
+from replay.clerk import Clerk
 from replay.draw import Draw
 from replay.metrics import ReplayMetrics
 from replay.rows import Fields
-from replay.store import Store
 
 _COMMIT_SECONDS = 5.0
 _MANY_NON_FINITE = 10
@@ -56,7 +56,7 @@ class Parts:
 
     source: Source | Sources
     trainer: Trainer
-    store: Store | None
+    clerk: Clerk | None
     guard: GuardSet
     publisher: Publisher
     cutter: Cutter
@@ -98,8 +98,7 @@ class Loop:
         self.rates = Rates()
         self.prequential = Prequential(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
-        self._several = parts.store.several if parts.store is not None else None
-        self.ratio = make_ratio(settings, self._several.kinds if self._several else (), bounded=bounded)
+        self.ratio = make_ratio(settings, parts.clerk.kinds if parts.clerk is not None else (), bounded=bounded)
         self._probe = Probe(self.ratio, parts.guard, parts.trainer, settings.batch_size)
         self.steps = 0
         self.rows_new = 0
@@ -165,12 +164,12 @@ class Loop:
             result = self._step(batch)
             if not result.finite:
                 outcome, reason = Outcome.SKIPPED, SkipReason.NON_FINITE
-        if self._parts.store is not None:
-            stored_only = _not_known(batch.stored_only, self._parts.store.fields)
+        if self._parts.clerk is not None:
+            stored_only = _not_known(batch.stored_only, self._parts.clerk.fields)
             columns = _in_order(batch.new if outcome is Outcome.TRAINED else {}, stored_only)
             if columns:
                 embedding = columns.get(_EMBEDDING)
-                self._parts.store.offer(columns, names, None if embedding is None else embedding.astype(np.float32))
+                self._parts.clerk.offer(columns, names, None if embedding is None else embedding.astype(np.float32))
             self._plan_ahead()
         self._parts.guard.add(batch.held_out, names)
         for span in batch.spans:
@@ -211,15 +210,15 @@ class Loop:
 
     def _drawn(self, new: int) -> tuple[Sequence[Examples], Draw | None, Tally | None]:
         """Draw what the step replays, and score some old events first in a step that measures how much is forgotten."""
-        store, trainer, wanted = self._parts.store, self._parts.trainer, self._replayed(new)
-        if store is None:
+        clerk, trainer, wanted = self._parts.clerk, self._parts.trainer, self._replayed(new)
+        if clerk is None:
             return (), None, None
         draws = trainer.strategy.draws(wanted)
-        probes = self._probe.drawn(self.steps) if store.planned(self.steps) else 0
+        probes = self._probe.drawn(self.steps) if clerk.planned(self.steps) else 0
         if not max(sum(draws), probes):
             return (), None, self._probe.score(self.steps, None)
         with self._metrics.replay.draw.time():
-            drawn = store.draw(self.steps, max(sum(draws), probes))
+            drawn = clerk.draw(self.steps, max(sum(draws), probes))
         probed = self._probe.score(self.steps, drawn)
         draw = drawn.first(sum(draws))
         return rehearsal(draw, draws) if len(draw) else (), draw, probed
@@ -248,8 +247,8 @@ class Loop:
         Embeddings of new events become a column of theirs. The copies to the host wait for nothing that the end of the
         step has not waited for.
         """
-        store = self._parts.store
-        if store is None:
+        clerk = self._parts.clerk
+        if clerk is None:
             return
         new: NDArray[np.float32] | None = None
         old: NDArray[np.float32] | None = None
@@ -257,20 +256,20 @@ class Loop:
             found = result.embedding_N.cpu().numpy()
             new, old = found[: len(batch)], found[len(batch) :]
             batch.new[_EMBEDDING] = new
-            store.seek(self.steps, new)
+            clerk.seek(self.steps, new)
         if self._parts.trainer.strategy.keeps_output and result.output_B is not None:
             batch.new[OUTPUT] = result.output_B.float().cpu().numpy()
-        if draw is not None and len(draw) and result.old_R is not None and store.listens:
-            store.learned(draw, result.old_R.float().cpu().numpy(), old)
+        if draw is not None and len(draw) and result.old_R is not None and clerk.listens:
+            clerk.learned(draw, result.old_R.float().cpu().numpy(), old)
 
     @property
     def replay_ratio(self) -> float:
         """Old events for each new one in the next step."""
-        return self.ratio.now * self.drift.replay_factor if self._parts.store is not None else 0.0
+        return self.ratio.now * self.drift.replay_factor if self._parts.clerk is not None else 0.0
 
     def _replayed(self, new: int) -> int:
         """Return how many events to replay for so many new ones; what rounding leaves is made up for later."""
-        if self._parts.store is None or not self._parts.store.planned(self.steps):
+        if self._parts.clerk is None or not self._parts.clerk.planned(self.steps):
             return 0
         self._replay_debt += new * self.replay_ratio
         whole = int(self._replay_debt)
@@ -278,12 +277,11 @@ class Loop:
         return whole
 
     def _plan_ahead(self) -> None:
-        if self._several is not None and self.ratio.kind is not None:
-            self._several.kind = self.ratio.kind
-        if self._parts.store is not None:
+        if self._parts.clerk is not None:
             most = sum(self._parts.trainer.strategy.draws(int(self._step_size * self.replay_ratio) + 1))
             probing = max(most, self._settings.batch_size)
-            self._parts.store.plan_ahead(self.steps, lambda step: probing if self._probe.drawn(step) else most)
+            wanted = lambda step: probing if self._probe.drawn(step) else most  # noqa: E731
+            self._parts.clerk.plan_ahead(self.steps, wanted, self.ratio.kind)
 
     def _settled(self, index: int) -> int:
         """Return the first offset of a partition without outcome."""
@@ -368,11 +366,11 @@ class Loop:
             "rows_replay": self.rows_replay,
             "replay_debt": self._replay_debt,
             "rng": rng_values,
-            OUTPUT: _shape_kept(parts.store),
+            OUTPUT: _shape_kept(parts.clerk),
             "batches": self._batches.state(),
             "lag": parts.lag.state(),
         }
-        return Moment(self.steps, tensors, state, parts.store.hold(number) if parts.store is not None else None)
+        return Moment(self.steps, tensors, state, parts.clerk.store.hold(number) if parts.clerk is not None else None)
 
     def _standing(self) -> object:
         """What tells one cut from the next: a change of anything else comes with a change of these."""
@@ -407,9 +405,9 @@ class Loop:
             self._next_commit = time.monotonic() + _COMMIT_SECONDS
 
 
-def _shape_kept(store: Store | None) -> list[int] | None:
+def _shape_kept(clerk: Clerk | None) -> list[int] | None:
     """Return the shape of the output that a store keeps with each event; None when it keeps none."""
-    return None if store is None or OUTPUT not in store.fields else list(store.fields[OUTPUT][1])
+    return None if clerk is None or OUTPUT not in clerk.fields else list(clerk.fields[OUTPUT][1])
 
 
 def _not_known(columns: dict[str, Array], fields: Fields) -> dict[str, Array]:

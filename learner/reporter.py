@@ -18,7 +18,7 @@ from learner.loop import Loop, Metrics
 from learner.publisher import Publisher
 from learner.report import LearnerReport, write_report
 from learner.sharing import Sharing
-from replay.store import Store
+from replay.clerk import Clerk
 
 _EVERY_SECONDS = 0.5
 _RATE_MARKS = 10
@@ -33,7 +33,7 @@ class Reporter:
         epoch: int,
         loop: Loop,
         source: Source | Sources,
-        store: Store | None,
+        clerk: Clerk | None,
         guard: GuardSet,
         publisher: Publisher,
         cutter: Cutter,
@@ -51,7 +51,7 @@ class Reporter:
         self._epoch = epoch
         self._loop = loop
         self._source = source
-        self._store = store
+        self._clerk = clerk
         self._guard = guard
         self._publisher = publisher
         self._cutter = cutter
@@ -77,7 +77,7 @@ class Reporter:
 
     def ill(self) -> list[str]:
         """One sentence for each part that does not work as it should. Any thread may ask, also while the loop hangs."""
-        replay = self._store.ill if self._store is not None else None
+        replay = self._clerk.ill if self._clerk is not None else None
         parts = (
             self._heartbeat.ill,
             self._source.ill,
@@ -119,8 +119,9 @@ class Reporter:
         """
         check_epoch(self._state_dir, self._epoch)
         self._loop.count()
-        loop, publisher, store = self._loop, self._publisher, self._store
-        if store is not None:
+        loop, publisher, store = self._loop, self._publisher, None
+        if self._clerk is not None:
+            store = self._clerk.store
             store.take_in()  # so that what it holds fits what was learned
         windows, groups = self._windows(), publisher.evaluation.groups
         report = LearnerReport(
@@ -172,6 +173,8 @@ class Reporter:
             publish_skipped=publisher.skipped,
         )
         self._set_gauges(report)
+        if store is not None:
+            self._metrics.replay.tell(store)
         try:
             write_report(self._state_dir, report)
         except OSError as exc:
@@ -217,8 +220,6 @@ class Reporter:
         for window, value in report.error.items():
             self._metrics.learner.error.labels(window).set(value)
         self._set_measures(report)
-        if self._store is not None:
-            self._metrics.replay.tell(self._store)
         self._metrics.learner.micro_batch.set(self._loop.micro_batch_size or 0)
         self._metrics.learner.guard.set(report.guard_rows)
         self._metrics.learner.version.set(report.version or 0)

@@ -43,6 +43,7 @@ from learner.tracing import Tracing
 from learner.trainer import Trainer
 from learner.version import Versions
 from learner.workbench import Deployment, Workbench, prepare
+from replay.clerk import Clerk
 from replay.forgotten import Forgotten
 from replay.forgotten_log import NAME as LOG
 from replay.forgotten_log import ForgottenLog
@@ -93,20 +94,21 @@ def learn(
         cuts, ranks = Cuts(deployment.state_dir / "cuts", schema.digest, epoch), place.size if place is not None else 1
         resumed = Resumed.newest(cuts, Forgotten(written.records))
         store = resumed.store(deployment, bench, ranks)
-        if store is not None:
-            stack.callback(store.close)
+        clerk = Clerk(store) if store is not None else None
+        if clerk is not None:
+            stack.callback(clerk.close)
         if isinstance(trainer, Leader):
-            trainer.listens = store is not None and store.listens
-        cutter = Cutter(cuts, deployment.cuts, store, metrics.learner, resumed.segments, alone)
-        forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, store, guard, cutter)
+            trainer.listens = clerk is not None and clerk.listens
+        cutter = Cutter(cuts, deployment.cuts, clerk, metrics.learner, resumed.segments, alone)
+        forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, clerk, guard, cutter)
         forgetting.take_note(*resumed.less)
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
-        parts = Parts(source, trainer, store, guard, publisher, cutter, forgetting, lag)
+        parts = Parts(source, trainer, clerk, guard, publisher, cutter, forgetting, lag)
         bounded_scores = schema.label.classes is not None
         loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
         resumed.restore(loop)
         reporter = Reporter(
-            *(deployment.state_dir, epoch, loop, source, store, guard, publisher, cutter, forgetting, lag, metrics),
+            *(deployment.state_dir, epoch, loop, source, clerk, guard, publisher, cutter, forgetting, lag, metrics),
             strategy=deployment.learner.strategy.name,
             classification=bounded_scores,
             launched=place is not None,

@@ -269,14 +269,13 @@ def _kth_smallest(values: NDArray[np.float64], k: int) -> float:
 
 def _sampled(values: NDArray[_Value]) -> NDArray[_Value]:
     """Return some of H values, the same places of each column; where there are not many, none."""
-    return values.take(_places(len(values))) if len(values) > 8 * _SAMPLE else values[:0]
+    return values.take((_even() * len(values)).astype(np.intp)) if len(values) > 8 * _SAMPLE else values[:0]
 
 
-@functools.lru_cache(maxsize=8)
-def _places(total: int) -> NDArray[np.intp]:
-    """Return places that lie evenly and have no period, as groups that come in turn have one."""
-    places: NDArray[np.intp] = np.sort((np.arange(_SAMPLE) * _GOLDEN_RATIO % 1.0 * total).astype(np.intp))
-    return places
+@functools.cache
+def _even() -> NDArray[np.float64]:
+    """Return numbers from 0 to 1 that lie evenly and have no period, as groups that come in turn have one."""
+    return np.sort(np.arange(_SAMPLE) * _GOLDEN_RATIO % 1.0)
 
 
 def _floor(sample: NDArray[np.float64], part: float) -> float:

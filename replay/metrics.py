@@ -27,7 +27,9 @@ class ReplayMetrics:
             registry=registry,
         )
         self.stall = Counter(
-            "anabranch_replay_stall_seconds", "Time that steps waited for a slower tier.", registry=registry
+            "anabranch_replay_stall_seconds",
+            "Time that steps waited for a slower tier, or for what the store had to do before.",
+            registry=registry,
         )
         self.lost = Counter(
             "anabranch_replay_lost_rows", "Events that a tier could not keep, or not give back.", registry=registry

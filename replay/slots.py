@@ -32,6 +32,11 @@ class Slots:
         return len(self._free)
 
     @property
+    def free_at_once(self) -> bool:
+        """Whether slots that events leave may be written at once: no cut names them."""
+        return not self._holding and not (self._durable and self._last_cut)
+
+    @property
     def waiting(self) -> int:
         """Slots left since the last cut began, which wait for it to be gone."""
         return sum(len(slots) for last, slots in self._retired if last == self._last_cut) if self._durable else 0
@@ -44,7 +49,7 @@ class Slots:
 
     def leave(self, slots: NDArray[np.int32]) -> None:
         """Give back the slots of events that have left."""
-        if self._holding or (self._durable and self._last_cut):
+        if not self.free_at_once:
             unnamed = self._unnamed[slots]
             self._retired.append((self._last_cut, slots[~unnamed]))
             slots = slots[unnamed]

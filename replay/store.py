@@ -38,11 +38,17 @@ AHEAD = 4
 BLOCK = 8
 """Steps that are planned at once, where a choice can be dealt out among them; whose events are taken in at once."""
 
-MOST_WAITING = 512
-"""Events that wait for others, about: so that no step waits long for them to be taken in."""
+MOST_WAITING = 1024
+"""Events that wait for others, about: so that none of them waits long, nor whoever waits for them to be taken in."""
+
+MOST_WAITING_BYTES = 16_000_000
+"""Bytes that they have, about."""
 
 MOST_INSERTED = 1024
 """Events that are inserted at once."""
+
+Wanted = Sequence[tuple[int, int]]
+"""Events for steps that are planned at once, by (step, n)."""
 
 
 class Store:
@@ -124,11 +130,16 @@ class Store:
         """Events that are kept when there is no end of them."""
         return self.roll.quotas.k
 
-    def has_room(self) -> bool:
-        """Return whether the events of a step would find slots; takes in what waits if need be."""
-        if self.slots.free - len(self._waiting) < self.burst:
+    def has_room(self, more: int = 0) -> bool:
+        """Return whether the events of a step would find slots, beside `more` others; takes in what waits if need be.
+
+        Where slots are free as soon as events leave them there is room for any number, one part after the other.
+        """
+        if self.slots.free_at_once:
+            return True
+        if self.slots.free - len(self._waiting) - more < self.burst:
             self.take_in()
-        return self.slots.free - len(self._waiting) >= self.burst
+        return self.slots.free - len(self._waiting) - more >= self.burst
 
     def add(
         self,
@@ -156,8 +167,12 @@ class Store:
             embedding: of the model, float32 `[N, D]`, NaN where it is not known; None: of no event.
         """
         self._put(columns, partitions, embedding)
-        if len(self._waiting.blocks) == self._together or len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting.blocks) == self._together or self.are_many(len(self._waiting)):
             self.take_in()
+
+    def are_many(self, n: int) -> bool:
+        """Return whether n events are too many to wait."""
+        return n >= min(MOST_WAITING, max(1, MOST_WAITING_BYTES // self._layout.row_bytes))
 
     def take_in(self) -> int:
         """Take in the events that wait, and return how many were admitted."""
@@ -236,8 +251,8 @@ class Store:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
         return self._plan([(step, n)])[0]
 
-    def _plan(self, wanted: Sequence[tuple[int, int]]) -> list[Plan]:
-        """Plan so many events for each of some steps, by (step, n)."""
+    def _plan(self, wanted: Wanted) -> list[Plan]:
+        """Plan so many events for each of some steps."""
         self.take_in()
         self._regroup()
         total = sum(n for _, n in wanted)
@@ -266,14 +281,29 @@ class Store:
             step: the next one.
             n: events for each step, or a function of the step.
         """
-        self._drop_lost()
-        self._use_up(step)
-        first = self._plans[-1].step + 1 if self._plans else step
+        self.plan_blocks(step, self.blocks(step, self.planned_through, n))
+
+    def blocks(self, step: int, through: int, n: int | Callable[[int], int]) -> list[Wanted]:
+        """Return what has yet to be planned for AHEAD steps from `step` on, in blocks, where it is up to `through`."""
+        found, first = list[Wanted](), max(step, through + 1)
         block = BLOCK if self._sampler.divisible else 1
         while first < step + AHEAD:
             steps = range(first, (first // block + 1) * block)
-            self._plans += self._plan([(each, n if isinstance(n, int) else n(each)) for each in steps])
+            found.append([(each, n if isinstance(n, int) else n(each)) for each in steps])
             first = steps.stop
+        return found
+
+    def plan_blocks(self, step: int, blocks: Sequence[Wanted]) -> None:
+        """Plan blocks that follow each other, and what is planned already. Plans for earlier steps are used up."""
+        self._drop_lost()
+        self._use_up(step)
+        for wanted in blocks:
+            self._plans += self._plan(wanted)
+
+    @property
+    def planned_through(self) -> int:
+        """The last step that is planned; -1: there is none."""
+        return self._plans[-1].step if self._plans else -1
 
     def planned(self, step: int) -> int:
         """Return how many events can be drawn for a step."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from harness.events import PARTITIONS, Events
+from replay.clerk import Clerk
 from replay.store import Store
 
 BATCH = 256
@@ -36,14 +37,15 @@ class Drawing:
         self.drawn = []
         return statistics.fmean(self._draw_at_once() for _ in range(draws))
 
-    def verify(self, below: int) -> None:
-        """Check a draw against what was stored, events with numbers less than `below`."""
+    def verify(self, below: int) -> int:
+        """Check a draw against what was stored, events with numbers less than `below`, and return the next step."""
         self.store.plan_ahead(self.step, BATCH)
         columns = self.store.draw(self.step, BATCH).columns
         self.step += 1
         assert len(columns["label"]) == BATCH
         self.events.verify(columns["feature.x"].numpy(), columns["label"].numpy(), below)
         self.store.plan_ahead(self.step, BATCH)
+        return self.step
 
     def _draw(self) -> float:
         begin = time.perf_counter()
@@ -66,8 +68,9 @@ class Drawing:
 class Steps:
     """Steps of 20 ms that draw 256 old events and add as many new ones."""
 
-    def __init__(self, drawing: Drawing, begin: int) -> None:
-        self._drawing, self._next = drawing, begin
+    def __init__(self, clerk: Clerk, events: Events, step: int, begin: int) -> None:
+        """Go on from a step, with the event of the number `begin`."""
+        self._clerk, self._events, self._step, self._next = clerk, events, step, begin
         self._matrix = torch.randn(192, 192)
 
     def compute(self) -> None:
@@ -82,21 +85,21 @@ class Steps:
 
     def turn(self, work: Callable[[], None], before: Callable[[], None] | None = None) -> tuple[float, float]:
         """Take steps, and return what share of their time went by waiting, and in all calls of the store."""
-        store, drawing = self._drawing.store, self._drawing
+        clerk = self._clerk
         if before is not None:
             before()
-        waited, calls = store.tiers.stats.stall_seconds, 0.0
+        waited, calls = clerk.store.tiers.stats.stall_seconds, 0.0
         begin = time.perf_counter()
         for _ in range(_STEPS):
-            new = drawing.events.columns(self._next, BATCH)
+            new = self._events.columns(self._next, BATCH)
             self._next += BATCH
             work()
             start = time.perf_counter()
-            draw = store.draw(drawing.step, BATCH)
-            store.offer(new, PARTITIONS)
-            drawing.step += 1
-            store.plan_ahead(drawing.step, BATCH)
+            draw = clerk.draw(self._step, BATCH)
+            clerk.offer(new, PARTITIONS)
+            self._step += 1
+            clerk.plan_ahead(self._step, BATCH)
             calls += time.perf_counter() - start
             assert len(draw) == BATCH
         whole = time.perf_counter() - begin
-        return (store.tiers.stats.stall_seconds - waited) / whole, calls / whole
+        return (clerk.store.tiers.stats.stall_seconds - waited) / whole, calls / whole

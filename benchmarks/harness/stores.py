@@ -13,6 +13,7 @@ import torch
 
 from harness.events import PARTITIONS, Events
 from replay.build import build_store
+from replay.clerk import Clerk
 from replay.config import ReplaySettings
 from replay.disk import DiskTier
 from replay.store import Store
@@ -33,7 +34,23 @@ def open_store(
     admission: str = "reservoir",
     device: torch.device = _HOST,
 ) -> Iterator[Store]:
-    """A store of so many events, the share `hot` of them in memory.
+    """The store of `open_clerk` by itself: what it is asked for it does at once."""
+    with open_clerk(events, capacity, hot=hot, folder=folder, redis=redis, admission=admission, device=device) as clerk:
+        yield clerk.store
+
+
+@contextmanager
+def open_clerk(
+    events: Events,
+    capacity: int,
+    *,
+    hot: float = 1.0,
+    folder: Path | None = None,
+    redis: str | None = None,
+    admission: str = "reservoir",
+    device: torch.device = _HOST,
+) -> Iterator[Clerk]:
+    """A store of so many events, the share `hot` of them in memory, with what keeps it for a learner.
 
     Args:
         events: that it is to hold.
@@ -54,10 +71,11 @@ def open_store(
     store = build_store(
         ReplaySettings.model_validate(settings), events.schema, device, seed=0, folder=folder, keys="benchmark:"
     )
+    clerk = Clerk(store)
     try:
-        yield store
+        yield clerk
     finally:
-        store.close()
+        clerk.close()
 
 
 def fill(store: Store, events: Events, rows: int, chunk: int = 1024) -> int:

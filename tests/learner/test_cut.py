@@ -66,6 +66,7 @@ from learner.trainer import Trainer
 from learner.version import Versions
 from learner.workbench import Deployment
 from replay.build import build_store
+from replay.clerk import Clerk
 from replay.config import ReplaySettings
 from replay.forgotten import ByKey
 from replay.forgotten_log import Applied, ForgottenLog
@@ -157,10 +158,10 @@ class Bench:
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
         columns = kept((3,)) if strategy.keeps_output else None
         step = most_offered(settings, StreamSettings(topics=("events",)), 1)
-        self.store = build_store(options, schema, CPU, 0, path / "replay", contents, columns, step=step)
+        self.clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay", contents, columns, step=step))
         settings_of_cuts = CutsSettings.model_validate({"every": every})
         check = functools.partial(check_epoch, path, 1)
-        self.cutter = Cutter(self.cuts, settings_of_cuts, self.store, self.metrics.learner, segments, check)
+        self.cutter = Cutter(self.cuts, settings_of_cuts, self.clerk, self.metrics.learner, segments, check)
         versions, reference = Versions(path / "versions"), reference_to(ModelSettings(factory="m:build"))
         self.versions = versions
         scorer = Scorer(model, task, schema, CPU)
@@ -171,9 +172,9 @@ class Bench:
         guard = GuardSet(schema, guard_rows)
         source = cast("Source", self.stream)
         self.log = ForgottenLog(path / "forgotten.log")
-        forgetting = Forgetting(self.log, self.cuts, path / "replay", self.store, guard, self.cutter)
+        forgetting = Forgetting(self.log, self.cuts, path / "replay", self.clerk, guard, self.cutter)
         lag = LagPolicy(LagPolicySettings(), 0, source)
-        parts = Parts(source, trainer, self.store, guard, publisher, self.cutter, forgetting, lag)
+        parts = Parts(source, trainer, self.clerk, guard, publisher, self.cutter, forgetting, lag)
         self.loop = Loop(settings, parts, self.metrics)
         self.trainer, self.guard, self.publisher = trainer, guard, publisher
 
@@ -191,8 +192,12 @@ class Bench:
 
     def close(self) -> None:
         if not self.closed:
-            self.store.close()
+            self.clerk.close()
         self.closed = True
+
+    @property
+    def store(self) -> Store:
+        return self.clerk.store
 
 
 @pytest.fixture
@@ -722,7 +727,7 @@ def test_a_start_with_something_left_to_erase_doubts_what_its_caches_have(
     if not waits:
         bench.log.append(Applied(time=0.0, through=1, store=0, guard=0))
     folder = bench.cuts.path.parent / "replay"
-    Forgetting(bench.log, bench.cuts, folder, bench.store, bench.guard, bench.cutter).take_note(0, 0)
+    Forgetting(bench.log, bench.cuts, folder, bench.clerk, bench.guard, bench.cutter).take_note(0, 0)
     assert doubted == [True] * waits
 
 

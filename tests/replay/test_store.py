@@ -25,7 +25,7 @@ from replay.config import ReplaySettings
 from replay.fake import FakeCuts
 from replay.forgotten import ByRange, Forgotten
 from replay.redis_tier import RedisTier
-from replay.store import AHEAD, BLOCK, MOST_WAITING, Store
+from replay.store import AHEAD, BLOCK, MOST_WAITING, MOST_WAITING_BYTES, Store
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 MakeStore = Callable[..., Store]
@@ -217,6 +217,7 @@ def test_whoever_looks_at_the_store_finds_what_waits(schema: Schema, look: str) 
 
 def test_slots_that_events_wait_for_are_not_free(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
+    store.hold(1)
     store.burst = store.slots.free - 300
     store.offer(fake_columns(schema, range(300)), PARTITIONS)
     assert store.has_room()
@@ -224,6 +225,17 @@ def test_slots_that_events_wait_for_are_not_free(schema: Schema) -> None:
     store.offer(fake_columns(schema, [300]), PARTITIONS)
     assert not store.has_room()
     assert len(store) == 301, "what waits was not taken in"
+
+
+def test_where_slots_are_free_as_soon_as_events_leave_there_is_room_for_any_number(schema: Schema) -> None:
+    """Though more events wait than there are slots."""
+    store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), 0)
+    for begin in range(0, 4000, 200):
+        assert store.has_room()
+        store.offer(fake_columns(schema, range(begin, begin + 200)), PARTITIONS)
+    store.take_in()
+    assert held(store) >= k_smallest(schema, ((0, offset) for offset in range(4000)), 50, 0)
+    assert store.lost == 0
 
 
 def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write(
@@ -251,6 +263,16 @@ def test_no_more_events_wait_than_are_taken_in_soon(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
     store.offer(fake_columns(schema, range(MOST_WAITING)), PARTITIONS)
     assert len(store) == MOST_WAITING
+
+
+def test_no_more_bytes_wait_than_are_taken_in_soon() -> None:
+    features = {"x": {"dtype": "uint8", "shape": [MOST_WAITING_BYTES // 10]}}
+    large = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 4}}))
+    store = build_store(ReplaySettings(capacity=20), large, torch.device("cpu"), 0)
+    store.offer(fake_columns(large, range(5)), PARTITIONS)
+    assert not len(store)
+    store.offer(fake_columns(large, range(5, 10)), PARTITIONS)
+    assert len(store) == 10
 
 
 def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:

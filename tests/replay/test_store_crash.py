@@ -32,6 +32,7 @@ from learner.cutter import Cutter, Moment
 from learner.metrics import LearnerMetrics
 from learner.replay_cut import unpack
 from replay.build import build_store
+from replay.clerk import Clerk
 from replay.config import ReplaySettings
 from replay.draw import Draw
 from replay.store import AHEAD, Store
@@ -68,27 +69,31 @@ def columns_of(schema: Schema, partition: int, offsets: np.ndarray) -> Columns:
 class Rehearsal:
     """What a learner does with a store, a step after the other; nothing of it depends on time."""
 
-    def __init__(self, store: Store, schema: Schema, step: int) -> None:
-        self.store, self.schema, self.step = store, schema, step
+    def __init__(self, keeper: Store | Clerk, schema: Schema, step: int) -> None:
+        self._keeper, self.schema, self.step = keeper, schema, step
         if not step:
-            store.plan_ahead(0, PLANNED)
+            keeper.plan_ahead(0, PLANNED)
+
+    @property
+    def store(self) -> Store:
+        return self._keeper.store if isinstance(self._keeper, Clerk) else self._keeper
 
     def take_step(self) -> str:
         """Draw, learn, offer and plan; return the digest of what was drawn."""
-        draw = self.store.draw(self.step, DRAWN)
+        draw = self._keeper.draw(self.step, DRAWN)
         offsets = draw.records["offset"]
-        self.store.learned(draw, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
+        self._keeper.learned(draw, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
         for partition in (0, 1):
             begin = self.step * NEW // 2
-            self.store.offer(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
+            self._keeper.offer(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
         self.step += 1
-        self.store.plan_ahead(self.step, PLANNED)
-        assert self.store.lost == 0
+        self._keeper.plan_ahead(self.step, PLANNED)
         return digest_of(draw)
 
     def state(self) -> str:
         """Return the digest of what is held, in order, and planned."""
         self.store.take_in()
+        assert self.store.lost == 0
         index = self.store.entries.copy()
         index["slot"] = 0
         plans = [plan.records.tobytes() for plan in self.store._plans]
@@ -106,21 +111,21 @@ class Life(Rehearsal):
         found = cuts.newest()
         contents, segments = (unpack(found[1]) if found else None) or (None, ())
         options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings], **DISK})
-        store = build_store(options, schema, CPU, 0, path / "replay", contents)
-        super().__init__(store, schema, found[1].step if found else 0)
+        self._clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay", contents))
+        super().__init__(self._clerk, schema, found[1].step if found else 0)
         every = CutsSettings.model_validate({"every": "5ms"})
-        self._cutter = Cutter(cuts, every, store, LearnerMetrics(CollectorRegistry()), segments)
+        self._cutter = Cutter(cuts, every, self._clerk, LearnerMetrics(CollectorRegistry()), segments)
 
     def cut_if_due(self) -> None:
         self._cutter.cut_if_due(lambda number: Moment(self.step, {}, {}, self.store.hold(number)))
         assert self._cutter.ill is None
 
     def close(self) -> None:
-        self.store.close()
+        self._clerk.close()
 
 
 class Undisturbed:
-    """The same steps in one life, in memory."""
+    """The same steps in one life, in memory and one thread."""
 
     def __init__(self, schema: Schema, settings: str) -> None:
         options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings]})

@@ -1,0 +1,166 @@
+"""The clerk of a store: takes in what is offered, and plans ahead, in a thread of its own.
+
+What a step leaves to the store is written down and costs its caller next to nothing. It is done, in the order in which
+it was asked for, beside the next step: begun when that has its draw, and ended, as a rule, before the one after it
+wants one. So no timing decides what is held or drawn: both are what they would be without the thread.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.block import Array, TopicPartition
+from replay.contents import Change, Standing
+from replay.draw import Draw
+from replay.held import Held
+from replay.store import Store
+
+_Job = Callable[[], object]
+
+
+class Clerk:
+    """Keeps one store, which nobody else may use but by way of `store`. Used by one thread.
+
+    Either that thread uses the store or the clerk's own does, never both: each call that needs the store waits until
+    the other is done with it, which counts as waiting for a slower tier.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._jobs: list[_Job] = []
+        self._offered = 0
+        """Events among the jobs."""
+        self._through = store.planned_through
+        """The last step that is planned once the jobs are done."""
+        self._due = False
+        self._busy = threading.Lock()
+        self._given: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
+        self._bug: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="clerk", daemon=True)
+        self._thread.start()
+        self.listens = store.listens
+        """Whether `learned` changes anything."""
+        self.fields = store.fields
+        """The columns that are kept of an event."""
+        self.kinds = store.several.kinds if store.several is not None else ()
+        """The samplers of which a plan may name one."""
+        self.spare = store.spare
+        """Slots beyond those for the events held."""
+
+    @property
+    def store(self) -> Store:
+        """The store, when all is done that was asked for; to be let go of before the clerk is asked for more."""
+        store = self._at_rest()
+        jobs, self._jobs, self._offered, self._due = self._jobs, [], 0, False
+        for job in jobs:
+            job()
+        return store
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence on what does not work as it should; any thread may ask."""
+        return self._store.ill
+
+    def offer(
+        self,
+        columns: Mapping[str, Array],
+        partitions: Sequence[TopicPartition],
+        embedding: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Offer events, as `Store.offer` does."""
+        self._jobs.append(partial(self._store.offer, columns, partitions, embedding))
+        self._offered += len(columns["offset"])
+        if self._store.are_many(self._offered):
+            # Nobody draws: those that were to be taken in with the last draw, and as many again.
+            if self._due:
+                self._begin()
+            self._due = bool(self._jobs)
+
+    def plan_ahead(self, step: int, n: int | Callable[[int], int], kind: str | None = None) -> None:
+        """Plan for the steps from `step` on, as `Store.plan_ahead` does, by the sampler of that kind."""
+        blocks = self._store.blocks(step, self._through, n)
+        if blocks:
+            self._jobs.append(partial(self._plan, step, blocks, kind))
+            self._through, self._due = blocks[-1][-1][0], True
+
+    def planned(self, step: int) -> int:
+        """Return how many events can be drawn for a step."""
+        return self._with_plan(step).planned(step) if step <= self._through else 0
+
+    def draw(self, step: int, n: int) -> Draw:
+        """Return the first n events of the plan for a step, as `Store.draw` does, and let what is due be done."""
+        draw = self._with_plan(step).draw(step, n)
+        if self._due:
+            self._begin()
+        return draw
+
+    def learned(self, draw: Draw, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None) -> None:
+        """Hear what a step said of the events of its draw, as `Store.learned` does."""
+        self._jobs.append(partial(self._store.learned, draw, losses, embedding))
+
+    def seek(self, step: int, embedding: NDArray[np.float32]) -> None:
+        """Look for old events that are near to new ones, as `Store.seek` does."""
+        self._at_rest().seek(step, embedding)
+
+    def has_room(self) -> bool:
+        """Return whether the events of a step would find slots, beside those that wait."""
+        return self._at_rest().has_room(self._offered) or self.store.has_room()
+
+    @property
+    def slots_waiting(self) -> int:
+        """Slots that wait for a cut to be gone."""
+        return self._at_rest().slots.waiting
+
+    def contents(self, held: Held) -> tuple[Standing, Change]:
+        """Return what was held, as `Store.contents` does; in any thread."""
+        return self._store.contents(held)
+
+    def close(self) -> None:
+        """End the thread, leave undone what was not begun, and close the store."""
+        self._given.put(None)
+        self._thread.join()
+        self._store.close()
+
+    def _with_plan(self, step: int) -> Store:
+        """Return the store when it has the plan for a step, if that was asked for."""
+        store = self._at_rest()
+        return store if store.planned_through >= step else self.store
+
+    def _plan(self, step: int, blocks: Sequence[Sequence[tuple[int, int]]], kind: str | None) -> None:
+        if kind is not None and self._store.several is not None:
+            self._store.several.kind = kind
+        self._store.plan_blocks(step, blocks)
+
+    def _at_rest(self) -> Store:
+        """Return the store, once the thread leaves it alone; jobs may wait."""
+        if self._busy.locked():
+            begin = time.perf_counter()
+            with self._busy:
+                pass
+            self._store.tiers.stats.stall_seconds += time.perf_counter() - begin
+        if self._bug is not None:
+            raise self._bug
+        return self._store
+
+    def _begin(self) -> None:
+        """Have the thread do what was asked for."""
+        self._at_rest()
+        jobs, self._jobs, self._offered, self._due = self._jobs, [], 0, False
+        self._busy.acquire()
+        self._given.put(jobs)
+
+    def _run(self) -> None:
+        while (jobs := self._given.get()) is not None:
+            try:
+                for job in jobs:
+                    job()
+            except Exception as exc:  # noqa: BLE001 the top of a thread: the next call raises it
+                self._bug = exc
+            finally:
+                del jobs
+                self._busy.release()
