@@ -90,6 +90,8 @@ class Source:
         self._connection: Connection | None = None
         self._readable = select.poll()
         self._partitions: Sequence[Partition] | None = None
+        self._there: frozenset[int] = frozenset()
+        """Of those, the partitions whose topic was not made anew."""
         self._ring: Ring | None = None
         self._received: dict[TopicPartition, Position] = {}
         self._marks: dict[TopicPartition, Mark] = {}
@@ -181,10 +183,10 @@ class Source:
     def partitions(self) -> Sequence[Partition]:
         """All partitions, in the order of the index that blocks carry; the same list until one of them changes."""
         if self._partitions is None:
-            there = set(current(self._table).values())
+            self._there = frozenset(current(self._table).values())
             self._partitions = [
                 Partition(name, self._starts[name], self._ends.get(i), self._marks[name].topic_id)
-                if i in there
+                if i in self._there
                 else Partition(name, self._starts[name], self._received[name].offset)
                 for i, name in enumerate(self._table)
             ]
@@ -289,10 +291,9 @@ class Source:
             self._restart_later(f"the ingest process at {self._address} hangs" if self._address else here)
 
     def _take(self, message: FromIngest) -> Block | None:
-        self._partitions = None
         match message:
             case Opened(partitions, starts, ids):
-                self._opened, self.ill = True, None
+                self._opened, self.ill, self._partitions = True, None, None
                 for name, start, topic_id in zip(partitions, starts, ids, strict=True):
                     self._starts.setdefault(name, start)
                     self._received.setdefault(name, Position(start))
@@ -308,7 +309,7 @@ class Source:
             case Broker(ends, ill):
                 self.ill = ill
                 if ends:
-                    self.told = time.monotonic()
+                    self.told, self._partitions = time.monotonic(), None
                 self._ends.update(ends)
             case Passed():
                 self._passing = False
@@ -325,6 +326,8 @@ class Source:
             position = Position(cover.end, int(row[rows[-1]]) + 1 if torn else 0)
             name = self._table[cover.partition]
             self._received[name] = position
+            if cover.partition not in self._there:
+                self._partitions = None
             if cover.last is not None:
                 self._marks[name] = Mark(self._marks[name].topic_id, cover.last)
 

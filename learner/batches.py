@@ -17,7 +17,8 @@ from ingest.block import IDENTITY_COLUMNS, Array, Block, Fingerprint, Outcome
 from ingest.messages import Position
 
 PATIENCE = timedelta(milliseconds=100)
-_PENDING, _STORED_ONLY, _HELD_OUT = (
+_AT_ONCE = timedelta(0)
+PENDING, _STORED_ONLY, _HELD_OUT = (
     np.uint8(outcome) for outcome in (Outcome.PENDING, Outcome.STORED_ONLY, Outcome.HELD_OUT)
 )
 """To compare with a member of an enumeration takes numpy ten times as long."""
@@ -88,7 +89,7 @@ Rows = tuple[Mapping[str, Array], NDArray[np.intp]]
 
 @dataclass
 class Parts:
-    """A batch in the making. Blocks that rows are taken of must not be released before `batch`, which copies them."""
+    """A batch in the making. Blocks that rows are taken of must not be released before `batch` or `keep`."""
 
     new: list[Rows] = field(default_factory=list)
     stored_only: list[Rows] = field(default_factory=list)
@@ -97,6 +98,13 @@ class Parts:
     count: int = 0
     stored: int = 0
     settle: Settle | None = None
+
+    def keep(self) -> None:
+        """Copy what was taken so far."""
+        for rows in (self.new, self.stored_only, self.held_out):
+            if rows:
+                copied = _copied(rows)
+                rows[:] = [(copied, np.arange(len(copied["offset"])))]
 
     def batch(self) -> Batch:
         """Copy what was taken."""
@@ -115,16 +123,17 @@ class Parts:
             The first row that was not taken.
         """
         rows, trained, places = self._look(block, begin, begin + most + most // _FEW + 1)
-        if len(places) < most:
+        # What follows the last one and is not to be trained on comes with it.
+        enough = most + (not exactly)
+        if len(places) < enough and begin + len(trained) < len(block):
             rows, trained, places = self._look(block, begin, len(block))
-        whole = begin + len(trained) == len(block) and len(places) < most + (not exactly)
-        n = len(trained) if whole else int(places[most - 1]) + 1
+        n = len(trained) if len(places) < enough else int(places[most - 1]) + 1
         trained, places = trained[:n], places[:most]
         _pick(rows, places, self.new)
         if len(places) < n:
             others = np.flatnonzero(~trained)
             outcome = rows["outcome"].take(others)
-            stored_only = others[(outcome == _PENDING) | (outcome == _STORED_ONLY)]
+            stored_only = others[(outcome == PENDING) | (outcome == _STORED_ONLY)]
             _pick(rows, stored_only, self.stored_only)
             self.stored += len(stored_only)
             _pick(rows, others[outcome == _HELD_OUT], self.held_out)
@@ -139,7 +148,7 @@ class Parts:
         rows: Mapping[str, Array] = block.rows(begin, min(end, len(block)))
         if self.settle is not None:
             rows = self.settle(rows)
-        trained = (rows["outcome"] == _PENDING) & rows["labelled"].astype(np.bool_, copy=False)
+        trained = (rows["outcome"] == PENDING) & rows["labelled"].astype(np.bool_, copy=False)
         return rows, trained, np.flatnonzero(trained)
 
 
@@ -152,6 +161,7 @@ class Batches:
         self._batch_size = batch_size
         self._max_delay = max_delay.total_seconds()
         self._block: Block | None = None
+        self._ended: list[Block] = []
         self._cursor = 0
 
     def next(self, stop: threading.Event) -> Batch | None:
@@ -160,29 +170,48 @@ class Batches:
         A batch that is not full is returned when `max_delay` has passed since its first row, and when it has about as
         many events to be stored only as it may. One without new events moves positions only.
         """
-        parts, ended = Parts(settle=self._settle), list[Block]()
+        parts = Parts(settle=self._settle)
         deadline: float | None = None
         stored = most_stored(self._batch_size)
         while parts.count < self._batch_size and parts.stored < stored and not stop.is_set():
             if self._block is None:
-                left = PATIENCE.total_seconds() if deadline is None else deadline - time.monotonic()
-                self._block = self._source.poll(timedelta(seconds=max(0.0, left)))
+                left = PATIENCE.total_seconds() if deadline is None else max(0.0, deadline - time.monotonic())
+                self._block = self._next_block(parts, left)
                 self._cursor = 0
-            if self._block is None:
+            if self._block is not None:
+                self._cursor = parts.take(self._block, self._cursor, self._batch_size - parts.count)
+                if self._cursor == len(self._block):
+                    self._ended.append(self._block)
+                    self._block = None
+            elif deadline is None:
                 break
-            self._cursor = parts.take(self._block, self._cursor, self._batch_size - parts.count)
-            if self._cursor == len(self._block):
-                ended.append(self._block)
-                self._block = None
             # From the first row on, also where none is to be trained on: a backlog of such rows moves positions too.
             if deadline is None:
                 deadline = time.monotonic() + self._max_delay
             elif time.monotonic() >= deadline:
                 break
         batch = parts.batch() if parts.spans else None
-        for block in ended:
-            self._source.release(block)
+        self._release()
         return batch
+
+    def _next_block(self, parts: Parts, seconds: float) -> Block | None:
+        """Return the next block, or None when none comes for a moment, or in so many seconds.
+
+        Only what is there already leaves blocks that have ended as they are: others may be waiting for their slots.
+        """
+        block = self._source.poll(_AT_ONCE) if self._ended else None
+        if block is None:
+            if self._ended:
+                parts.keep()
+                self._release()
+            block = self._source.poll(min(PATIENCE, timedelta(seconds=seconds)))
+        return block
+
+    def _release(self) -> None:
+        """Give blocks back that have ended, and of which nobody has views."""
+        for block in self._ended:
+            self._source.release(block)
+        self._ended.clear()
 
     def state(self) -> dict[str, Any]:
         """Return what a cut has to keep beside positions: nothing."""

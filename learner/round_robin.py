@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ingest.block import Block, Outcome
+from ingest.block import Block
 from ingest.errors import SettingsError
 from ingest.source import Partition
-from learner.batches import PATIENCE, Batch, Blocks, Parts
+from learner.batches import PATIENCE, PENDING, Batch, Blocks, Parts
 
 MOST_ROWS = 1_000_000
 """How many events may wait for their turn."""
@@ -139,4 +139,4 @@ class RoundRobin:
 
 def _trainable(block: Block) -> int:
     rows = block.columns
-    return int(((rows["outcome"] == Outcome.PENDING) & rows["labelled"].astype(np.bool_)).sum())
+    return int(((rows["outcome"] == PENDING) & rows["labelled"].astype(np.bool_)).sum())
