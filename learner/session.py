@@ -94,7 +94,8 @@ def learn(
         cuts, ranks = Cuts(deployment.state_dir / "cuts", schema.digest, epoch), place.size if place is not None else 1
         resumed = Resumed.newest(cuts, Forgotten(written.records))
         store = resumed.store(deployment, bench, ranks)
-        clerk = Clerk(store) if store is not None else None
+        # Metal does not bear that two threads give it work at once.
+        clerk = Clerk(store, beside=device.type != "mps") if store is not None else None
         if clerk is not None:
             stack.callback(clerk.close)
         if isinstance(trainer, Leader):

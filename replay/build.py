@@ -78,6 +78,7 @@ def build_store(
         if source is not None and slow and slow[-1].file == source.file:
             source = None
         memory = _memory(settings, layout.row_bytes, count, device)
+        opened.callback(memory.close)
         tiers = Tiers(memory, slow, promote=settings.sampling not in _DRAWN_ALIKE)
         store = _store(settings, schema, layout, tiers, k, seed, dim, step)
         opened.pop_all()

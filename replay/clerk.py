@@ -15,34 +15,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.block import Array, TopicPartition
+from ingest.errors import AnabranchError
 from replay.contents import Change, Standing
 from replay.draw import Draw
 from replay.held import Held
-from replay.store import Store
+from replay.store import Store, Wanted
 
 _Job = Callable[[], object]
 
 
-class Clerk:
-    """Keeps one store, which nobody else may use but by way of `store`. Used by one thread.
+class ClerkError(Exception):
+    """The store has failed at what it was to do: a bug, or a device that has no memory left. It is not to be used."""
 
-    Either that thread uses the store or the clerk's own does, never both: each call that needs the store waits until
-    the other is done with it, which counts as waiting for a slower tier.
+
+class Clerk:
+    """Keeps one store, which nobody else may change but by way of `store`. Used by one thread.
+
+    Either that thread has the store or the clerk's own does, never both: each call that needs it waits until the other
+    is done with it, which counts as waiting for a slower tier. What never changes may be asked for at any time.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, beside: bool = True) -> None:
+        """Take a store; unless `beside` what is due is done at once, by whoever has drawn."""
         self._store = store
         self._jobs: list[_Job] = []
         self._offered = 0
         """Events among the jobs."""
+        self._step = 0
         self._through = store.planned_through
         """The last step that is planned once the jobs are done."""
         self._due = False
         self._busy = threading.Lock()
         self._given: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
-        self._bug: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="clerk", daemon=True)
-        self._thread.start()
+        self._failed: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if beside:
+            self._thread = threading.Thread(target=self._run, name="clerk", daemon=True)
+            self._thread.start()
         self.listens = store.listens
         """Whether `learned` changes anything."""
         self.fields = store.fields
@@ -54,11 +63,15 @@ class Clerk:
 
     @property
     def store(self) -> Store:
-        """The store, when all is done that was asked for; to be let go of before the clerk is asked for more."""
+        """The store, when all is done that was asked for; to be let go of before the clerk is asked for more.
+
+        Raises:
+            ClerkError: it has failed, now or before.
+        """
         store = self._at_rest()
-        jobs, self._jobs, self._offered, self._due = self._jobs, [], 0, False
-        for job in jobs:
-            job()
+        self._do(self._take())
+        self._raise()
+        store.use_up(self._step)
         return store
 
     @property
@@ -76,17 +89,20 @@ class Clerk:
         self._jobs.append(partial(self._store.offer, columns, partitions, embedding))
         self._offered += len(columns["offset"])
         if self._store.are_many(self._offered):
-            # Nobody draws: those that were to be taken in with the last draw, and as many again.
+            # Begun with the next draw, or where none comes with the next offer.
             if self._due:
                 self._begin()
             self._due = bool(self._jobs)
 
     def plan_ahead(self, step: int, n: int | Callable[[int], int], kind: str | None = None) -> None:
         """Plan for the steps from `step` on, as `Store.plan_ahead` does, by the sampler of that kind."""
+        self._step = step
         blocks = self._store.blocks(step, self._through, n)
-        if blocks:
+        if blocks or self._store.tiers.has_lost:
             self._jobs.append(partial(self._plan, step, blocks, kind))
-            self._through, self._due = blocks[-1][-1][0], True
+            self._due = True
+        if blocks:
+            self._through = blocks[-1][-1][0]
 
     def planned(self, step: int) -> int:
         """Return how many events can be drawn for a step."""
@@ -105,7 +121,7 @@ class Clerk:
 
     def seek(self, step: int, embedding: NDArray[np.float32]) -> None:
         """Look for old events that are near to new ones, as `Store.seek` does."""
-        self._at_rest().seek(step, embedding)
+        self._jobs.append(partial(self._store.seek, step, embedding))
 
     def has_room(self) -> bool:
         """Return whether the events of a step would find slots, beside those that wait."""
@@ -122,16 +138,21 @@ class Clerk:
 
     def close(self) -> None:
         """End the thread, leave undone what was not begun, and close the store."""
-        self._given.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._given.put(None)
+            self._thread.join()
         self._store.close()
 
     def _with_plan(self, step: int) -> Store:
         """Return the store when it has the plan for a step, if that was asked for."""
-        store = self._at_rest()
-        return store if store.planned_through >= step else self.store
+        store, stats = self._at_rest(), self._store.tiers.stats
+        if store.planned_through < step:
+            begin, before = time.perf_counter(), stats.stall_seconds
+            store = self.store
+            stats.stall_seconds = before + time.perf_counter() - begin
+        return store
 
-    def _plan(self, step: int, blocks: Sequence[Sequence[tuple[int, int]]], kind: str | None) -> None:
+    def _plan(self, step: int, blocks: Sequence[Wanted], kind: str | None) -> None:
         if kind is not None and self._store.several is not None:
             self._store.several.kind = kind
         self._store.plan_blocks(step, blocks)
@@ -143,24 +164,44 @@ class Clerk:
             with self._busy:
                 pass
             self._store.tiers.stats.stall_seconds += time.perf_counter() - begin
-        if self._bug is not None:
-            raise self._bug
+        self._raise()
         return self._store
 
-    def _begin(self) -> None:
-        """Have the thread do what was asked for."""
-        self._at_rest()
+    def _take(self) -> list[_Job]:
         jobs, self._jobs, self._offered, self._due = self._jobs, [], 0, False
-        self._busy.acquire()
-        self._given.put(jobs)
+        return jobs
+
+    def _begin(self) -> None:
+        """Have what was asked for done."""
+        self._at_rest()
+        if self._thread is None:
+            self._do(self._take())
+            self._raise()
+        else:
+            self._busy.acquire()
+            self._given.put(self._take())
+
+    def _do(self, jobs: list[_Job]) -> None:
+        """Do them, and hold on to none that is done. What fails leaves those after it undone, for good."""
+        jobs.reverse()
+        try:
+            while jobs:
+                jobs.pop()()
+        except BaseException as exc:  # noqa: BLE001 whatever it is: whoever waits for the thread hears of it
+            self._failed = exc
+
+    def _raise(self) -> None:
+        """Raise what has failed: not as it is, since out of memory is not the model's here."""
+        if isinstance(self._failed, AnabranchError):
+            raise self._failed
+        if self._failed is not None:
+            told = f"{type(self._failed).__name__}: {self._failed}"
+            raise ClerkError(f"the replay store failed beside a step: {told}") from self._failed
 
     def _run(self) -> None:
+        stats = self._store.tiers.stats
         while (jobs := self._given.get()) is not None:
-            try:
-                for job in jobs:
-                    job()
-            except Exception as exc:  # noqa: BLE001 the top of a thread: the next call raises it
-                self._bug = exc
-            finally:
-                del jobs
-                self._busy.release()
+            waited = stats.stall_seconds
+            self._do(jobs)
+            stats.stall_seconds = waited  # for what this thread has waited no step has
+            self._busy.release()

@@ -16,7 +16,7 @@ _PAGE = 4096
 
 
 class Pages:
-    """Those of a memory that is written from its first byte on, more or less. Used by one thread.
+    """Those of a memory that is written from its first byte on, more or less. Any thread may call `reach`.
 
     Where the system makes none ahead of time, or the memory is small, they are made when they are written.
     """

@@ -78,12 +78,13 @@ class Roll:
         group = self.admission.group(label, cluster)
         priority = self.admission.priorities(Offered(identity, weight, time_s))
         admits = self.quotas.admits(priority, group)
-        if self._watermarks.pass_by(where, offset, row):
+        beyond = self._watermarks.pass_by(where, offset, row)
+        if beyond is None:
             self._count(group, weight)
         else:
-            new = self._is_new(columns, priority, admits)
-            self._count(group[new], weight[new])
-            admits &= new
+            # What lies before its partition's mark was offered already, and counted.
+            self._count(group[beyond], weight[beyond])
+            admits &= beyond if self.admission.by_cluster else self._is_new(columns, priority, admits)
         records = records_of({**columns, "label": label, "time_s": time_s})
         return Offer(np.flatnonzero(admits), identity, priority, group, records)
 

@@ -340,10 +340,11 @@ class Loss(Proportional):
 
 
 class Similar(Uniform):
-    """The nearest old events, by the model's embedding, to new ones some steps ago: those that training disturbs.
+    """The nearest old events, by the model's embedding, to the new ones of a fixed number of steps before: those that
+    training disturbs.
 
-    Follows what the index process finds, and when. Events that it has not, as after a restart, are drawn as often as if
-    all were drawn alike: it has them once they were rehearsed.
+    Follows what the index process finds, and whether it does in time; else a draw is uniform. Events that it has not,
+    as after a restart, are drawn as often as if all were drawn alike: it has them once they were rehearsed.
     """
 
     divisible = False
@@ -353,7 +354,7 @@ class Similar(Uniform):
         self._whereabouts = whereabouts
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
-        """Take the nearest that were found, nearest first, beside what cannot be found; fill up uniformly, and mix.
+        """Take the nearest that were found for it, nearest first, beside what cannot be found; fill up, and mix.
 
         One in eight is an event whose embedding is of a model long gone, where there are such: being drawn renews it.
         """

@@ -258,6 +258,8 @@ class Store:
         total = sum(n for _, n in wanted)
         if total > len(self) and len(wanted) > 1:
             return [self.plan(step, n) for step, n in wanted]
+        if self._whereabouts is not None:
+            self._whereabouts.plan_for(wanted[0][0])
         choice = self._sampler.choose(total, self._chance.of(wanted[0][0]))
         places, records, rates, shares = choice.slots.astype(np.int64), self.entries.records(choice.slots), None, None
         if self._weighted:
@@ -296,7 +298,7 @@ class Store:
     def plan_blocks(self, step: int, blocks: Sequence[Wanted]) -> None:
         """Plan blocks that follow each other, and what is planned already. Plans for earlier steps are used up."""
         self._drop_lost()
-        self._use_up(step)
+        self.use_up(step)
         for wanted in blocks:
             self._plans += self._plan(wanted)
 
@@ -314,14 +316,14 @@ class Store:
 
         Their columns are the caller's, who may write into them.
         """
-        self._use_up(step)
+        self.use_up(step)
         plan = self._plans.popleft()
         assert plan.step == step
         draw = self.fetch(plan, n)
         return draw.copy() if step <= self._held_through else draw
 
-    def _use_up(self, step: int) -> None:
-        """Let go of the plans for earlier steps, which may have drawn nothing."""
+    def use_up(self, step: int) -> None:
+        """Let go of the plans for steps before this one, which may have drawn nothing."""
         while self._plans and self._plans[0].step < step:
             self._plans.popleft()
 

@@ -8,13 +8,13 @@ from replay.tier import Tier
 
 @dataclass
 class TierStats:
-    """Running totals. Those of the memory tier are counted by the step's thread, those of others by the courier.
+    """Running totals. Those of the memory tier are counted by who has the store, those of others by the courier.
 
     Attributes:
         read: rows that were read for draws, by tier.
         missed: rows that a cache was to have and had not, by tier.
         moved: bytes by tier and direction, `read` or `written`.
-        stall_seconds: time that the step has waited for a tier.
+        stall_seconds: time that steps have waited, for a tier or for what the store had to do before.
     """
 
     read: dict[str, int] = field(default_factory=dict)

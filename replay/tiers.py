@@ -156,6 +156,11 @@ class Tiers:
         self._fill()
         return rows_nR
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether `lost` has anything to tell, perhaps; any thread may ask."""
+        return bool(self._lost)
+
     def lost(self) -> NDArray[np.int64]:
         """Return the slots of events whose rows were found lost since the last time, and that are there yet."""
         if not self._lost or self._cache is None:

@@ -18,12 +18,15 @@ _NEAREST = 10
 """Neighbours that are looked for of each query."""
 _MOST_QUERIES = 256
 _NO_ID = -1
+LAG = 12
+"""A draw is near to the new events of so many steps before: those between are for the question, the answer, and the
+rows of the draw, which is chosen some steps ahead."""
 UNKNOWN = np.int16(0)
 """The cluster of events whose cluster is not known."""
 
 
 class Whereabouts:
-    """The embeddings of the events in S slots. Used by the learner's thread."""
+    """The embeddings of the events in S slots. Used by the thread that has the store."""
 
     def __init__(self, entries: Entries, slots: int, neighbours: Neighbours) -> None:
         self._entries = entries
@@ -32,6 +35,8 @@ class Whereabouts:
         self._cluster = np.zeros(slots, np.int16)
         self._next = np.zeros(slots, np.int16)
         self._centroids_CD: NDArray[np.float32] | None = None
+        self._answers: dict[int, NDArray[np.int64]] = {}
+        """By the step of the question."""
         self._nearest = np.empty(0, np.int64)
         self._step = 0
         self._placed = np.zeros(slots, np.bool_)
@@ -52,7 +57,7 @@ class Whereabouts:
             self._placed[:] = False
         for answer in self._neighbours.answers():
             # The nearest of every query come before the second of any.
-            self._nearest = answer.ids.T.reshape(-1)
+            self._answers[answer.step] = answer.ids.T.reshape(-1)
         for ids, clusters in self._neighbours.assigned():
             slots = self._slots_of(ids)
             here = slots >= 0
@@ -87,8 +92,18 @@ class Whereabouts:
         self._step = step
         self._neighbours.ask(step, embedding_QD[:_MOST_QUERIES], _NEAREST)
 
+    def plan_for(self, step: int) -> None:
+        """Let `nearest` tell for the draw of a step: what was found for the one LAG steps before, unless it is late.
+
+        Each answer is for one draw. Were the newest taken again where none has come, a slow index would have the same
+        few events rehearsed over and over.
+        """
+        self.follow()
+        self._nearest = self._answers.pop(step - LAG, np.empty(0, np.int64))
+        self._answers = {asked: ids for asked, ids in self._answers.items() if asked > step - LAG}
+
     def nearest(self) -> NDArray[np.int32]:
-        """Return the slots of the events that were found nearest last, nearest first, each once."""
+        """Return the slots of the events that were found nearest, nearest first, each once; see `plan_for`."""
         slots = self._slots_of(self._nearest)
         slots = slots[slots >= 0]
         return slots[np.sort(np.unique(slots, return_index=True)[1])].astype(np.int32)

@@ -3,6 +3,7 @@
 import contextlib
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from ingest.block import TopicPartition
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from replay.build import build_store
-from replay.clerk import Clerk
+from replay.clerk import Clerk, ClerkError
 from replay.config import ReplaySettings
 from replay.draw import Draw
+from replay.forgotten import ByRange, Forgotten
 from replay.store import MOST_WAITING, Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -63,17 +65,25 @@ class Life:
     def store(self) -> Store:
         return self._keeper.store if isinstance(self._keeper, Clerk) else self._keeper
 
-    def offer(self, n: int) -> None:
-        numbers = range(self._offered, self._offered + n)
-        self._offered += n
-        self._keeper.offer(fake_columns(self._schema, numbers, label=[0, 1, 1, 2, 3]), PARTITIONS)
+    def offer(self, n: int, again: int = 0) -> None:
+        """Offer n events, of which the first were offered already."""
+        begin = max(0, self._offered - again)
+        columns = fake_columns(self._schema, range(begin, begin + n), label=[0, 1, 1, 2, 3])
+        columns["weight"] = (1 + columns["offset"] % 3).astype(np.float32)
+        self._offered = max(self._offered, begin + n)
+        self._keeper.offer(columns, PARTITIONS)
+
+    def forget(self, first: int, last: int) -> int:
+        record = ByRange(time=0.0, by="test", partition="events#0[0]", first=first, last=last)
+        return self.store.forget(Forgotten([record]))
 
     def step(self, n: int) -> list[float]:
         """Return the events that a step draws, after which n new ones come."""
         drawn: list[float] = []
         if self._keeper.planned(self._step):
             draw = self._keeper.draw(self._step, DRAWN)
-            drawn = [*draw.records["offset"].tolist(), *draw.columns["feature.x"].flatten().tolist()]
+            drawn = [*draw.records["offset"].tolist(), *draw.importance.tolist()]
+            drawn += draw.columns["feature.x"].flatten().tolist()
             if self.listens:
                 self._keeper.learned(draw, (draw.records["offset"] % 17).astype(np.float32))
         self.offer(n)
@@ -99,7 +109,10 @@ class Life:
 
 
 acts = st.lists(
-    st.tuples(st.sampled_from(["step", "step", "step", "offer", "see", "flush", "room"]), st.integers(1, 90)),
+    st.tuples(
+        st.sampled_from(["step", "step", "step", "offer", "again", "see", "flush", "room", "forget"]),
+        st.integers(1, 90),
+    ),
     min_size=5,
     max_size=60,
 )
@@ -125,6 +138,11 @@ def test_no_timing_decides_what_is_held_or_drawn(schema: Schema, kind: str, aske
             elif act == "offer":
                 one.offer(n)
                 other.offer(n)
+            elif act == "again":
+                one.offer(n, n // 2)
+                other.offer(n, n // 2)
+            elif act == "forget":
+                assert one.forget(n, n + n // 3) == other.forget(n, n + n // 3)
             elif act == "see":
                 assert one.seen() == other.seen()
             elif act == "flush":
@@ -185,23 +203,113 @@ def test_offers_that_nobody_draws_from_are_taken_in_too(open_clerk: Callable[...
     assert clerk.store.take_in() + len(clerk.store) >= 20 * MOST_WAITING
 
 
-def test_a_bug_in_the_thread_comes_up_in_the_next_call(
-    open_clerk: Callable[..., Clerk], schema: Schema, monkeypatch: pytest.MonkeyPatch
+class Panic(BaseException):
+    """What no handler of exceptions expects."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, torch.OutOfMemoryError, Panic])
+@pytest.mark.parametrize("inline", [False, True])
+def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_memory_of_the_model(
+    open_clerk: Callable[..., Clerk],
+    schema: Schema,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[BaseException],
+    inline: bool,
 ) -> None:
     clerk = open_clerk()
     clerk.offer(fake_columns(schema, range(100)), PARTITIONS)
     clerk.plan_ahead(0, DRAWN)
+    assert clerk.planned(0) == DRAWN
+    clerk.plan_ahead(8, DRAWN)
 
     def fail(*_: object) -> None:
-        raise ZeroDivisionError("a bug")
+        raise kind("no more")
 
-    clerk.planned(0)
-    clerk.plan_ahead(4, DRAWN)
-    clerk.plan_ahead(8, DRAWN)
     monkeypatch.setattr(clerk._store, "plan_blocks", fail)
-    clerk.draw(0, DRAWN)
-    with pytest.raises(ZeroDivisionError, match="a bug"):
-        clerk.draw(1, DRAWN)
+    if inline:
+        with pytest.raises(ClerkError):
+            _ = clerk.store
+    else:
+        clerk.draw(0, DRAWN)
+    for call in (lambda: clerk.draw(1, DRAWN), clerk.has_room, lambda: clerk.store):
+        with pytest.raises(ClerkError, match=f"the replay store failed beside a step: {kind.__name__}: no more"):
+            call()
+    assert not issubclass(ClerkError, RuntimeError), "by which a device without memory is told"
+
+
+def test_lost_events_leave_and_are_counted_where_no_step_comes(
+    open_clerk: Callable[..., Clerk], schema: Schema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a backlog of events that are stored only."""
+    clerk = open_clerk(capacity=100_000, disk={"bytes": "20MB"}, device_bytes=0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(clerk.store.tiers.slow[0], "write", full)
+    for begin in range(0, 10 * MOST_WAITING, MOST_WAITING):
+        clerk.offer(fake_columns(schema, range(begin, begin + MOST_WAITING)), PARTITIONS)
+        clerk.plan_ahead(0, DRAWN)
+        clerk._store.tiers._courier.drain()
+    assert clerk.store.lost >= 7 * MOST_WAITING
+    assert len(clerk.store.tiers._lost) < 4
+
+
+def test_nothing_is_held_on_to_that_is_done(open_clerk: Callable[..., Clerk], schema: Schema) -> None:
+    clerk = open_clerk()
+    offered = []
+    for begin in range(0, 4 * MOST_WAITING, MOST_WAITING):
+        columns = fake_columns(schema, range(begin, begin + MOST_WAITING))
+        offered.append(weakref.ref(columns["feature.x"]))
+        clerk.offer(columns, PARTITIONS)
+        del columns
+    clerk._at_rest().take_in()
+    assert [each() is None for each in offered] == [True] * 4
+
+
+def test_what_is_looked_for_comes_in_its_order(
+    open_clerk: Callable[..., Clerk], schema: Schema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clerk, order = open_clerk(), list[str]()
+    monkeypatch.setattr(clerk._store, "seek", lambda step, _embedding: order.append(f"seek {step}"))
+    monkeypatch.setattr(clerk._store, "offer", lambda columns, *_: order.append(f"offer {len(columns['offset'])}"))
+    for step in range(3):
+        clerk.seek(step, np.zeros((1, 2), np.float32))
+        clerk.offer(fake_columns(schema, range(step + 1)), PARTITIONS)
+    _ = clerk.store
+    assert order == ["seek 0", "offer 1", "seek 1", "offer 2", "seek 2", "offer 3"]
+
+
+def test_steps_have_waited_for_what_they_waited_for_and_no_more(
+    open_clerk: Callable[..., Clerk], schema: Schema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the thread waits for beside them is no wait of theirs."""
+    clerk = open_clerk()
+    stats = clerk.store.tiers.stats
+
+    def waits(*_: object) -> None:
+        stats.stall_seconds += 1000.0
+
+    monkeypatch.setattr(clerk._store, "offer", waits)
+    clerk.offer(fake_columns(schema, range(4)), PARTITIONS)
+    clerk.plan_ahead(0, DRAWN)
+    clerk._begin()
+    assert 0 <= clerk._at_rest().tiers.stats.stall_seconds < 100
+    clerk.offer(fake_columns(schema, range(4)), PARTITIONS)
+    clerk.plan_ahead(8, DRAWN)
+    clerk.planned(8)
+    assert 0 < stats.stall_seconds < 100, "a step that needs a plan waits for all before it"
+
+
+def test_without_a_thread_what_is_due_is_done_by_who_has_drawn(schema: Schema) -> None:
+    before = threading.active_count()
+    clerk = Clerk(open_store(schema), beside=False)
+    assert threading.active_count() == before
+    life = Life(clerk, schema)
+    for n in range(1, 40):
+        life.step(n)
+    assert len(life.store) > HELD / 2
+    clerk.close()
 
 
 def test_slots_that_events_wait_for_are_not_free(open_clerk: Callable[..., Clerk], schema: Schema) -> None:

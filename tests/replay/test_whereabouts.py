@@ -20,6 +20,7 @@ from replay.config import ReplaySettings
 from replay.fake import FakeCuts
 from replay.forgotten import ByRange, Forgotten
 from replay.store import Store
+from replay.whereabouts import LAG
 
 PARTITIONS = [TopicPartition("events", 0)]
 DIM = 4
@@ -59,6 +60,12 @@ def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     until(lambda: store.neighbours.stats().process.rows == len(store))
 
 
+def seek(store: Store, step: int, near: np.ndarray) -> None:
+    """Look for what is near to events of such offsets, and wait for the answer."""
+    store.seek(step, place(near))
+    until(lambda: (store._whereabouts.follow(), step in store._whereabouts._answers)[1])
+
+
 def until(condition: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 30
     while not (found := condition()):
@@ -81,8 +88,26 @@ def test_similar_draws_what_is_near_to_new_events(schema: Schema, build: Build) 
     fill(store, schema, 0, 3200)
     uniform = store.plan(0, 40).records["offset"] % 16
     assert (uniform != 3).any(), "nothing was asked for yet"
-    store.seek(1, place(np.full(8, 3)))
-    until(lambda: (store.plan(1, 8).records["offset"] % 16 == 3).all())
+    seek(store, 1, np.full(8, 3))
+    assert (store.plan(1 + LAG, 8).records["offset"] % 16 == 3).all()
+    assert (store.plan(1 + LAG, 40).records["offset"] % 16 != 3).any(), "an answer is for one draw"
+
+
+def test_similar_draws_what_is_near_to_the_new_events_of_a_fixed_number_of_steps_before(
+    schema: Schema, build: Build
+) -> None:
+    """Uniformly where the answer to those is late, instead of the same events again."""
+    store = build(sampling="similar")
+    fill(store, schema, 0, 3200)
+    for step in (3, 1, 2):
+        seek(store, step, np.full(8, step))
+    for step in (1, 2, 3):
+        assert (store.plan(step + LAG, 8).records["offset"] % 16 == step).all()
+    seek(store, 4, np.full(8, 1))
+    store.plan(6 + LAG, 8)
+    assert not store._whereabouts._answers, "what came too late is let go of"
+    drawn = [tuple(store.plan(step + LAG, 8).slots.tolist()) for step in range(7, 40)]
+    assert len({slot for each in drawn for slot in each}) > 150
 
 
 def test_an_event_that_has_left_is_not_found(schema: Schema, build: Build) -> None:
@@ -145,16 +170,15 @@ class TestForgotten:
 
     def test_it_leaves_the_index_the_clusters_and_the_plans(self, store: Store) -> None:
         until(lambda: store.neighbours.stats().process.trained_rows and store._whereabouts.follow())
-        store.seek(1, place(np.full(8, 3)))
-        until(lambda: store._whereabouts.follow() and len(store._whereabouts.nearest()))
-        store.plan_ahead(2, 64)
+        self._seek(store)
+        store.plan_ahead(1 + LAG, 64)
         ids = forget(store)
         until(lambda: store.neighbours.stats().process.rows == len(store))
         self._assert_none(store, ids)
 
     def test_it_does_not_come_back_when_the_process_is_killed(self, store: Store) -> None:
-        store.seek(1, place(np.full(8, 3)))
-        store.plan_ahead(2, 64)
+        self._seek(store)
+        store.plan_ahead(1 + LAG, 64)
         draw = store.fetch(store.plan(0, 400))
         assert store.neighbours.pid is not None
         os.kill(store.neighbours.pid, signal.SIGKILL)
@@ -168,9 +192,14 @@ class TestForgotten:
         self._assert_none(store, ids)
 
     @staticmethod
+    def _seek(store: Store) -> None:
+        for step in range(1, 10):
+            seek(store, step, np.full(8, 3))
+
+    @staticmethod
     def _assert_none(store: Store, ids: np.ndarray) -> None:
         """Ask the process itself too, for all that is near to what was forgotten."""
-        for step in range(2, 6):
+        for step in range(1 + LAG, 5 + LAG):
             assert (store.draw(step, 64).records["offset"] % 16 != 3).all()
         assert store.neighbours is not None
         store.neighbours.answers()
@@ -178,7 +207,7 @@ class TestForgotten:
         (answer,) = until(store.neighbours.answers)
         assert answer.ids.shape == (8, 20)
         assert not np.isin(answer.ids, ids).any()
-        for step in range(10, 30):
+        for step in range(5 + LAG, 30):
             assert (store.plan(step, 64).records["offset"] % 16 != 3).all()
 
 
@@ -200,11 +229,29 @@ def test_diverse_keeps_more_of_what_is_rare(schema: Schema, build: Build) -> Non
     fill(store, schema, 9000, 40_000)
     offsets = store.entries.copy()["offset"]
     assert np.isin(offsets % 16, np.arange(1, DIM)).mean() > 1.3 * (DIM - 1) / 16
-    before = set(offsets.tolist())
-    again = np.arange(39_000, 40_000)
-    store.add(fake_columns(schema, again.tolist()), PARTITIONS, -place(again))
-    assert len(store) == len(set(store.entries.copy()["offset"].tolist())), "an event is held twice"
-    assert len(before - set(store.entries.copy()["offset"].tolist())) <= len(again)
+
+
+def test_diverse_takes_nothing_twice_into_account_also_when_clusters_are_found_anew(
+    schema: Schema, build: Build
+) -> None:
+    """What was evicted under the old clusters is not held because the new ones have room."""
+    store = build(capacity=1000, admission="diverse")
+    fill(store, schema, 0, 5000)
+    until(store._whereabouts.follow)
+    again = np.arange(4000, 5000)
+    for anew in (False, True):
+        trained = store._whereabouts.follow()
+
+        def are_found_anew(trained: int = trained) -> bool:
+            slots = store.entries.slots
+            store._whereabouts.move(slots, -place(store.entries.of("offset", slots)))
+            return store._whereabouts.follow() != trained
+
+        if anew:
+            until(are_found_anew)
+        before = store.entries.copy()["offset"].tolist()
+        assert store.add(fake_columns(schema, again.tolist()), PARTITIONS, place(again)) == 0
+        assert store.entries.copy()["offset"].tolist() == before
 
 
 def test_a_store_that_goes_on_from_a_cut_finds_its_events_again_as_they_are_drawn(schema: Schema, build: Build) -> None:
@@ -231,9 +278,10 @@ def test_what_the_index_does_not_have_keeps_its_share_of_the_draws(schema: Schem
     until(lambda: resumed.neighbours.stats().process.rows == 3200)
     if policy == "diverse":
         until(resumed._whereabouts.follow)
-    resumed.seek(1, place(np.arange(64)))
-    until(lambda: (resumed._whereabouts.follow(), len(resumed._whereabouts.nearest()) > 64)[1])
-    draws = [resumed.plan(step, 64) for step in range(50)]
+    draws = []
+    for step in range(50):
+        seek(resumed, step, np.arange(64))
+        draws.append(resumed.plan(step + LAG, 64))
     assert all(len(set(each.slots.tolist())) == 64 for each in draws)
     old = np.concatenate([each.records["offset"] for each in draws]) < 3200
     assert 0.4 < old.mean() < 0.6
