@@ -4,6 +4,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,11 +84,10 @@ def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
 def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> tuple[int, ...]:
     """Run the model on a few events of zeros, and return the shape of its output for one event.
 
-    It is run as in serving and as in training, and what it returns goes through the task's loss and score. The module's
-    mode and state are as before afterwards.
+    It is run as in serving and as in training. The module's mode and state are as before afterwards.
 
     Raises:
-        ModelError: it fails, or its output does not fit; or the task fails, or does not tell of each event.
+        ModelError: it fails, or its output does not fit.
     """
     was_training = model.training
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -97,7 +97,6 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
             for training in (False, True):
                 output = forward(model.train(training), features)
                 task.check(output, schema.label, _CHECK_ROWS)
-        _check_task(task, output, schema.label)
         return tuple(output.shape[1:])
     except ModelError:
         raise
@@ -109,25 +108,52 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
         model.load_state_dict(before)
 
 
-def _check_task(task: Task, output_B: Tensor, label: Label) -> None:
-    """Raise ModelError unless loss and score are numbers `[B]`, and the loss has a gradient.
+def check_task(task: Task, output_shape: tuple[int, ...], label: Label, device: torch.device) -> None:
+    """Try the task's loss and score on an output as the model has it, with labels of 0 and of 1.
 
     A loss `[B, 1]` or a mean of all would train: by weights that are spread over each other's events.
+
+    Raises:
+        ModelError: one of them does not tell of each event, or fails with either label; or the loss has no gradient.
     """
-    label_B = torch.zeros((_CHECK_ROWS, *label.shape), dtype=tensor_dtype(label.dtype.name), device=output_B.device)
-    output_B = output_B.detach().requires_grad_(output_B.is_floating_point())
-    for method in (task.loss, task.score):
-        what = f"model.task: {type(task).__name__}.{method.__name__}"
-        try:
-            found = method(output_B, label_B)
-        except Exception as exc:  # the user's own code may raise anything
-            shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {label_B.dtype}"
-            raise ModelError(f"{what} fails on {shapes}: {_told(exc)}") from exc
-        told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        if not isinstance(found, Tensor) or found.shape != (_CHECK_ROWS,):
-            raise ModelError(f"{what} returned {told} for {_CHECK_ROWS} events; return one number an event, [B]")
-        if method == task.loss and not (found.is_floating_point() and found.requires_grad):
-            raise ModelError(f"{what} returned {told} without a gradient; compute it from the output in torch")
+    for method in ("loss", "score"):
+        refused = [_refusal(task, method, output_shape, label, value, device) for value in (0, 1)]
+        said = [each for each in refused if each is not None]
+        # Labels that never occur, such as prices of 0, may be refused by what is right for all others.
+        if len(said) == len(refused) or any(each.is_shape for each in said):
+            raise ModelError(f"model.task: {type(task).__name__}.{method} {said[0].sentence}")
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    sentence: str
+    is_shape: bool = False
+    """Whether it is what no label can be the reason of."""
+
+
+def _refusal(
+    task: Task, method: str, output_shape: tuple[int, ...], label: Label, value: int, device: torch.device
+) -> _Refusal | None:
+    """Return what is wrong with what a task makes of a few events with a label; None: nothing."""
+    dtype = tensor_dtype(label.dtype.name)
+    label_B = torch.full((_CHECK_ROWS, *label.shape), value, device=device).to(dtype)
+    output_B = torch.zeros((_CHECK_ROWS, *output_shape), device=device)
+    try:
+        if method == "loss":
+            # As in training: no leaf, so that it may be written to.
+            found = task.loss(output_B.requires_grad_().clone(), label_B)
+        else:
+            with torch.no_grad():
+                found = task.score(output_B, label_B)
+    except Exception as exc:  # noqa: BLE001 the user's own code may raise anything
+        shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {dtype} of 0 and of 1"
+        return _Refusal(f"fails on {shapes}: {_told(exc)}")
+    told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(found, Tensor) or found.shape != (_CHECK_ROWS,):
+        return _Refusal(f"returned {told} for {_CHECK_ROWS} events; return one number an event, [B]", is_shape=True)
+    if method == "loss" and not (found.is_floating_point() and found.requires_grad):
+        return _Refusal(f"returned {told} without a gradient; compute it from the output in torch")
+    return None
 
 
 def make_task(name: str, folder: Path = Path()) -> Task:

@@ -168,12 +168,12 @@ class Trainer:
             elif self.strategy.learns_gradient:
                 self.update.apply()
             if scaled:
-                scaler.update()
+                self.update.rescale()
             if finite or not math.isfinite(total):
                 break
         if not finite and scaled:
             # The events are to blame, not the scale.
-            scaler.update(scale)
+            self.update.rescale(scale)
         self._steps += 1
         output_B = cat(heard.output)
         if finite:

@@ -40,7 +40,12 @@ class Update:
         self.gradients.clear()
         if self._unscaled:
             # The only word by which the scaler forgets that it has divided; the scale stays as it is.
-            self.scaler.update(self.scaler.get_scale())
+            self.rescale(self.scaler.get_scale())
+
+    def rescale(self, scale: float | None = None) -> None:
+        """Set the loss scale of the next pass: as the last one has shown, or as told."""
+        self.scaler.update(scale)
+        self._unscaled = False
 
     def apply(self) -> None:
         """Change the weights."""

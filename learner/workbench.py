@@ -20,7 +20,7 @@ from learner.config import (
 )
 from learner.determinism import compute_deterministically
 from learner.embedding import Embedding, Embeddings, TaskEmbedding
-from learner.model import build_model, check_model, make_task, sample
+from learner.model import build_model, check_model, check_task, make_task, sample
 from learner.precision import Precision, choose_precision
 from learner.replicas import leaves_some_out
 from learner.sharing import Terms
@@ -95,6 +95,7 @@ def prepare(deployment: Deployment, device: torch.device, rank: int = 0) -> Work
         *(model, task, [feature.name for feature in schema.features]),
     )
     output_shape = check_model(model, task, schema, device)
+    check_task(task, output_shape, schema.label, device)
     strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
     return Workbench(
         *(schema, task, model, embedding, precision, device, strategy, deployment.learner), output_shape=output_shape

@@ -17,7 +17,7 @@ from learner.cut import Cut, Cuts
 from learner.embedding import Embedding
 from learner.errors import CutError
 from learner.hosts import meet_hosts
-from learner.model import build_model, check_model, make_task
+from learner.model import build_model, check_model, check_task, make_task
 from learner.optimizer import build_optimizer
 from learner.precision import Precision, check_scaling, choose_device, choose_precision
 from learner.replicas import Place, device_of
@@ -90,6 +90,7 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | S
         embedding = hear(settings, learner.strategy, replay, model, task, [feature.name for feature in schema.features])
         kind = "model.output"
         shape = check_model(model, task, schema, device)
+        check_task(task, shape, schema.label, device)
         kind = "model.embedding"
         dim = None if embedding is None else embedding.heard().shape[1]
         kind = "model.strategy"

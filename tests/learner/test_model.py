@@ -1,5 +1,6 @@
 """From `[model]` to a module: what is wrong with a user's own code is one sentence that says where."""
 
+import functools
 import itertools
 import sys
 
@@ -10,8 +11,8 @@ from torch import nn
 from ingest.config import SchemaSettings
 from ingest.schema import Schema
 from learner.errors import ModelError
-from learner.model import build_model, check_model, forward, make_task, tensor_dtype
-from learner.task import Regression
+from learner.model import build_model, check_model, check_task, forward, make_task, tensor_dtype
+from learner.task import MultiLabel, Regression
 
 CPU = torch.device("cpu")
 HEAD = "import torch\nfrom torch import nn\n"
@@ -156,8 +157,30 @@ class TestChecking:
         setattr(Own, method, lambda self, output_B, label_B: told(output_B, label_B))
         label = {"name": "y", "dtype": "float32"}
         with pytest.raises(ModelError, match=sentence) as caught:
-            check_model(nn.Linear(4, 1), Own(), schema_of(label=label), CPU)
+            check_task(Own(), (1,), schema_of(label=label).label, CPU)
         assert str(caught.value).startswith("model.task: Own.")
+
+    @pytest.mark.parametrize(
+        ("method", "told"),
+        [
+            ("loss", lambda out, y: (out.clamp_(-1, 1).squeeze(1) - y).square()),
+            ("loss", lambda out, y: -torch.distributions.LogNormal(out.squeeze(1), 1.0).log_prob(y)),
+            ("loss", functools.partial(lambda out, y: (out.squeeze(1) - y).square().double())),
+            ("score", lambda out, y: out.squeeze(1).sub_(y).abs_().neg_()),
+            ("score", lambda out, y: torch.from_numpy(-abs(out.squeeze(1).numpy() - y.numpy()))),
+        ],
+        ids=["in place", "of what is above 0", "without a name", "score in place", "score by numpy"],
+    )
+    def test_a_task_that_trains_is_not_refused(self, method, told):
+        task = Regression()
+        setattr(task, method, told)
+        check_task(task, (1,), schema_of(label={"name": "y", "dtype": "float32"}).label, CPU)
+
+    def test_labels_of_several_classes_with_none_set_may_have_no_gradient(self):
+        task, label = MultiLabel(), {"name": "y", "classes": 3, "multi": True}
+        loss = task.loss
+        task.loss = lambda out, y: loss(out, y) if y.any() else out.new_zeros(len(out))
+        check_task(task, (3,), schema_of(label=label).label, CPU)
 
     @pytest.mark.parametrize("model", [nn.LSTM(4, 1), nn.Linear(4, 2)])
     def test_a_regression_wants_one_number(self, model):

@@ -285,6 +285,21 @@ def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -
     assert held(store) == before
 
 
+def test_offering_again_changes_no_importance_either(schema: Schema) -> None:
+    """However offers are grouped, and whether the event is held."""
+    drawn = []
+    for again in (0, 100, 700):
+        store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), 0)
+        for begin in range(0, 3000, 100):
+            for first in {begin, max(0, begin - again)}:
+                columns = fake_columns(schema, range(first, begin + 100))
+                columns["weight"] = (1 + columns["offset"] % 3).astype(np.float32)
+                store.offer(columns, PARTITIONS)
+        draw = store.fetch(store.plan(0, 50))
+        drawn.append((draw.records["offset"].tolist(), draw.importance.tolist()))
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
 def test_a_burst_larger_than_the_room_for_it_is_taken_in_pieces(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(10)
     total = 3 * store.burst + 7
