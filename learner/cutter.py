@@ -59,6 +59,8 @@ class Cutter:
         """The newest cut; numbers only grow."""
         self.time = _time_of(cuts, self.number)
         """When it was made, in seconds since 1970; None when there is none, or it does not say."""
+        self.asked = False
+        """Whether a cut that was asked for has not begun yet."""
         self._ill: str | None = None
 
     @property
@@ -68,7 +70,7 @@ class Cutter:
 
     def ask(self) -> None:
         """Let the next `cut_if_due` begin a cut, or as soon as the one that is being written is done."""
-        self._due = time.monotonic()
+        self._due, self.asked = time.monotonic(), True
 
     def cut_if_due(self, take: Callable[[int], Moment], standing: Callable[[], object] = object) -> None:
         """Begin a cut when one is due; one that falls due while another is written waits for it.
@@ -134,6 +136,7 @@ class Cutter:
     def _begin(self, take: Callable[[int], Moment], standing: object) -> None:
         number = self._highest = self._highest + 1  # a number that failed is not used again
         moment = take(number)
+        self.asked = False
         self._holding = self._clerk is not None
         self._background.start(lambda: self._write(number, moment, standing))
 

@@ -27,6 +27,8 @@ class Drift:
         """Drifts over the life of the pipeline."""
         self.step: int | None = None
         """The step that showed the newest one."""
+        self.pending = False
+        """Whether nothing has been done about that one yet."""
 
     def add(self, step: int, scored: Scored) -> bool:
         """Take up a step's new events, and return whether they show a drift; a score not finite says nothing."""
@@ -42,9 +44,13 @@ class Drift:
         self._window = self._fresh()
         if change < 0:
             return False
-        self.count, self.step, self._left = self.count + 1, step, self._settings.steps
+        self.count, self.step, self.pending = self.count + 1, step, True
         log.warning("drift at step %d: the error on new events rose by %.3g", step, change)
         return True
+
+    def respond(self) -> None:
+        """Raise what is to be raised, from the next step on."""
+        self.pending, self._left = False, self._settings.steps
 
     @property
     def cuts(self) -> bool:
@@ -63,12 +69,19 @@ class Drift:
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a cut."""
-        return {"window": self._window.state(), "left": self._left, "count": self.count, "step": self.step}
+        return {
+            "window": self._window.state(),
+            "left": self._left,
+            "count": self.count,
+            "step": self.step,
+            "pending": self.pending,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up the state of a cut."""
         self._window.restore(state["window"])
         self._left, self.count, self.step = state["left"], state["count"], state["step"]
+        self.pending = state.get("pending", False)
 
     def _factor(self, most: float) -> float:
         """Fall in a line from `most` to 1 over the steps after a drift."""

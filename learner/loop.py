@@ -237,9 +237,15 @@ class Loop:
             )
         if self.drift.add(self.steps, new):
             self._metrics.learner.drifts.inc()
-            self._parts.trainer.drifted()
             if self.drift.cuts:
                 self._parts.cutter.ask()
+            else:
+                self._respond()
+
+    def _respond(self) -> None:
+        """Do what is to be done about a drift."""
+        self._parts.trainer.drifted()
+        self.drift.respond()
 
     def _tell_store(self, batch: Batch, draw: Draw | None, result: StepResult) -> None:
         """Hand on what the step found about its events to a store that asks: the losses and embeddings of old ones.
@@ -347,6 +353,8 @@ class Loop:
         parts.lag.restore(state.get("lag", {}))
         parts.publisher.go_on_from(self._progress(), self.ledger.trained_through)
         parts.trainer.restore_generators(cut.tensors["rng"], state["rng"])
+        if self.drift.pending:
+            self._respond()
 
     def _moment(self, number: int) -> Moment:
         """Copy all that cut `number` is made from; called between steps."""
@@ -397,6 +405,8 @@ class Loop:
             self._parts.cutter.cut_if_due(self._moment, self._standing)
         else:
             self._parts.cutter.end_if_written()
+        if self.drift.pending and not self._parts.cutter.asked:
+            self._respond()
 
     def _commit_if_due(self) -> None:
         if time.monotonic() >= self._next_commit:

@@ -511,6 +511,58 @@ def test_a_drift_begins_a_cut(make_bench: Callable[..., Bench]) -> None:
     assert found[1].step == bench.loop.drift.step
 
 
+def test_a_drift_raises_what_it_is_to_raise_and_tells_the_strategy(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actions = {"actions": ["raise-lr", "raise-replay"], "lr_factor": 5.0, "replay_factor": 3.0, "steps": 50}
+    bench = make_bench(400, learner={"drift": actions})
+    bench.stream.drifts_at = 300 * ROWS
+    told, seen = list[int](), list[tuple[float, float]]()
+    monkeypatch.setattr(bench.trainer.strategy, "drifted", lambda: told.append(bench.loop.steps))
+    bench.loop.run(bench.stop, lambda: seen.append((bench.trainer.update.rate(), bench.loop.replay_ratio)))
+    assert told == [bench.loop.drift.step]
+    before, after = seen[: told[0]], seen[told[0] :]
+    assert set(before[:-1]) == {(1e-3, 1.3)}
+    assert before[-1] == (1e-3, pytest.approx(1.3 * 3.0)), "the next step replays more"
+    assert after[0][0] == pytest.approx(5e-3)
+    assert after[49:] == [(pytest.approx(1e-3), pytest.approx(1.3))] * len(after[49:])
+
+
+def test_a_cut_that_a_drift_asks_for_comes_before_anything_that_it_changes(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the thread that writes cuts is busy; the learner that goes on from it does what was to be done."""
+    settings = {"drift": {"actions": ["cut", "raise-lr"], "lr_factor": 5.0, "steps": 50}}
+    bench, gate, left = make_bench(400, learner=settings), threading.Event(), [20]
+    bench.stream.drifts_at = 300 * ROWS
+    told, rates = list[int](), list[float]()
+    monkeypatch.setattr(bench.trainer.strategy, "drifted", lambda: told.append(bench.loop.steps))
+    assert bench.cutter.run(lambda: gate.wait(30))
+
+    def at_boundary() -> None:
+        rates.append(bench.trainer.update.rate())
+        left[0] -= bool(bench.loop.drift.count)
+        if not left[0] and bench.cutter.busy:
+            gate.set()
+            bench.cutter.wait(Deadline(timedelta(seconds=30)))
+
+    bench.loop.run(bench.stop, at_boundary)
+    bench.cutter.wait(Deadline(timedelta(seconds=30)))
+    found = bench.cuts.newest()
+    assert found is not None
+    assert bench.loop.drift.step is not None
+    assert found[1].step == told[0] >= bench.loop.drift.step + 19
+    assert found[1].state["trainer"]["groups"][0]["lr"] == 1e-3
+    assert rates[: told[0]] == [1e-3] * told[0]
+    assert max(rates) == rates[told[0]] == pytest.approx(5e-3)
+    bench.close()
+    resumed = make_bench(400, learner=settings)
+    monkeypatch.setattr(resumed.trainer.strategy, "drifted", lambda: told.append(resumed.loop.steps))
+    resumed.resume()
+    assert told == [found[1].step] * 2
+    assert resumed.loop.drift.lr_factor == 5.0
+
+
 @each_arrangement
 def test_cuts_are_made_while_the_steps_go_on(make_bench: Callable[..., Bench], replay: dict[str, Any]) -> None:
     bench = make_bench(400, every="1ms", replay=replay)

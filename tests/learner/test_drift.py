@@ -85,6 +85,9 @@ class TestDrift:
         assert (drift.lr_factor, drift.replay_factor) == (1, 1)
         each = iter(enumerate(steps([0.9, 0.5])))
         next(at for at, scored in each if drift.add(at, scored))
+        assert drift.pending
+        assert drift.lr_factor == 1
+        drift.respond()
         factors = [(drift.lr_factor, drift.replay_factor)]
         for at, scored in each:
             drift.add(at, scored)
@@ -95,6 +98,7 @@ class TestDrift:
         drift = Drift(settings(actions=["raise-lr"], lr_factor=3, steps=4))
         each = iter(enumerate(steps([0.9, 0.5])))
         next(at for at, scored in each if drift.add(at, scored))
+        drift.respond()
         before = drift.state()["window"]
         assert not any(drift.add(at, Scored(ROWS, math.nan, 1.0)) for at in range(600, 604))
         assert drift.lr_factor == 1
