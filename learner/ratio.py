@@ -97,15 +97,19 @@ _FEWEST = 200
 """Old events that have to be scored before anything is concluded."""
 _HALF_LIFE = 50
 """Steps in which what was measured loses half its weight."""
-_TRIAL = 150
-"""Steps of a trial: three half lives, so that what is measured at its end is of the trial."""
+_TRIAL = 200
+"""Steps of a trial: four half lives, so that what is measured at its end is of the trial."""
+_SURE = 50
+"""Steps for which forgetting has to stay above the bar: what has just come over it by chance, or is still rising, does
+not yet tell what a trial could win back."""
 _RISE = 50
 """Steps in which replay that is missed comes back to its full ratio."""
-_FALL = 4000
+_FALL = 8000
 """Steps in which replay that is not missed halves."""
 _DOUBT = 5000
 """Steps in which the doubt that a trial without benefit leaves halves."""
 _FULL = 1.0
+_NEARLY_FULL = 0.9
 _LEAST = 0.05
 
 
@@ -113,13 +117,14 @@ class MeasuredRatio:
     """Replays as far as forgetting is measured, and replaying is measured to undo it.
 
     Forgetting is how much worse the model does on a uniform sample of old events than on the newest ones, both scored
-    before training on them. While it is below a bar nothing is replayed. Above the bar replay is tried, in full, for
-    some steps. If forgetting does not fall by `cost` or more, the old events are not forgotten but merely different
-    (natural drift): replay stops, and the bar rises above what was seen, and sinks again slowly. If it falls, replay
-    stays on: the ratio sinks slowly for as long as forgetting stays within half of `cost` of what full replay reached,
-    and else rises at once. Where full replay mostly misses that for as long as the ratio takes to halve, what it has
-    reached by then is gone by: else old events that are merely different by now would keep it on for ever. The weight
-    of the old sets the cost: 0.2 x (1 - old) / old, in accuracy, or for regression as part of the larger error.
+    before training on them. While it is below a bar nothing is replayed. When it stays above the bar replay is tried,
+    in full, for some steps. If forgetting does not fall by `cost` or more, the old events are not forgotten but merely
+    different (natural drift): replay stops, and the bar rises above what was seen, and sinks again slowly. If it falls,
+    replay stays on: the ratio sinks slowly for as long as forgetting stays within a quarter of `cost` of the least that
+    nearly full replay reached, about, and rises at once beyond half of it. Where full replay mostly misses that for as
+    long as the ratio takes to halve, what it has reached by then is gone by: else old events that are merely different
+    by now would keep it on for ever. The weight of the old sets the cost: 0.2 x (1 - old) / old, in accuracy, or for
+    regression as part of the larger error.
 
     While replay is on it is also measured which of several samplers does best, by the same scores and weights; what the
     ratio would have sunk by meanwhile it sinks by afterwards.
@@ -141,6 +146,9 @@ class MeasuredRatio:
         self._phase: Phase = "off"
         self._bar = self._cost
         self._left = 0
+        """Steps of the trial to come."""
+        self._over = 0
+        """Steps for which forgetting has been above the bar."""
         self._without, self._with = 0.0, 0.0
         self._held = 0
         """Steps for which the ratio has yet to sink, since samplers are compared meanwhile."""
@@ -192,8 +200,10 @@ class MeasuredRatio:
 
     def _wait(self) -> None:
         self._bar = self._cost + (self._bar - self._cost) * 0.5 ** (1 / _DOUBT) if self._bar > self._cost else self._bar
-        if self.forgetting > self._bar:
+        self._over = self._over + 1 if self.forgetting > self._bar else 0
+        if self._over > _SURE:
             self._phase, self._left, self._without, self.now = "trial", _TRIAL, self.forgetting, _FULL
+            self._over = 0
 
     def _try(self) -> None:
         self._left -= 1
@@ -206,13 +216,18 @@ class MeasuredRatio:
             self._stop(self._without + self._cost)
 
     def _keep(self) -> None:
-        if self.forgetting - self._with > self._cost / 2:
+        if self.now >= _NEARLY_FULL and not self._kind.compares:
+            self._with = max(0.0, min(self._with, self.forgetting + self._cost / 4))  # less may be chance
+        missing = self.forgetting - self._with
+        if missing > self._cost / 2:
             self.now, self._held = min(_FULL, self.now + _FULL / _RISE), 0
             self._missed += self.now == _FULL
             if self._missed == _FALL:
                 self._with, self._missed = self.forgetting, 0
             return
         self._missed = max(0, self._missed - 1)
+        if missing > self._cost / 4:
+            return
         self._held += 1
         if self._kind.compares:
             return
@@ -232,6 +247,7 @@ class MeasuredRatio:
             "phase": self._phase,
             "bar": self._bar if self._cost < float("inf") else None,
             "left": self._left,
+            "over": self._over,
             "without": self._without,
             "with": self._with,
             "held": self._held,
@@ -247,7 +263,7 @@ class MeasuredRatio:
         self._new, self._old = _Fading(*state["new"]), _Fading(*state["old"])
         self._phase, self._left, self.now = state["phase"], state["left"], state["now"]
         self._bar = self._cost if state["bar"] is None else max(self._cost, state["bar"])
-        self._without, self._with = state["without"], state["with"]
+        self._without, self._with, self._over = state["without"], state["with"], state.get("over", 0)
         self._held, self._missed = state.get("held", 0), state.get("missed", 0)
         self._kind.restore(state.get("kind", {}))
 

@@ -146,7 +146,7 @@ class TestInTheRatio:
         found = self.learn(ratio, range(1600))
         tried = [place for place, (_, kind) in enumerate(found) if kind != "uniform"]
         on = [place for place, (now, _) in enumerate(found) if now]
-        assert tried[0] > on[0] + 150, "samplers were tried before replay was seen to help"
+        assert tried[0] > on[0] + 200, "samplers were tried before replay was seen to help"
         amounts = {now for now, _ in found[tried[0] : tried[0] + 5 * 160]}
         assert len(amounts) == 1
         assert 0.99 < min(amounts) <= 1
@@ -163,7 +163,7 @@ class TestInTheRatio:
                 assert choice.now > none.now
         assert not choice.state()["held"]
         assert choice.now == pytest.approx(none.now)
-        assert none.now < 0.8
+        assert none.now < 0.9
 
     def test_by_events_that_the_sampler_itself_has_drawn_nothing_is_compared(self) -> None:
         ratio = MeasuredRatio(0.5, KINDS, bounded=True)
