@@ -55,7 +55,7 @@ class Noise(nn.Module):
         return x_BH * (1 + random.random()) * (1 + np.random.random())
 
 
-def arguments_of(scenario: dict[str, Any], rank: int = 0) -> dict[str, Any]:
+def arguments_of(scenario: dict[str, Any], rank: int = 0, device: torch.device = CPU) -> dict[str, Any]:
     torch.manual_seed(0)
     width = scenario.get("width", 8)
     inner = [nn.Linear(width, width), nn.Tanh()] if "width" in scenario else []
@@ -65,6 +65,7 @@ def arguments_of(scenario: dict[str, Any], rank: int = 0) -> dict[str, Any]:
         model = model.double()
         model.register_forward_pre_hook(lambda _, given: (given[0].double(),))
     settings = settings_of(scenario)
+    model.to(device)
     seed(rank)
     return {
         "model": model,
@@ -72,8 +73,8 @@ def arguments_of(scenario: dict[str, Any], rank: int = 0) -> dict[str, Any]:
         "strategy": STRATEGIES[scenario.get("strategy", "er")](),
         "schema": SCHEMA,
         "settings": settings,
-        "device": CPU,
-        "precision": choose_precision(settings.precision, CPU),
+        "device": device,
+        "precision": choose_precision(settings.precision, device),
         "embedding": Embedding(model, "1"),
     }
 
@@ -100,7 +101,7 @@ def seen(trainer: Trainer, begin: int, n: int, double: bool) -> Examples:
         return found
     output_B = torch.arange(3.0 * n).reshape(n, 3).sin()
     output_B[0] = torch.nan
-    return replace(found, output_B=output_B)
+    return replace(found, output_B=output_B.to(found.label_B.device))
 
 
 def bent(examples: Examples, times: int = 1) -> Examples:
@@ -183,10 +184,10 @@ def main() -> None:
     address, interface = folder / "address", "lo0" if sys.platform == "darwin" else "lo"
     abroad = address.exists()
     meeting = Meeting(address.read_text(), "ranks", interface) if abroad else folder / "meeting"
-    with join_group(Place(rank, size, meeting), settings_of({})) as device:
+    with join_group(Place(rank, size, meeting), settings_of(scenarios[0])) as device:
         for number, scenario in enumerate(scenarios):
             channel, replicas = Channel(device), Replicas(settings_of(scenario))
-            arguments = arguments_of(scenario, rank)
+            arguments = arguments_of(scenario, rank, device)
             if rank == 0:
                 with channel.leading():
                     begin = time.monotonic()

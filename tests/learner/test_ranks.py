@@ -1,6 +1,5 @@
 """Ranks: two learn what one learns, whatever they are dealt."""
 
-import math
 import os
 from collections.abc import Mapping
 from itertools import pairwise
@@ -11,20 +10,15 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from ingest.errors import SettingsError
-from ingest.fake import fake_columns
-from ingest.schema import Schema
 from learner.config import LearnerSettings
 from learner.cut import Cuts
 from learner.dealing import Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
-from learner.precision import choose_precision
-from learner.replicas import Place, Replicas, join_group
+from learner.replicas import Place, join_group
 from learner.strategies import STRATEGIES
 from learner.strategy import Examples
-from learner.task import Classification
-from learner.trainer import Trainer
 
 LONG = "ANABRANCH_TEST_STEPS"
 UNEVEN = [[11, 9], [1, 0], [1, 1], [2, 0], [1, 5], [3, 1], [7, 0]]
@@ -96,6 +90,22 @@ def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> Non
         for name, value in one.items():
             atol = 1e-6 if value.dtype is torch.float64 else 1e-5
             assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_two_ranks_on_two_gpus_learn_what_one_learns_on_the_cpu(play: Play) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there are no two GPUs")
+    scenarios = [{"strategy": strategy, "steps": UNEVEN, "cut_at": 3} for strategy in ("none", "er", "der", "lwf")]
+    alone = play(1, scenarios)
+    for sharding in ("none", "zero1", "fsdp"):
+        settings = {"replicas": 2, "device": "cuda", "sharding": sharding}
+        some = [each for each in scenarios if sharding != "fsdp" or each["strategy"] != "lwf"]
+        together = play(2, [each | {"settings": settings} for each in some], 250)
+        for scenario, one, two in zip(some, alone, together, strict=False):
+            for name in (name for name in one if name.startswith("model.")):
+                assert torch.allclose(one[name], two[name].cpu(), rtol=0, atol=1e-6), (sharding, scenario, name)
 
 
 def test_ranks_pick_what_one_picks_that_sees_the_new_events_of_all(play: Play) -> None:
@@ -190,6 +200,17 @@ def test_what_ranks_have_learned_apart_is_averaged_in_versions_and_cuts(play: Pl
         assert torch.allclose(found[name], exact[name], rtol=0, atol=1e-12)
 
 
+def test_what_ranks_learn_apart_is_averaged_every_so_many_steps(play: Play, tmp_path: Path) -> None:
+    """Which is what a cut does too, that is made after as many; before it, and without it, they stay apart."""
+    scenario: dict[str, Any] = {"steps": [[8, 8]], "times": 3}
+    rare = scenario | {"settings": {"replicas": 2, "sync_every": 100}}
+    often = scenario | {"settings": {"replicas": 2, "sync_every": 2}}
+    at_two, never, cut = play(2, [often, rare, rare | {"write_at": 2, "write_to": str(tmp_path)}])
+    for name in ("model.0.weight", "model.2.weight"):
+        assert torch.allclose(at_two[name], cut[name], rtol=0, atol=1e-12)
+        assert not torch.allclose(at_two[name], never[name], rtol=0, atol=1e-9)
+
+
 @pytest.fixture(scope="module")
 def of_two(play: Play, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tensor]]:
     """A cut by two ranks in the midst of their steps, and what comes out of those, which is the same without it."""
@@ -233,59 +254,3 @@ def rng_of(path: str) -> Mapping[str, Tensor]:
     found = Cuts(Path(path), "schema", 1).newest()
     assert found is not None
     return {name: value for name, value in found[1].tensors["rng"].items() if not name.startswith("cuda")}
-
-
-def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tmp_path: Path) -> None:
-    """In a group of one, past the steps that PowerSGD leaves as they are."""
-    settings = LearnerSettings.model_validate(
-        {"comm_hook": "powersgd", "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.01}}
-    )
-    with join_group(Place(0, 1, tmp_path / "meeting"), settings) as device:
-        model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-        parts = (model, Classification(), STRATEGIES["none"](), schema, settings, device)
-        trainer = Trainer(*parts, choose_precision("fp32", device), ranks=Replicas(settings))
-        good = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
-        poison = Examples({"x": torch.full_like(good.features["x"], math.nan)}, good.label_B, good.weight_B)
-        assert [trainer.step(good).finite for _ in range(14)] == [True] * 14
-        assert not trainer.step(poison).finite
-        assert trainer.step(good).finite
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # what torch imports for ZeRO
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_cut_as_before(
-    schema: Schema, tmp_path: Path, kind: str
-) -> None:
-    """In a group of one, with the fused optimizer, which on CUDA wants its counts of steps there too."""
-    settings = LearnerSettings.model_validate(
-        {"sharding": "zero1", "device": kind, "optimizer": {"name": "adamw", "lr": 0.01}}
-    )
-    with join_group(Place(0, 1, tmp_path / "meeting"), settings) as device:
-
-        def make() -> tuple[Trainer, Replicas]:
-            torch.manual_seed(0)
-            parts = (nn.Linear(3, 3).to(device), Classification(), STRATEGIES["none"](), schema, settings, device)
-            replicas = Replicas(settings)
-            return Trainer(*parts, choose_precision("fp32", device), ranks=replicas), replicas
-
-        def cut(trainer: Trainer, replicas: Replicas) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
-            replicas.gather()
-            return trainer.tensors(), trainer.state()
-
-        before, after = make(), make()
-        examples = before[0].examples(fake_columns(schema, range(12), label=[0, 1, 2]))
-        for _ in range(3):
-            before[0].step(examples)
-        after[0].restore(*cut(*before))
-        optimizer: Any = after[0].update.optimizer
-        assert not optimizer.state, "a copy beside the inner optimizer's"
-        moments = [value for values in optimizer.optim.state.values() for value in values.values()]
-        assert len(moments) == 2 * 3
-        assert {each.device.type for each in moments} == {kind}
-        assert cut(*after)[1] == cut(*before)[1]
-        for _ in range(2):
-            for part in ("model", "optimizer"):
-                kept, again = (cut(*each)[0][part] for each in (before, after))
-                assert kept.keys() == again.keys()
-                assert all(torch.equal(value, again[name]) for name, value in kept.items()), part
-            assert before[0].step(examples).loss == after[0].step(examples).loss

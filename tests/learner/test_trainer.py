@@ -366,3 +366,50 @@ def test_a_gpu_learns_a_separable_stream(schema: Schema, make_model: MakeModel, 
         assert result.finite
         score = result.score
     assert score == 12
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_half_precision_by_itself() -> None:
+    assert choose_precision("auto", torch.device("cuda")).name in {"bf16", "fp16"}
+
+
+@pytest.mark.gpu
+def test_what_is_compiled_learns_on_a_gpu_what_it_learns_as_it_is(
+    schema: Schema, make_model: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda, losses = torch.device("cuda"), []
+    for compile_ in (False, True):
+        options = LearnerSettings.model_validate({"compile": compile_, "optimizer": {"name": "sgd", "lr": 0.1}})
+        parts = (make_model().to(cuda), Classification(), STRATEGIES["er"](), schema, options, cuda)
+        trainer = Trainer(*parts, choose_precision("fp32", cuda))
+        columns = fake_columns(schema, range(12), label=[0, 1, 2])
+        losses.append([trainer.step(trainer.examples(columns)).loss for _ in range(5)])
+    assert "compiling fails" not in caplog.text
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_out_of_memory_takes_the_step_in_smaller_parts(
+    schema: Schema, make_model: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than eight events at once want more memory than there is."""
+    cuda = torch.device("cuda")
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = make_model()
+            self.share = torch.cuda.mem_get_info()[0] // 9
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.empty(len(x) * self.share, dtype=torch.uint8, device=x.device)
+            output: torch.Tensor = self.body(x)
+            return output
+
+    options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}})
+    parts = (Large().to(cuda), Classification(), STRATEGIES["none"](), schema, options, cuda)
+    trainer = Trainer(*parts, choose_precision("fp32", cuda))
+    new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+    assert [trainer.step(new).finite for _ in range(3)] == [True] * 3
+    assert trainer.micro_batch_size == 6
+    assert caplog.text.count("ran out of memory") == 1

@@ -1,0 +1,133 @@
+"""A group of one rank: what only ranks do, on the CPU and, where there is one, on a GPU.
+
+Ranks of several processes are in `test_ranks.py`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ingest.fake import fake_columns
+from ingest.schema import Schema
+from learner.config import LearnerSettings
+from learner.precision import choose_precision
+from learner.replicas import Place, Replicas, join_group
+from learner.strategies import STRATEGIES
+from learner.strategy import Examples
+from learner.task import Classification
+from learner.trainer import Trainer
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def trained(schema: Schema, meeting: Path | None, strategy: str = "er", **settings: Any) -> dict[str, Tensor]:
+    """Return the weights after 14 steps: of a group of one that meets there, or of a process without a group."""
+    options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}, **settings})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+
+    def run(device: torch.device, ranks: dict[str, Any]) -> dict[str, Tensor]:
+        parts = (model.to(device), Classification(), STRATEGIES[strategy](), schema, options, device)
+        trainer = Trainer(*parts, choose_precision(options.precision, device), **ranks)
+        for step in range(14):
+            new, old = (
+                trainer.examples(fake_columns(schema, range(begin, begin + 12), label=[0, 1, 2]))
+                for begin in (step, 100 + step)
+            )
+            assert trainer.step(new, [old] if trainer.strategy.replays else []).finite
+        return {name: value.cpu() for name, value in trainer.snapshot().items()}
+
+    if meeting is None:
+        return run(torch.device(options.device), {})
+    with join_group(Place(0, 1, meeting), options) as device:
+        return run(device, {"ranks": Replicas(options)})
+
+
+def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return how far two models are apart, of how far they could be."""
+    distance = math.hypot(*(float((one[name] - other[name]).norm()) for name in one))
+    return distance / math.hypot(*(float(each.norm()) for each in one.values()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["none", "er", "der++"])
+def test_weights_in_parts_learn_what_whole_ones_do(schema: Schema, tmp_path: Path, kind: str, strategy: str) -> None:
+    whole = trained(schema, None, strategy, device=kind)
+    split = trained(schema, tmp_path / "meeting", strategy, device=kind, sharding="fsdp")
+    assert whole.keys() == split.keys()
+    assert apart(whole, split) < 1e-5
+
+
+def hooks() -> Iterator[Any]:
+    for kind, name in (("cpu", "fp16"), ("cpu", "powersgd"), ("cuda", "bf16"), ("cuda", "fp16"), ("cuda", "powersgd")):
+        yield pytest.param(kind, name, marks=pytest.mark.gpu if kind == "cuda" else ())
+
+
+@pytest.mark.parametrize(("kind", "name"), list(hooks()))
+def test_what_a_hook_makes_smaller_is_nearly_what_was_meant(
+    schema: Schema, tmp_path: Path, kind: str, name: str
+) -> None:
+    exact = trained(schema, tmp_path / "exact", device=kind, comm_hook="none")
+    hooked = trained(schema, tmp_path / "hooked", device=kind, comm_hook=name)
+    assert 0 < apart(exact, hooked) < 0.05
+
+
+def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tmp_path: Path) -> None:
+    """In a group of one, past the steps that PowerSGD leaves as they are."""
+    settings = LearnerSettings.model_validate(
+        {"comm_hook": "powersgd", "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.01}}
+    )
+    with join_group(Place(0, 1, tmp_path / "meeting"), settings) as device:
+        model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+        parts = (model, Classification(), STRATEGIES["none"](), schema, settings, device)
+        trainer = Trainer(*parts, choose_precision("fp32", device), ranks=Replicas(settings))
+        good = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+        poison = Examples({"x": torch.full_like(good.features["x"], math.nan)}, good.label_B, good.weight_B)
+        assert [trainer.step(good).finite for _ in range(14)] == [True] * 14
+        assert not trainer.step(poison).finite
+        assert trainer.step(good).finite
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # what torch imports for ZeRO
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_cut_as_before(
+    schema: Schema, tmp_path: Path, kind: str
+) -> None:
+    """In a group of one, with the fused optimizer, which on CUDA wants its counts of steps there too."""
+    settings = LearnerSettings.model_validate(
+        {"sharding": "zero1", "device": kind, "optimizer": {"name": "adamw", "lr": 0.01}}
+    )
+    with join_group(Place(0, 1, tmp_path / "meeting"), settings) as device:
+
+        def make() -> tuple[Trainer, Replicas]:
+            torch.manual_seed(0)
+            parts = (nn.Linear(3, 3).to(device), Classification(), STRATEGIES["none"](), schema, settings, device)
+            replicas = Replicas(settings)
+            return Trainer(*parts, choose_precision("fp32", device), ranks=replicas), replicas
+
+        def cut(trainer: Trainer, replicas: Replicas) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
+            replicas.gather()
+            return trainer.tensors(), trainer.state()
+
+        before, after = make(), make()
+        examples = before[0].examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+        for _ in range(3):
+            before[0].step(examples)
+        after[0].restore(*cut(*before))
+        optimizer: Any = after[0].update.optimizer
+        assert not optimizer.state, "a copy beside the inner optimizer's"
+        moments = [value for values in optimizer.optim.state.values() for value in values.values()]
+        assert len(moments) == 2 * 3
+        assert {each.device.type for each in moments} == {kind}
+        assert cut(*after)[1] == cut(*before)[1]
+        for _ in range(2):
+            for part in ("model", "optimizer"):
+                kept, again = (cut(*each)[0][part] for each in (before, after))
+                assert kept.keys() == again.keys()
+                assert all(torch.equal(value, again[name]) for name, value in kept.items()), part
+            assert before[0].step(examples).loss == after[0].step(examples).loss
