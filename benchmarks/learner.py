@@ -43,7 +43,7 @@ from harness.bare import BareLoop, Loop
 from harness.drain import Drain
 from harness.feed import Feed
 from harness.pipeline import LearnerProcess, Stream, broker, make_topic, messages, packed, pipeline, schema_of
-from harness.ranks import uneven_over_even
+from harness.ranks import rates
 from harness.table import Table, Target, options
 from harness.turns import Spread, in_turns, ratio
 
@@ -221,13 +221,14 @@ def formats(table: Table, sizes: Sizes, bootstrap: str) -> None:
 
 
 def ranks(table: Table, _sizes: Sizes, bootstrap: str) -> None:
-    """Measure two ranks, which have all cores."""
-    table.title("ranks: two of them, eight partitions; each run has a topic of its own, filled beforehand")
+    """Measure two ranks, and one, which have all cores."""
+    table.title("ranks: eight partitions, filled beforehand; two ranks, and one alone")
     with all_cores():
-        uneven, even = uneven_over_even(_RANKS_ROWS, _RANKS_ROUNDS, bootstrap)
-    table.say("uneven_over_even", ratio(uneven, even), "new events a second")
-    for name, found in (("uneven", uneven), ("even", even)):
-        table.say(f"ranks_rows_per_second_{name}", Spread.of(found))
+        found = rates(_RANKS_ROWS, _RANKS_ROUNDS, bootstrap)
+    table.say("uneven_over_even", ratio(found["uneven"], found["even"]), "new events a second")
+    table.say("ranks_two_over_one", ratio(found["even"], found["alone"]), "likewise; all else runs on these cores too")
+    for name, each in found.items():
+        table.say(f"ranks_rows_per_second_{name}", Spread.of(each))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Two ranks on the CPU, fed by partitions that hold as much as each other, or nine times as much."""
+"""Two ranks on the CPU, fed by partitions that hold as much as each other, or nine times as much, and one."""
 
 import contextlib
 import os
@@ -6,7 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +58,9 @@ _PATIENCE_SECONDS = 600.0
 _LOOK_SECONDS = 0.1
 
 
-def uneven_over_even(rows: int, rounds: int, bootstrap: str | None = None) -> tuple[list[float], list[float]]:
-    """Return new events a second of two ranks, with uneven and with even partitions, one figure a round.
+def rates(rows: int, rounds: int, bootstrap: str | None = None) -> Mapping[str, Sequence[float]]:
+    """Return new events a second, one figure a round: of two ranks with `uneven` and with `even` partitions, and of one
+    rank `alone` with even ones.
 
     Each run begins anew, on a topic that holds `rows` events beforehand: the stream is not the limit. What is counted
     begins with the first report in which steps were made.
@@ -68,9 +70,9 @@ def uneven_over_even(rows: int, rounds: int, bootstrap: str | None = None) -> tu
         topics = {name: f"ranks-{name}-{os.getpid()}" for name in ("uneven", "even")}
         for name, sizes in (("uneven", UNEVEN), ("even", EVEN)):
             _fill(address, topics[name], sizes, rows)
-        arms = {name: lambda topic=topic: _rate(address, topic, rows) for name, topic in topics.items()}
-        figures = in_turns(arms, rounds, warm_up=0)
-    return figures["uneven"], figures["even"]
+        arms = {name: partial(_rate, address, topic, rows, 2) for name, topic in topics.items()}
+        arms["alone"] = partial(_rate, address, topics["even"], rows, 1)
+        return in_turns(arms, rounds, warm_up=0)
 
 
 def _fill(bootstrap: str, topic: str, sizes: Sequence[int], rows: int) -> None:
@@ -91,7 +93,7 @@ def _fill(bootstrap: str, topic: str, sizes: Sequence[int], rows: int) -> None:
     producer.close()
 
 
-def _rate(bootstrap: str, topic: str, rows: int, ranks: int = 2) -> float:
+def _rate(bootstrap: str, topic: str, rows: int, ranks: int) -> float:
     with tempfile.TemporaryDirectory(dir=".", prefix="ranks-") as name:
         folder = Path(name).resolve()
         (folder / "ranks_model.py").write_text(_MODEL)
