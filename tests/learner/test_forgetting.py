@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -261,6 +263,56 @@ def secrets_in(server: Any) -> list[bytes]:
     with contextlib.closing(redis.Redis.from_url(server.url)) as client:
         pattern = np.array([SECRET, SECRET], np.float32).tobytes()
         return [key for key in client.scan_iter("anabranch:*") if pattern in (client.get(key) or b"")]
+
+
+def command(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `anabranch replay` as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "anabranch", "replay", *arguments, "-c", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
+    kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
+) -> None:
+    config, topic = pipeline
+    config.write_text(config.read_text().replace("guard_fraction = 0.1", "guard_fraction = 0"))
+    early = command(config, "stats")
+    assert (early.returncode, early.stdout) == (2, "")
+    assert early.stderr.startswith("anabranch: there is no cut")
+    learner = start(config)
+    produce(kafka.bootstrap, topic, [*plain(60), *secret(20)])
+    learner.wait_for(lambda each: total(each) == 80)
+    learner.stop()
+
+    told = json.loads(command(config, "stats", "--json").stdout)
+    assert (told["events"], told["by_label"]) == (80, {"0": 27, "1": 27, "2": 26})
+    assert "80" in command(config, "stats").stdout
+    some = command(config, "sample", "3", "--where", "key=anna", "--where", "label=1", "--seed", "5")
+    assert [json.loads(line)["label"] for line in some.stdout.splitlines()] == [1, 1, 1]
+    assert (
+        some.stdout == command(config, "sample", "3", "--where", "key=anna", "--where", "label=1", "--seed", "5").stdout
+    )
+
+    for arguments, sentence in (
+        (("forget",), "name what to forget by --key or --offsets"),
+        (("forget", "--offsets", "nonsense"), "is not of the form events[3]@100..200"),
+        (("sample", "--where", "colour=red"), "cannot be told"),
+    ):
+        wrong = command(config, *arguments)
+        assert (wrong.returncode, wrong.stdout) == (2, ""), arguments
+        assert sentence in " ".join(wrong.stderr.split()), arguments
+    done = command(config, "forget", "--key", "anna", "--json")
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["applied"], answer["store"]) == (0, True, 20)
+    said = command(config, "forget", "--offsets", f"{topic}[0]@0..9")
+    assert said.stdout.startswith("forgot 10 events of the store and 0 of the guard set")
+    assert json.loads(command(config, "stats", "--json").stdout)["events"] == 50
+    assert files_with_the_secret(learner.state_dir) == []
 
 
 @pytest.mark.any_broker

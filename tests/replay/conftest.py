@@ -64,7 +64,10 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "device": {},
     "disk": {"disk": {"bytes": "20MB"}},
     "disk with a small cache": {"disk": {"bytes": "20MB"}, "device_bytes": "1kB"},
+    "disk alone": {"disk": {"bytes": "20MB"}, "device_bytes": "0"},
     "redis": {"redis": {"bytes": "20MB"}, "device_bytes": "0"},
+    "redis with a small cache": {"redis": {"bytes": "20MB"}, "device_bytes": "1kB"},
+    "disk with redis": {"disk": {"bytes": "20MB"}, "redis": {"bytes": "30kB"}, "device_bytes": "0"},
     "all": {"disk": {"bytes": "20MB"}, "redis": {"bytes": "30kB"}, "device_bytes": "1kB"},
     "the page's": {"disk": {"bytes": "20MB"}, "host": {"bytes": "10kB"}, "device_bytes": "1kB"},
 }

@@ -38,6 +38,7 @@ from replay.draw import Draw
 from replay.store import AHEAD, Store
 
 KILLS = "ANABRANCH_TEST_KILLS"
+KEYS = "crash:rank-0"
 CPU = torch.device("cpu")
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 NEW, DRAWN, PLANNED, CAPACITY = 30, 16, 20, 400
@@ -46,7 +47,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reservoir": {},
     "class-balanced": {"admission": "class-balanced", "sampling": "class-balanced"},
 }
-DISK = {"disk": {"bytes": "33kB"}, "device_bytes": "4kB"}
+TIERS: dict[str, dict[str, Any]] = {
+    "disk": {"disk": {"bytes": "33kB"}, "device_bytes": "4kB"},
+    "redis": {"redis": {"bytes": "200kB"}, "device_bytes": "4kB"},
+    "both": {"disk": {"bytes": "33kB"}, "redis": {"bytes": "30kB"}, "device_bytes": "4kB"},
+}
 SCHEMA = {
     "features": {"x": {"dtype": "float32", "shape": [2]}, "n": {"dtype": "int64"}},
     "label": {"name": "y", "classes": 4},
@@ -105,13 +110,17 @@ class Rehearsal:
 class Life(Rehearsal):
     """One that goes on from the newest cut and makes cuts; `close` ends it as a crash does, but for open files."""
 
-    def __init__(self, path: Path, schema: Schema, settings: str) -> None:
+    def __init__(self, path: Path, schema: Schema, settings: str, tiers: str, redis: str = "") -> None:
+        """`redis` is the address of a server, where the tiers want one."""
         cuts = Cuts(path / "cuts", schema.digest, 1)
         cuts.clean()
         found = cuts.newest()
         contents, segments = (unpack(found[1]) if found else None) or (None, ())
-        options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings], **DISK})
-        self._clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay", contents))
+        chosen = dict(TIERS[tiers])
+        if "redis" in chosen:
+            chosen["redis"] = {"url": redis, **chosen["redis"]}
+        options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings], **chosen})
+        self._clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay", contents, keys=KEYS))
         super().__init__(self._clerk, schema, found[1].step if found else 0)
         every = CutsSettings.model_validate({"every": "5ms"})
         self._cutter = Cutter(cuts, every, self._clerk, LearnerMetrics(CollectorRegistry()), segments)
@@ -181,12 +190,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "kills"),
+    ("settings", "kills", "tiers"),
     [
-        ("recent and loss", 20),
+        ("recent and loss", 20, "disk"),
+        *(
+            pytest.param("reservoir", 20, tiers, marks=pytest.mark.services, id=f"reservoir-20-{tiers}")
+            for tiers in ("redis", "both")
+        ),
         *(
             pytest.param(
-                *(name, 200),
+                *(name, 200, "disk"),
                 marks=[
                     pytest.mark.slow,
                     pytest.mark.timeout(1800),
@@ -198,7 +211,7 @@ def one_thread() -> Iterator[None]:
     ],
 )
 def test_a_store_is_whole_after_kills_at_random_moments(
-    tmp_path: Path, one_thread: None, settings: str, kills: int
+    tmp_path: Path, one_thread: None, settings: str, kills: int, tiers: str, request: pytest.FixtureRequest
 ) -> None:
     """After each: every event of the last cut, no torn one, no slot leaked, and the next draws bit for bit.
 
@@ -208,7 +221,8 @@ def test_a_store_is_whole_after_kills_at_random_moments(
     schema = Schema(SchemaSettings.model_validate(SCHEMA))
     moments, undisturbed, cuts = random.Random(kills), Undisturbed(schema, settings), Cuts(tmp_path / "cuts", "", 1)
     longest, crashes, newest = 0.15, 0, set[int]()
-    with _nursery(tmp_path, settings) as nursery:
+    server = request.getfixturevalue("mortal_redis").url if "redis" in TIERS[tiers] else ""
+    with _nursery(tmp_path, settings, tiers, server) as nursery:
         while crashes < kills:
             pid = nursery.begin()
             threading.Event().wait(moments.uniform(0.01, longest))
@@ -222,7 +236,7 @@ def test_a_store_is_whole_after_kills_at_random_moments(
             newest.add(number)
             crashes += 1
             for path in (tmp_path, *_with_the_oldest_alone(tmp_path, cuts.numbers())):
-                life = Life(path, schema, settings)
+                life = Life(path, schema, settings, tiers, server)
                 expect_whole(life.store, schema)
                 assert life.state() == undisturbed.state(life.step), "others are held or planned"
                 for step in range(life.step, life.step + AHEAD):
@@ -264,25 +278,25 @@ class _Nursery:
 
 
 @contextlib.contextmanager
-def _nursery(path: Path, settings: str) -> Iterator[_Nursery]:
-    command = [sys.executable, __file__, str(path), settings]
+def _nursery(path: Path, *how: str) -> Iterator[_Nursery]:
+    command = [sys.executable, __file__, str(path), *how]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         yield _Nursery(process)
 
 
-def _breed(path: Path, settings: str) -> None:
+def _breed(path: Path, settings: str, tiers: str, redis: str) -> None:
     """Be the nursery: for every two lines that come in, a life's pid and how it ended go out."""
     schema = Schema(SchemaSettings.model_validate(SCHEMA))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:  # the first step imports much, which a life would be too short for
-        warm = Life(Path(scratch), schema, settings)
+        warm = Life(Path(scratch), schema, settings, "disk")
         warm.take_step()
         warm.close()
     for _ in sys.stdin:
         pid = os.fork()
         if not pid:
-            life = Life(path, schema, settings)
+            life = Life(path, schema, settings, tiers, redis)
             while True:
                 life.cut_if_due()
                 life.take_step()
@@ -293,4 +307,4 @@ def _breed(path: Path, settings: str) -> None:
 
 
 if __name__ == "__main__":
-    _breed(Path(sys.argv[1]), sys.argv[2])
+    _breed(Path(sys.argv[1]), *sys.argv[2:])

@@ -46,7 +46,10 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "device": {},
     "disk": {"disk": {"bytes": "13kB"}},
     "disk with a small cache": {"disk": {"bytes": "13kB"}, "device_bytes": "1kB"},
+    "disk alone": {"disk": {"bytes": "13kB"}, "device_bytes": 0},
     "redis": {"redis": {"bytes": "60kB"}, "device_bytes": 0},
+    "redis with a small cache": {"redis": {"bytes": "60kB"}, "device_bytes": "1kB"},
+    "disk with redis": {"disk": {"bytes": "13kB"}, "redis": {"bytes": "5kB"}, "device_bytes": 0},
     "all": {"disk": {"bytes": "13kB"}, "redis": {"bytes": "5kB"}, "device_bytes": "1kB"},
 }
 each_arrangement = pytest.mark.parametrize(
