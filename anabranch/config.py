@@ -13,6 +13,7 @@ from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ingest.config import SchemaSettings, Section, StreamSettings, written
@@ -290,9 +291,9 @@ def _sentence(
     place = _place(document, error)
     key = ".".join(place)
     if error["type"] == "extra_forbidden":
-        return f"{origin}: unknown key {key}{_nearest(place[-1], _known_keys(place[:-1]))}"
+        return f"{origin}: unknown key {key}{_nearest(place[-1], (name for name, _ in _fields(place[:-1])))}"
     if error["type"] == "missing":
-        return f"{origin}: {key} is missing"
+        return f"{origin}: {key} is missing; {_to_add(place)}"
     message = error["msg"].removeprefix("Value error, ").replace("tuple", "list").replace("Tuple", "List")
     if error["type"] == "model_type":
         message = "must be a section"
@@ -326,13 +327,26 @@ def _place(document: Mapping[str, Any], error: ErrorDetails) -> tuple[str, ...]:
     return tuple(place)
 
 
-def _known_keys(place: tuple[str, ...]) -> list[str]:
+def _fields(place: tuple[str, ...]) -> list[tuple[str, FieldInfo]]:
     """Return the keys of the section at a place, of every kind of section that may stand there."""
     models: list[type[BaseModel]] = [Pipeline]
     for key in place:
         fields = [f for model in models for name, f in model.model_fields.items() if key == (f.alias or name)]
         models = [model for field in fields for model in _models(field.annotation)] or models
-    return [field.alias or name for model in models for name, field in model.model_fields.items()]
+    return [(field.alias or name, field) for model in models for name, field in model.model_fields.items()]
+
+
+def _to_add(place: tuple[str, ...]) -> str:
+    """Say where to write a missing key, or a missing section, and what it is."""
+    section, key = ".".join(place[:-1]), place[-1]
+    field = dict(_fields(place[:-1])).get(key)
+    what = f"write {key} = ... {f'below [{section}]' if section else 'at the top'}"
+    if field is not None and _models(field.annotation):
+        what = f"write a section [{'.'.join(place)}]"
+    described = field.description if field is not None else None
+    if not described:
+        return what
+    return f"{what}: {' '.join(described.split()).partition('. ')[0].rstrip('.')}"
 
 
 def _models(kind: Any) -> list[type[BaseModel]]:

@@ -151,7 +151,7 @@ class DiskTier:
 
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         """Write n records, neighbours in one call; they are durable after the next `sync`."""
-        with self._said("written", "; events are not stored"):
+        with self._said("cannot be written", "; events are not stored"):
             self._write(slots, identity, rows_nR)
 
     def _write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
@@ -190,7 +190,7 @@ class DiskTier:
             self._ask_for(np.sort(slots))
         started = time.perf_counter()
         into = places.tolist()
-        with self._said("read", "; what it has is not rehearsed"):
+        with self._said("cannot be read", "; what it has is not rehearsed"):
             failed = 0
             for at, (place, offset) in enumerate(zip(into, offsets, strict=True)):
                 try:
@@ -206,14 +206,15 @@ class DiskTier:
     def erase(self, slots: NDArray[np.int64]) -> None:
         """Overwrite n records with zeros, those that are not zeros yet: no event's row has the checksum 0 with them."""
         zeros = bytes(self.slot_bytes)
-        with self._said("erased", "; events are not forgotten"):
+        with self._said("cannot be erased", "; events are not forgotten"):
             for slot in slots.tolist():
                 if os.pread(self._file, self.slot_bytes, _PAGE + slot * self.slot_bytes) != zeros:
                     self._put([memoryview(zeros)], slot)
 
     def sync(self) -> None:
         """Wait until what was written is on the disk; raises OSError when it is not."""
-        os.fsync(self._file)
+        with self._said("cannot be flushed", "; no cut is made until it can"):
+            os.fsync(self._file)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -231,7 +232,7 @@ class DiskTier:
         try:
             yield
         except OSError as exc:
-            sentence = f"replay.disk: {self.path} cannot be {what}: {exc.strerror}{cost}"
+            sentence = f"replay.disk: {self.path} {what}: {exc.strerror}{cost}"
             if sentence != self._faults.get(what):
                 log.error("%s", sentence)  # noqa: TRY400
             self._faults[what] = sentence

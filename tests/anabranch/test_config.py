@@ -148,12 +148,12 @@ class TestValues:
     @pytest.mark.parametrize(
         ("section", "body", "sentence"),
         [
-            ("", "seed = 1", "name is missing"),
+            ("", "seed = 1", "name is missing; write name = ... at the top: "),
             ("", 'name = "a b"', 'name = \'a b\': write letters, digits, ".", "_" and "-", such as'),
             ("learner", 'replay_ratio = "often"', "learner.replay_ratio = 'often': Input should be 'auto' or a number"),
             ("learner", "hosts = 2", "learner: hosts = 2 needs rendezvous and interface"),
-            ("stream", "", "stream.topics is missing"),
-            ("schema.label", "classes = 10", "schema.label.name is missing"),
+            ("stream", "", "stream.topics is missing; write topics = ... below [stream]: "),
+            ("schema.label", "classes = 10", "schema.label.name is missing; write name = ... below [schema.label]: "),
             ("stream", "topics = []", "stream.topics = []: List should have at least 1 item"),
             ("stream", 'topics = "events"', "stream.topics = 'events': Input should be a valid list"),
             ("stream", 'topics = ["a b"]', "stream.topics.0 = 'a b': write letters, digits,"),
@@ -231,6 +231,10 @@ class TestValues:
 
     def test_the_nearest_of_the_values_is_named(self, refused):
         assert refused({"learner": 'strategy = "a-gem"'}).endswith('; the nearest known value is "agem"')
+
+    def test_a_section_that_is_missing_is_named_with_what_it_is_for(self, refused, monkeypatch):
+        monkeypatch.delitem(SMALLEST, "schema.label")
+        assert refused().endswith(": schema.label is missing; write a section [schema.label]: What is to be predicted")
 
     def test_a_section_that_is_a_value_is_refused(self, refused):
         assert refused({"": 'name = "d"\nlearner = 3'}).endswith("learner = 3: must be a section")

@@ -229,3 +229,20 @@ class TestCourier:
         courier.drain()
         with pytest.raises(ZeroDivisionError):
             courier.send(lambda: None, 1)
+
+
+def test_a_disk_that_does_not_flush_is_told_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier.create(tmp_path / "1.rows", R, 9)
+
+    def fail(_file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.disk.os.fsync", fail)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            tier.sync()
+    why = os.strerror(errno.EIO)
+    assert tier.ill == f"replay.disk: {tier.path} cannot be flushed: {why}; no cut is made until it can"
+    tier.sync()
+    assert tier.ill is None
+    tier.close()
