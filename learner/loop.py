@@ -250,8 +250,8 @@ class Loop:
     def _tell_store(self, batch: Batch, draw: Draw | None, result: StepResult) -> None:
         """Hand on what the step found about its events to a store that asks: the losses and embeddings of old ones.
 
-        Embeddings of new events become a column of theirs. The copies to the host wait for nothing that the end of the
-        step has not waited for.
+        Embeddings of new events become a column of theirs. On a device that is not the host the copies wait for the
+        update, which was queued before them; a store that does not ask costs no copy.
         """
         clerk = self._parts.clerk
         if clerk is None:

@@ -157,6 +157,7 @@ class Trainer:
             old = [each[places] for each, places in zip(old, picked, strict=True)]
         taken, whole = old, self._whole(new, old)
         scaler = self.update.scaler
+        # fp16 waits for the device here and where scaled: the scale before says what an overflow is to be blamed on.
         scale, scaled = scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
         for _ in range(_SCALE_RETRIES if scaled else 1):
             heard = self._fitting(lambda: self._backward(new, taken, whole), len(new) + sum(map(len, taken)), before)

@@ -103,7 +103,11 @@ def test_a_stream_is_learned_accounted_for_and_published(
 ) -> None:
     topic = make_topic(partitions=2)
     config = pipeline(kafka.bootstrap, topic)
-    learner = start(config, ANABRANCH__LEARNER__OPTIMIZER='{name = "sgd", lr = 0.5}')
+    learner = start(
+        config,
+        ANABRANCH__LEARNER__OPTIMIZER='{name = "sgd", lr = 0.5}',
+        ANABRANCH__LEARNER__PROFILE="{start = 2, steps = 3}",
+    )
     for partition in range(2):
         produce(kafka.bootstrap, topic, [*events(600), b"bad", {"x": [1, 2, 3]}], partition=partition)
     report = learner.wait_for(lambda each: total(each) == 1204)
@@ -131,6 +135,7 @@ def test_a_stream_is_learned_accounted_for_and_published(
         assert figure in metrics
     assert json.loads(learner.get("/healthz")) == {"ok": True, "ill": []}
 
+    assert [path.name for path in (learner.state_dir / "traces").iterdir()] == ["steps-2-5.json"]
     assert learner.stop() == 0
     versions = Versions(learner.state_dir / "versions")
     newest = versions.manifest(versions.numbers()[-1])

@@ -79,6 +79,7 @@ def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> Non
         scenarios.append({"strategy": strategy, "steps": steps, "cut_at": 3, "settings": adamw})
     schedule = {"warmup_steps": 4, "restart": "drift"}
     scenarios.append({"strategy": "er", "steps": UNEVEN, "drift_at": 2, "settings": {"schedule": schedule}})
+    scenarios.append({"strategy": "er", "steps": UNEVEN, "settings": {"activation_checkpointing": True}})
     replicas = [each | {"settings": each["settings"] | {"replicas": 2}} for each in scenarios]
     zero = [each | {"settings": each["settings"] | {"sharding": "zero1"}} for each in replicas[2::3]]
     alone, together = play(1, scenarios), play(2, replicas + zero)

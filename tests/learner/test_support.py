@@ -15,6 +15,7 @@ from ingest.schema import Schema
 from learner import compiled
 from learner.channel import Channel
 from learner.config import LearnerSettings, ShareSettings
+from learner.embedding import Embedding
 from learner.precision import Precision, choose_precision
 from learner.session import _trainer
 from learner.strategies import STRATEGIES
@@ -52,12 +53,11 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
         return
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     strategy = STRATEGIES[cell["strategy"]]()
-    if strategy.embeds:
-        pytest.skip("needs the embedding of a module, of which its own tests are")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     precision = choose_precision(settings.precision, CPU)
-    trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, precision)
+    embedding = Embedding(model, "2") if strategy.embeds else None
+    trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, precision, embedding)
     losses = []
     for _ in range(25):
         columns = fake_columns(schema, range(12), label=[0, 1, 2])
