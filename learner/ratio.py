@@ -120,11 +120,11 @@ class MeasuredRatio:
     before training on them. While it is below a bar nothing is replayed. When it stays above the bar replay is tried,
     in full, for some steps. If forgetting does not fall by `cost` or more, the old events are not forgotten but merely
     different (natural drift): replay stops, and the bar rises above what was seen, and sinks again slowly. If it falls,
-    replay stays on: the ratio sinks slowly for as long as forgetting stays within a quarter of `cost` of the least that
-    nearly full replay reached, about, and rises at once beyond half of it. Where full replay mostly misses that for as
-    long as the ratio takes to halve, what it has reached by then is gone by: else old events that are merely different
-    by now would keep it on for ever. The weight of the old sets the cost: 0.2 x (1 - old) / old, in accuracy, or for
-    regression as part of the larger error.
+    replay stays on: the ratio sinks slowly for as long as forgetting stays within half of `cost`, or twice what chance
+    may part it by, of the least that replay has reached, and else rises at once. Where it stays nearly full for as
+    long as it takes to halve, that least is gone by, and what is reached then takes its place: else old events that are
+    merely different by now would keep it on for ever. The weight of the old sets the cost: 0.2 x (1 - old) / old, in
+    accuracy, or for regression as part of the larger error.
 
     While replay is on it is also measured which of several samplers does best, by the same scores and weights; what the
     ratio would have sunk by meanwhile it sinks by afterwards.
@@ -138,7 +138,7 @@ class MeasuredRatio:
             kinds: the samplers to choose from, the one to begin with first.
             bounded: whether scores lie between 0 and 1; else forgetting is relative to the error.
         """
-        self._cost = _COST * (1 - old_weight) / old_weight if old_weight else float("inf")
+        self._cost = _COST * (1 - old_weight) / old_weight if old_weight else math.inf
         self._old_weight = old_weight
         self._bounded = bounded
         self._kind = MeasuredKind(kinds)
@@ -152,8 +152,8 @@ class MeasuredRatio:
         self._without, self._with = 0.0, 0.0
         self._held = 0
         """Steps for which the ratio has yet to sink, since samplers are compared meanwhile."""
-        self._missed = 0
-        """In how many more steps than not full replay has not reached what it had."""
+        self._full_for = 0
+        """Steps for which the ratio has been nearly full."""
         self.now = 0.0
 
     @property
@@ -166,11 +166,15 @@ class MeasuredRatio:
         """How much worse old events do than the newest: in accuracy, or as part of the larger error; 0 at first."""
         if self._old.seen < _FEWEST:
             return 0.0
-        apart = self._new.mean - self._old.mean
+        return (self._new.mean - self._old.mean) / self._unit
+
+    @property
+    def _unit(self) -> float:
+        """What forgetting is told in parts of: the larger error, where scores are errors."""
         if self._bounded:
-            return apart
+            return 1.0
         larger = max(-self._new.mean, -self._old.mean)
-        return apart / larger if larger > 0 else 0.0
+        return larger if larger > 0 else math.inf
 
     def probes(self, step: int) -> bool:
         """In each fourth step, in every phase, so that all that is compared was measured in one way."""
@@ -216,17 +220,14 @@ class MeasuredRatio:
             self._stop(self._without + self._cost)
 
     def _keep(self) -> None:
-        if self.now >= _NEARLY_FULL and not self._kind.compares:
-            self._with = max(0.0, min(self._with, self.forgetting + self._cost / 4))  # less may be chance
-        missing = self.forgetting - self._with
-        if missing > self._cost / 2:
+        chance = math.hypot(*(each.chance(bounded=self._bounded) for each in (self._new, self._old))) / self._unit
+        if not self._kind.compares:
+            self._with = max(0.0, min(self._with, self.forgetting + chance))
+        self._full_for = self._full_for + 1 if self.now > _NEARLY_FULL else 0
+        if self._full_for == _FALL:
+            self._with, self._full_for = self.forgetting, 0
+        if self.forgetting - self._with > max(self._cost / 2, 2 * chance):
             self.now, self._held = min(_FULL, self.now + _FULL / _RISE), 0
-            self._missed += self.now == _FULL
-            if self._missed == _FALL:
-                self._with, self._missed = self.forgetting, 0
-            return
-        self._missed = max(0, self._missed - 1)
-        if missing > self._cost / 4:
             return
         self._held += 1
         if self._kind.compares:
@@ -237,7 +238,7 @@ class MeasuredRatio:
             self._stop(self._cost)
 
     def _stop(self, bar: float) -> None:
-        self._phase, self._bar, self.now, self._held, self._missed = "off", bar, 0.0, 0, 0
+        self._phase, self._bar, self.now, self._held, self._full_for = "off", bar, 0.0, 0, 0
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a cut."""
@@ -245,13 +246,13 @@ class MeasuredRatio:
             "new": self._new.state(),
             "old": self._old.state(),
             "phase": self._phase,
-            "bar": self._bar if self._cost < float("inf") else None,
+            "bar": self._bar if self._cost < math.inf else None,
             "left": self._left,
             "over": self._over,
             "without": self._without,
             "with": self._with,
             "held": self._held,
-            "missed": self._missed,
+            "full_for": self._full_for,
             "now": self.now,
             "kind": self._kind.state(),
         }
@@ -264,8 +265,10 @@ class MeasuredRatio:
         self._phase, self._left, self.now = state["phase"], state["left"], state["now"]
         self._bar = self._cost if state["bar"] is None else max(self._cost, state["bar"])
         self._without, self._with, self._over = state["without"], state["with"], state.get("over", 0)
-        self._held, self._missed = state.get("held", 0), state.get("missed", 0)
+        self._held, self._full_for = state.get("held", 0), state.get("full_for", 0)
         self._kind.restore(state.get("kind", {}))
+        if self._cost == math.inf:
+            self._stop(self._cost)
 
 
 class _Fading:

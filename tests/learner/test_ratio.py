@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -30,18 +30,23 @@ class Model:
 
 
 def run(
-    ratio: Ratio, model: Model, steps: int, seed: int = 0, change: Callable[[int], None] | None = None
+    ratio: Ratio,
+    model: Model,
+    steps: int,
+    seed: int = 0,
+    change: Callable[[int], None] | None = None,
+    rows: int = ROWS,
 ) -> list[float]:
-    """Return the ratio of each step."""
+    """Return the ratio of each step, which has so many new events, and as many old ones that are scored."""
     random = np.random.default_rng(seed)
     ratios = []
     for step in range(steps):
         if change is not None:
             change(step)
         ratios.append(ratio.now)
-        old = Tally(ROWS, float(random.binomial(ROWS, model.old))) if ratio.probes(step) else None
+        old = Tally(rows, float(random.binomial(rows, model.old))) if ratio.probes(step) else None
         model.step(ratio.now)
-        ratio.learned(Tally(ROWS, float(random.binomial(ROWS, model.new))), old)
+        ratio.learned(Tally(rows, float(random.binomial(rows, model.new))), old)
     return ratios
 
 
@@ -73,7 +78,7 @@ def test_less_forgetting_than_at_the_end_of_its_trial_is_kept_up() -> None:
         old.append(model.old)
 
     run(ratio, model, 60_000, change=change)
-    assert min(old[4000:]) > 0.6
+    assert min(old[4000:]) > 0.7
 
 
 def test_old_events_that_replay_does_not_help_are_tried_and_let_go() -> None:
@@ -95,17 +100,21 @@ def test_replay_falls_where_it_is_needed_no_more_and_rises_when_it_is_missed() -
     assert max(ratios[36_000:]) > 0.5
 
 
-def test_replay_that_came_on_with_reason_is_let_go_where_it_no_longer_helps() -> None:
-    """The stream drifts: old events are harder than the newest then, replayed or not."""
-    ratio, model = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
+@pytest.mark.parametrize("harder", [0.0, 0.08, 0.12, 0.2])
+@pytest.mark.parametrize(("old_weight", "rows"), [(0.5, 10), (0.5, 64), (0.8, 64)])
+def test_replay_that_came_on_with_reason_is_let_go_where_it_no_longer_helps(
+    old_weight: float, rows: int, harder: float
+) -> None:
+    """The stream drifts: old events are harder than the newest then, by little or much, replayed or not."""
+    ratio, model = MeasuredRatio(old_weight, bounded=True), Model(0.97, 0.1, 0.95)
 
     def change(step: int) -> None:
         if step == 2000:
-            model.without = model.with_ = 0.8
+            model.without = model.with_ = 0.97 - harder
 
-    ratios = run(ratio, model, 60_000, change=change)
+    ratios = run(ratio, model, 70_000, change=change, rows=rows)
     assert min(ratios[1000:2000]) > 0.7
-    assert not any(ratios[-5000:])
+    assert np.mean(ratios[-10_000:]) < 0.15
 
 
 def test_replay_that_falls_short_of_what_it_reached_stays_where_it_is_missed() -> None:
@@ -122,10 +131,38 @@ def test_replay_that_falls_short_of_what_it_reached_stays_where_it_is_missed() -
 
 
 def test_forgetting_within_half_the_cost_is_put_up_with() -> None:
-    """In the long run the ratio lies where old events do worse by half of what is worth a trial, and no more."""
-    ratio, model = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
-    run(ratio, model, 40_000)
-    assert 0.6 < model.old <= 0.97
+    """In the long run old events do worse by half of what is worth a trial, and now and then by a little more."""
+    ratio, model, old = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), []
+    run(ratio, model, 60_000, change=lambda _: old.append(model.old), rows=256)
+    assert min(old[30_000:]) > 0.97 - 0.1 - 0.1
+    assert np.mean(old[30_000:]) < 0.95
+
+
+def test_what_chance_shows_of_few_events_does_not_raise_the_ratio() -> None:
+    """Nothing is forgotten any more; at this weight half of the cost is as much as ten events may vary by chance."""
+    ratio, model = MeasuredRatio(0.8, bounded=True), Model(0.9, 0.1, 0.9)
+
+    def change(step: int) -> None:
+        model.without = 0.1 if step < 2000 else 0.9
+
+    assert np.mean(run(ratio, model, 60_000, change=change, rows=10)[-10_000:]) < 0.15
+
+
+def test_a_weight_of_nothing_ends_replay_that_a_cut_has() -> None:
+    before, after = MeasuredRatio(0.5, bounded=True), MeasuredRatio(0.0, bounded=True)
+    assert run(before, Model(0.97, 0.1, 0.95), 1000)[-1] > 0.9
+    after.restore(json.loads(json.dumps(before.state())))
+    assert not any(run(after, Model(0.97, 0.1, 0.95), 1000))
+
+
+def test_it_goes_on_from_amid_the_wait_before_a_trial() -> None:
+    whole = MeasuredRatio(0.5, bounded=True)
+    begun = run(whole, Model(0.97, 0.1, 0.95), 1000).index(1.0)
+    cut, resumed, model = MeasuredRatio(0.5, bounded=True), MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
+    run(cut, model, begun - 25)
+    resumed.restore(json.loads(json.dumps(cut.state())))
+    starts = [run(each, replace(model), 60, seed=1).index(1.0) for each in (resumed, cut)]
+    assert starts[0] == starts[1] < 40
 
 
 @pytest.mark.parametrize(("old_weight", "replays"), [(0.0, False), (0.2, False), (0.5, True), (1.0, True)])
