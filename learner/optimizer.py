@@ -39,6 +39,10 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
     unknown = sorted(set(arguments) - set(known))
     if unknown:
         raise SettingsError(f"learner.optimizer: {settings.name} has no {unknown[0]!r}; it takes {', '.join(known)}")
+    if settings.name == "sgd" and arguments.get("fused") and _in_parts(weights):
+        raise SettingsError(
+            'learner.optimizer: sgd has no fused form for the weights of learner.sharding = "fsdp"; leave fused out'
+        )
     try:
         return kind(weights, **arguments, **_fused(settings.name, weights, arguments))
     except (TypeError, ValueError, RuntimeError) as exc:
@@ -115,11 +119,16 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{**group, "params": [next(places) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
+def _in_parts(weights: Sequence[nn.Parameter]) -> bool:
+    """Whether they are DTensors; to ask for the class would be to import it, which takes seconds."""
+    return any(hasattr(weight, "device_mesh") for weight in weights)
+
+
 def _fused(name: str, weights: Sequence[nn.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Ask for the fused form where there is one and it is faster, unless the user has said how."""
     if name not in _FUSED or {"fused", "foreach", "differentiable"} & arguments.keys():
         return {}
-    if not all(weight.is_floating_point() for weight in weights):
+    if not all(weight.is_floating_point() for weight in weights) or (name == "sgd" and _in_parts(weights)):
         return {}
     kinds = {weight.device.type for weight in weights}
     if kinds == {"cuda"}:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings
@@ -22,12 +24,22 @@ from learner.strategy import Examples
 from learner.task import Classification
 from learner.trainer import Trainer
 
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A test that fails within its group fails no other."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def trained(schema: Schema, meeting: Path | None, strategy: str = "er", **settings: Any) -> dict[str, Tensor]:
     """Return the weights after 14 steps: of a group of one that meets there, or of a process without a group."""
-    options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}, **settings})
+    plain = {"optimizer": {"name": "sgd", "lr": 0.1}, "precision": "fp32"}
+    options = LearnerSettings.model_validate(plain | settings)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
 
@@ -55,10 +67,19 @@ def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["none", "er", "der++"])
-def test_weights_in_parts_learn_what_whole_ones_do(schema: Schema, tmp_path: Path, kind: str, strategy: str) -> None:
-    whole = trained(schema, None, strategy, device=kind)
-    split = trained(schema, tmp_path / "meeting", strategy, device=kind, sharding="fsdp")
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        ("none", {"name": "sgd", "lr": 0.1}),
+        ("er", {"name": "sgd", "lr": 0.1, "momentum": 0.9}),
+        ("der++", {"name": "adamw", "lr": 0.01}),
+    ],
+)
+def test_weights_in_parts_learn_what_whole_ones_do(
+    schema: Schema, tmp_path: Path, kind: str, strategy: str, optimizer: dict[str, Any]
+) -> None:
+    whole = trained(schema, None, strategy, device=kind, optimizer=optimizer)
+    split = trained(schema, tmp_path / "meeting", strategy, device=kind, optimizer=optimizer, sharding="fsdp")
     assert whole.keys() == split.keys()
     assert apart(whole, split) < 1e-5
 
@@ -131,3 +152,9 @@ def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_cut_as_bef
                 assert kept.keys() == again.keys()
                 assert all(torch.equal(value, again[name]) for name, value in kept.items()), part
             assert before[0].step(examples).loss == after[0].step(examples).loss
+
+
+def test_a_fused_form_that_parts_do_not_have_is_refused(schema: Schema, tmp_path: Path) -> None:
+    optimizer = {"name": "sgd", "lr": 0.1, "fused": True}
+    with pytest.raises(SettingsError, match=r'sgd has no fused form for the weights of learner\.sharding = "fsdp"'):
+        trained(schema, tmp_path / "meeting", device="cpu", optimizer=optimizer, sharding="fsdp")

@@ -374,16 +374,19 @@ def test_a_gpu_has_half_precision_by_itself() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # what the compiler recommends
 def test_what_is_compiled_learns_on_a_gpu_what_it_learns_as_it_is(
-    schema: Schema, make_model: MakeModel, caplog: pytest.LogCaptureFixture
+    schema: Schema, make_model: MakeModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, losses = torch.device("cuda"), []
+    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
     for compile_ in (False, True):
         options = LearnerSettings.model_validate({"compile": compile_, "optimizer": {"name": "sgd", "lr": 0.1}})
         parts = (make_model().to(cuda), Classification(), STRATEGIES["er"](), schema, options, cuda)
         trainer = Trainer(*parts, choose_precision("fp32", cuda))
         columns = fake_columns(schema, range(12), label=[0, 1, 2])
         losses.append([trainer.step(trainer.examples(columns)).loss for _ in range(5)])
+    torch._dynamo.reset()
     assert "compiling fails" not in caplog.text
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
@@ -394,6 +397,7 @@ def test_a_gpu_that_is_out_of_memory_takes_the_step_in_smaller_parts(
 ) -> None:
     """More than eight events at once want more memory than there is."""
     cuda = torch.device("cuda")
+    torch.cuda.empty_cache()
 
     class Large(nn.Module):
         def __init__(self) -> None:
@@ -411,5 +415,6 @@ def test_a_gpu_that_is_out_of_memory_takes_the_step_in_smaller_parts(
     trainer = Trainer(*parts, choose_precision("fp32", cuda))
     new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
     assert [trainer.step(new).finite for _ in range(3)] == [True] * 3
+    torch.cuda.empty_cache()
     assert trainer.micro_batch_size == 6
     assert caplog.text.count("ran out of memory") == 1
