@@ -342,7 +342,8 @@ def _to_add(place: tuple[str, ...]) -> str:
     field = dict(_fields(place[:-1])).get(key)
     what = f"write {key} = ... {f'below [{section}]' if section else 'at the top'}"
     if field is not None and _models(field.annotation):
-        what = f"write a section [{'.'.join(place)}]"
+        name = ".NAME" if get_origin(field.annotation) is dict else ""
+        what = f"write a section [{'.'.join(place)}{name}]"
     described = field.description if field is not None else None
     if not described:
         return what

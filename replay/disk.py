@@ -213,7 +213,9 @@ class DiskTier:
 
     def sync(self) -> None:
         """Wait until what was written is on the disk; raises OSError when it is not."""
-        with self._said("cannot be flushed", "; no cut is made until it can"):
+        with self._said(
+            "cannot be flushed", "; no cut is made now, and a crash may cost rows that were written since the last"
+        ):
             os.fsync(self._file)
 
     def close(self) -> None:

@@ -235,6 +235,10 @@ class TestValues:
     def test_a_section_that_is_missing_is_named_with_what_it_is_for(self, refused, monkeypatch):
         monkeypatch.delitem(SMALLEST, "schema.label")
         assert refused().endswith(": schema.label is missing; write a section [schema.label]: What is to be predicted")
+        monkeypatch.delitem(SMALLEST, "schema.features.x")
+        assert "schema.features is missing; write a section [schema.features.NAME]" in refused(
+            {"schema.label": "name = 'y'"}
+        )
 
     def test_a_section_that_is_a_value_is_refused(self, refused):
         assert refused({"": 'name = "d"\nlearner = 3'}).endswith("learner = 3: must be a section")
