@@ -7,8 +7,8 @@
              left out of the quick form
     convnet  two convolutions over images of 28 x 28
     formats  the MLP again with events as JSON, for information; left out of the quick form
-    ranks    two ranks on a topic of eight partitions, of which half hold nine times as much, against as much in each:
-             new events a second; left out of the quick form
+    ranks    two ranks on a topic of eight partitions, of which half hold nine times as much, against as much in each,
+             and that against one rank: new events a second; left out of the quick form
 
 The learner reads a live topic of packed rows, replays one old event for each new one, publishes every second and cuts
 every 30 seconds. The bare loop trains the same model with the same optimizer on as many new and old rows a step. Both
