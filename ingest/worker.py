@@ -130,8 +130,7 @@ class Worker:
                 if not self._take_up("earliest", due=True):
                     raise
                 continue
-            for portion in _portions(fetched):
-                self._take(portion)
+            self._take(fetched)
             self._report_lag_if_due()
             if sum(map(len, fetched)) * _LITTLE < self._ring.rows:
                 time.sleep(_PAUSE_SECONDS)
@@ -139,7 +138,15 @@ class Worker:
                 self._take_up("earliest")
                 next_partitions = time.monotonic() + _PARTITIONS_SECONDS
 
-    def _take(self, portion: Sequence[Messages]) -> None:
+    def _take(self, fetched: Sequence[Messages]) -> None:
+        """Take portion after portion, until all are taken or what is left is to be passed over."""
+        for portion in _portions(fetched):
+            self._listen(wait=False)
+            if self._passing:
+                return
+            self._take_portion(portion)
+
+    def _take_portion(self, portion: Sequence[Messages]) -> None:
         """Make blocks of messages, once the dead letters among them are safe."""
         places = [self._index[messages.partition] for messages in portion]
         incoming = [Incoming(each, place, self._next[place]) for each, place in zip(portion, places, strict=True)]
@@ -217,8 +224,9 @@ class Worker:
         ]
         for cover in passed:
             self._next[cover.partition] = Position(cover.end)
+        # Always: what was fetched and not handed over comes again where it is not passed.
+        self._client.assign({self._table[place]: self._next[place].offset for place in read})
         if passed:
-            self._client.assign({self._table[place]: self._next[place].offset for place in read})
             send(self._connection, Filled(self._free.pop(), 0, tuple(passed), 0))
         send(self._connection, Passed())
         self._passing = False

@@ -1,6 +1,7 @@
 """The ingest process' loop against a client without Kafka, with a real ring and a real connection."""
 
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -192,6 +193,23 @@ class TestPassingOver:
             assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
             block, _ = end.block()
             assert block.columns["row"].tolist() == [1, 2, 0]
+
+    def test_what_was_fetched_and_not_handed_over_is_passed_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_module, "_PORTION_BYTES", 1)
+        partition = FakePartition()
+        for first in range(1000):
+            partition.append(message(first, 20))
+        with learner(FakeClient({P0: partition})) as end:
+            first, slot = end.block()
+            send(end.connection, PassOver())
+            covered = [*first.coverage]
+            while not covered[-1].passed:
+                send(end.connection, Release(slot))
+                block, slot = end.block()
+                covered += block.coverage
+            assert covered[-1].end == 1000
+            assert covered[-1].passed > 500
+            assert all(before.end == after.start for before, after in itertools.pairwise(covered))
 
     def test_a_broker_that_is_away_is_asked_again(self) -> None:
         partition = FakePartition()
