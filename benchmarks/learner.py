@@ -96,6 +96,7 @@ class Live:
 
     def turn(self) -> float:
         """Let it learn, and return the steps a second by its own reports; what follows a stop at once is left out."""
+        self._learner.spare(OTHERS, threads=True)  # also those begun since, as that of the first cut
         self._learner.go_on()
         self._feed.go_on()
         warm = time.time() + self._sizes.warm_up

@@ -12,6 +12,7 @@ import errno
 import functools
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ _MOST_WASTE = 1 / 3
 """Of a record: so much more of the disk is taken for records to be whole pages."""
 _MOST_AT_ONCE = 256
 """Records of one call, of three parts each; the system takes 1,024."""
+_REGION = 64
+"""Slots of which is remembered together that some were written."""
 _COLD_SECONDS = 20e-6
 """A read that takes longer was not in the page cache."""
 
@@ -71,6 +74,11 @@ class DiskTier:
         rest = bytes(self.slot_bytes - header.row_bytes - CHECKSUM.itemsize)
         self._rest = [memoryview(rest)] if rest else []
         """What follows a record in its pages."""
+        self._syncing, self._writing = threading.Lock(), threading.Lock()
+        self._regions = self._no_regions()
+        """Which were written in since the last `sync` began."""
+        self._doubtful = self._no_regions()
+        """Which may not have come to the disk with a `sync` that failed."""
 
     @property
     def file(self) -> TierFile:
@@ -212,11 +220,19 @@ class DiskTier:
                     self._put([memoryview(zeros)], slot)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk; raises OSError when it is not."""
-        with self._said(
-            "cannot be flushed", "; no cut is made now, and a crash may cost rows that were written since the last"
-        ):
+        """Wait until what was written is on the disk; raises OSError when it is not.
+
+        What did not come there with a call that failed is written again first: a system tells of it once, and takes
+        those pages for written from then on (Rebello et al. 2020, "Can applications recover from fsync failures?").
+        """
+        with self._said("cannot be flushed", "; no cut is made now"), self._syncing:
+            with self._writing:
+                written, self._regions = self._regions, self._no_regions()
+            again, self._doubtful = self._doubtful, self._doubtful | written
+            for region in np.flatnonzero(again).tolist():
+                self._write_again(region)
             os.fsync(self._file)
+            self._doubtful = self._no_regions()
 
     def close(self) -> None:
         """Let go of the file."""
@@ -253,12 +269,35 @@ class DiskTier:
         return [rows[place * row : (place + 1) * row], sums[at * checksum : (at + 1) * checksum]]
 
     def _put(self, parts: list[memoryview], slot: int) -> None:
-        offset = _PAGE + int(slot) * self.slot_bytes
-        written = os.pwritev(self._file, parts, offset)
-        rest = b"".join(parts)[written:] if written < sum(map(len, parts)) else b""
-        while rest:
-            more = os.pwrite(self._file, rest, offset + written)
-            rest, written = rest[more:], written + more
+        """Write what follows each other from a slot on."""
+        offset, size = _PAGE + int(slot) * self.slot_bytes, sum(map(len, parts))
+        with self._writing:
+            written = os.pwritev(self._file, parts, offset)
+            if written < size:
+                self._write_all(b"".join(parts)[written:], offset + written)
+            self._regions[slot // _REGION : (slot + size // self.slot_bytes - 1) // _REGION + 1] = True
+
+    def _write_again(self, region: int) -> None:
+        """Write what a region has; what cannot be read of it is lost, and found so by its checksums."""
+        begin = region * _REGION
+        for slot in range(begin, min(begin + _REGION, self.slots)):
+            offset = _PAGE + slot * self.slot_bytes
+            with self._writing:
+                try:
+                    record = os.pread(self._file, self.slot_bytes, offset)
+                except OSError as exc:
+                    if exc.errno != errno.EIO:
+                        raise
+                else:
+                    self._write_all(record, offset)
+
+    def _write_all(self, content: bytes, offset: int) -> None:
+        while content:
+            written = os.pwrite(self._file, content, offset)
+            content, offset = content[written:], offset + written
+
+    def _no_regions(self) -> NDArray[np.bool_]:
+        return np.zeros(-(-self.slots // _REGION), np.bool_)
 
 
 class DiskKind(Kind):

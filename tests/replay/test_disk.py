@@ -231,19 +231,137 @@ class TestCourier:
             courier.send(lambda: None, 1)
 
 
-def test_a_disk_that_does_not_flush_is_told_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = DiskTier.create(tmp_path / "1.rows", R, 9)
+def _fail(_file: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def fail(_file: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+def test_a_disk_that_does_not_flush_is_told_by_its_path(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("replay.disk.os.fsync", fail)
+        patch.setattr("replay.disk.os.fsync", _fail)
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             tier.sync()
     why = os.strerror(errno.EIO)
-    cost = "no cut is made now, and a crash may cost rows that were written since the last"
-    assert tier.ill == f"replay.disk: {tier.path} cannot be flushed: {why}; {cost}"
+    assert tier.ill == f"replay.disk: {tier.path} cannot be flushed: {why}; no cut is made now"
     tier.sync()
     assert tier.ill is None
+
+
+class PageCache:
+    """Stands between the disk tier and its file: what is written is in the file, and on the disk after an fsync.
+
+    Of one that fails the pages count as written, as with Linux: only what is written again comes to the disk.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.dirty: set[int] = set()
+        self.dirty_before: set[int] = set()
+        """What was dirty before the last fsync."""
+        self.lost: set[int] = set()
+        """Bytes of the file that the disk does not have."""
+        self.fails = 0
+        self.during: Callable[[], object] = bool
+        """Called by each fsync."""
+        self._pwrite, self._pwritev = os.pwrite, os.pwritev
+        patch.setattr("replay.disk.os.pwrite", self.pwrite)
+        patch.setattr("replay.disk.os.pwritev", self.pwritev)
+        patch.setattr("replay.disk.os.fsync", self.fsync)
+
+    def pwrite(self, file: int, content: bytes, offset: int) -> int:
+        return self._noted(self._pwrite(file, content, offset), offset)
+
+    def pwritev(self, file: int, parts: list[memoryview], offset: int) -> int:
+        return self._noted(self._pwritev(file, parts, offset), offset)
+
+    def _noted(self, size: int, offset: int) -> int:
+        self.dirty |= set(range(offset, offset + size))
+        return size
+
+    def fsync(self, file: int) -> None:
+        dirty, self.dirty, self.dirty_before = self.dirty, set(), self.dirty
+        self.during()
+        if self.fails:
+            self.fails -= 1
+            self.lost |= dirty
+            _fail(file)
+        self.lost -= dirty
+
+
+def test_what_did_not_come_to_the_disk_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier.create(tmp_path / "1.rows", R, 500)
+    cache = PageCache(monkeypatch)
+    written(tier, [3, 4, 499])
+    tier.sync()
+    where, identity = written(tier, [200, 5, 201])
+    cache.fails = 2
+    beside: list[tuple[np.ndarray, np.ndarray]] = []
+    others = [70, 499]
+
+    def write_beside() -> None:
+        if not beside:
+            beside.append(written(tier, others, 900))
+
+    cache.during = write_beside
+    for _ in range(2):
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            tier.sync()
+    for slot in (200, 5, 201, *others):
+        assert 4096 + slot * tier.slot_bytes in cache.lost
+    tier.sync()
+    assert not cache.lost
+    assert not cache.dirty, "what was written while it failed is on the disk too"
+    for slots, names in ((where, identity), beside[0]):
+        assert tier.read(slots, names)[1].all()
+    sizes: list[int] = []
+    cache.during = lambda: sizes.append(len(cache.dirty_before))
+    tier.sync()
+    assert sizes == [0], "and then once only"
+    tier.close()
+
+
+def test_a_row_that_cannot_be_read_is_left_out_of_what_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier.create(tmp_path / "1.rows", R, 100)
+    cache = PageCache(monkeypatch)
+    written(tier, [3, 4])
+    cache.fails = 1
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        tier.sync()
+    read = os.pread
+
+    def pread(file: int, size: int, offset: int) -> bytes:
+        if offset == 4096 + 3 * tier.slot_bytes:
+            _fail(file)
+        return read(file, size, offset)
+
+    monkeypatch.setattr("replay.disk.os.pread", pread)
+    tier.sync()
+    assert len(cache.lost) == tier.slot_bytes
+    assert tier.ill is None
+    tier.close()
+
+
+def test_what_is_written_again_takes_no_newer_row_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier.create(tmp_path / "1.rows", R, 100)
+    cache = PageCache(monkeypatch)
+    where, _ = written(tier, [3])
+    cache.fails = 1
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        tier.sync()
+    newer = np.array([900], np.uint64)
+    writer = threading.Thread(target=tier.write, args=(where, newer, rows(newer)))
+    read = os.pread
+
+    def pread(file: int, size: int, offset: int) -> bytes:
+        record = read(file, size, offset)
+        if offset == 4096 + 3 * tier.slot_bytes:
+            writer.start()
+            writer.join(0.2)  # it has to wait, until what was read is written
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.disk.os.pread", pread)
+        tier.sync()
+    writer.join()
+    assert tier.read(where, newer)[1].all()
     tier.close()
