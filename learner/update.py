@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ingest.errors import SettingsError
 from learner.config import LearnerSettings
 from learner.gradients import Gradients
+from learner.memory import out_of_memory
 from learner.optimizer import build_optimizer, load_optimizer, moments, numbers, whose
 from learner.precision import Precision
 from learner.ranks import Ranks
@@ -29,6 +31,10 @@ class Update:
         self._scaled = precision.scaled
         self._unscaled = False
         self._weights = ranks.weights
+        self._device = device
+        self._name = settings.optimizer.name
+        self._is_whole = False
+        """Whether the optimizer has made all that it keeps."""
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, once all of them are there."""
@@ -48,8 +54,23 @@ class Update:
         self._unscaled = False
 
     def apply(self) -> None:
-        """Change the weights."""
-        self.scaler.step(self.optimizer)
+        """Change the weights.
+
+        Raises:
+            SettingsError: there is no memory for what the optimizer keeps of them, which it makes at its first step.
+        """
+        try:
+            self.scaler.step(self.optimizer)
+        except RuntimeError as exc:
+            if self._is_whole or not out_of_memory(exc):
+                raise
+            said = " ".join(str(exc).split())
+            raise SettingsError(
+                f"learner.optimizer: {self._device} runs out of memory with what {self._name} keeps of each weight; "
+                'take one that keeps less, such as "adafactor" or "sgd", learner.sharding where there are ranks, or a '
+                f"smaller model: {said}"
+            ) from exc
+        self._is_whole = True
 
     def begin(self, step: int) -> None:
         """Set the learning rate of a step."""
@@ -79,6 +100,7 @@ class Update:
         """
         self.schedule.scale = 1.0
         load_optimizer(self.optimizer, self._weights.mine(kept, whose(self.optimizer, kept)), state)
+        self._is_whole = bool(kept)
         if self._scaled and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.schedule.restore(state.get("schedule", {}))

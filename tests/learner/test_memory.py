@@ -143,6 +143,28 @@ def test_memory_that_runs_out_after_the_gradient_was_unscaled_halves_too(
     torch.testing.assert_close(trainer.snapshot(), whole.snapshot(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("error", kinds())
+def test_an_optimizer_whose_tensors_do_not_fit_is_told_by_its_name(
+    schema: Schema, error: Callable[[], RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error()
+
+    trainer, whole = (make_trainer(schema, nn.Linear(3, 3), optimizer={"name": "adam"}) for _ in range(2))
+    learn(whole, schema, [0])
+    resumed = make_trainer(schema, nn.Linear(3, 3), optimizer={"name": "adam"})
+    resumed.restore(whole.tensors(), whole.state())
+    for each in (trainer, whole, resumed):
+        monkeypatch.setattr(each.update.optimizer, "step", fail)
+    with pytest.raises(SettingsError, match=r"^learner.optimizer: cpu runs out of memory with what adam keeps") as told:
+        learn(trainer, schema, [0])
+    assert str(error()) in str(told.value)
+    for each in (whole, resumed):  # which had room for them: others have taken it, and may give it back
+        with pytest.raises(RuntimeError) as caught:
+            learn(each, schema, [1])
+        assert out_of_memory(caught.value)
+
+
 def test_where_not_even_a_few_events_fit_one_sentence_says_so(schema: Schema) -> None:
     trainer = make_trainer(schema, Narrow(1, kinds()[0]))
     with pytest.raises(SettingsError, match=r"model.factory: cpu runs out of memory with 2 events at once"):
