@@ -81,12 +81,14 @@ def test_a_stream_that_is_too_fast_is_accounted_for_exactly_though_the_learner_i
     terms = {term: total(report, term) for term in ("start", "finished", "passed", "gaps", "removed")}
     assert terms["start"] == terms["gaps"] == terms["removed"] == 0
     assert terms["finished"] + terms["passed"] == MESSAGES
-    assert sum(report.outcomes.values()) == terms["finished"] * ROWS
+    rows_finished = terms["finished"] * ROWS
+    assert sum(report.outcomes.values()) == rows_finished
     assert report.skipped == ({"behind": report.outcomes["skipped"]} if report.outcomes["skipped"] else {})
     assert (terms["passed"] > 0) == (action == "skip-to-latest")
     assert (report.outcomes["stored_only"] > 0) == (action == "store-only")
     assert action != "sample" or report.outcomes["skipped"] > 0
-    assert 0.07 < report.outcomes["held_out"] / (terms["finished"] * ROWS) < 0.13
+    # Five standard errors of a tenth of them; how many there are depends on how fast the machine is.
+    assert abs(report.outcomes["held_out"] / rows_finished - 0.1) < 5 * (0.1 * 0.9 / rows_finished) ** 0.5
     assert report.replay_rows["device"] == report.outcomes["trained"] + report.outcomes["stored_only"]
     # Having caught up it trains on all again; on a machine that does other things it may fall behind by one more.
     for more in range(1, 21):
