@@ -202,11 +202,31 @@ class FeatureSettings(Section):
     """How strings become integers (int64): `{vocab = [...]}` or `{hash = N}`."""
     default: bool | int | float | str | list[object] | None = None
     """Value of events that lack the feature; without one the feature is required."""
+    min: int | None = None
+    """Smallest value of an integer feature. An event with a smaller one is dead-lettered, a request refused (400)."""
+    max: int | None = None
+    """Largest value of an integer feature, likewise: `max = 6` for an embedding of 7 rows."""
 
     @model_validator(mode="after")
     def _strings_are_encoded(self) -> Self:
         if (self.dtype == "string") != (self.encode is not None):
             raise ValueError('a feature of dtype "string" needs encode, and no other takes it')
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_are_values_of_the_dtype(self) -> Self:
+        if self.min is None and self.max is None:
+            return self
+        unsigned, _, bits = self.dtype.partition("int")
+        if not bits.isdigit():
+            raise ValueError(f"min and max are bounds of whole numbers, but dtype is {self.dtype}")
+        lowest = 0 if unsigned else -(2 ** (int(bits) - 1))
+        highest = lowest + 2 ** int(bits) - 1
+        for name, bound in (("min", self.min), ("max", self.max)):
+            if bound is not None and not lowest <= bound <= highest:
+                raise ValueError(f"{name} = {bound} is no {self.dtype}, which is {lowest}..{highest}")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min = {self.min} is larger than max = {self.max}")
         return self
 
 

@@ -81,7 +81,7 @@ class Format(Protocol):
 
 
 def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
-    """Reject events with NaN or infinity, a label out of range or a negative weight: the checks that all formats share.
+    """Reject events with NaN or infinity, a number out of range or a negative weight: what all formats check.
 
     A missing label is no fault; its value in the column is `schema.label.missing`.
     """
@@ -92,6 +92,10 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
                 bad = np.asarray(~finite.reshape(len(finite), -1).all(axis=1))
                 field = {"time": schema.time, "weight": schema.weight}.get(name, name.removeprefix("feature."))
                 return reject_unusable_numbers(decoded.without(bad, f"{field} is NaN, infinite or too large"), schema)
+    for feature in schema.features:
+        outside = feature.outside(decoded.columns[f"feature.{feature.name}"])
+        if outside is not None:
+            return reject_unusable_numbers(decoded.without(outside, f"{feature.name} is not {feature.allowed}"), schema)
     negative = np.less(decoded.columns["weight"], 0)
     if negative.any():
         return reject_unusable_numbers(decoded.without(negative, f"{schema.weight} is negative"), schema)

@@ -26,11 +26,40 @@ class Feature:
     encoder: Encoder | None
     default: NDArray[np.generic] | None
     """Value of events that lack the feature, `[*shape]` and encoded; None: the feature is required."""
+    min: int | None = None
+    max: int | None = None
 
     @property
     def is_string(self) -> bool:
         """Whether messages and requests hold strings that become ids."""
         return self.encoder is not None
+
+    @property
+    def allowed(self) -> str:
+        """The values between `min` and `max`, in words."""
+        if self.min is None or self.max is None:
+            return f"{self.min} or more" if self.max is None else f"{self.max} or less"
+        return f"in {self.min}..{self.max}"
+
+    @property
+    def filler(self) -> int:
+        """A value that is allowed: 0, or the bound that is nearest to it."""
+        filler = max(0, 0 if self.min is None else self.min)
+        return filler if self.max is None else min(filler, self.max)
+
+    def outside(self, column: NDArray[np.generic]) -> NDArray[np.bool_] | None:
+        """Return which of N events have a value below `min` or above `max`, bool `[N]`; None: there are none.
+
+        `column` is `[N, *shape]`.
+        """
+        if self.min is None and self.max is None:
+            return None
+        outside = np.zeros(column.shape, np.bool_)
+        if self.min is not None:
+            outside |= np.less(column, self.min)
+        if self.max is not None:
+            outside |= np.greater(column, self.max)
+        return np.asarray(outside.reshape(len(column), -1).any(axis=1)) if outside.any() else None
 
 
 @dataclass(frozen=True)
@@ -81,11 +110,12 @@ class Schema:
     def digest(self) -> str:
         """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns.
 
-        What has its default is left out, so that a setting which is added later changes no digest.
+        What has its default is left out, so that a setting which is added later changes no digest. So are the bounds of
+        integers: they say which events are taken, and change no column.
         """
-        text = json.dumps(
-            self.settings.model_dump(mode="json", exclude_defaults=True), sort_keys=True, separators=(",", ":")
-        )
+        bounds = {"features": {"__all__": {"min", "max"}}}
+        settings = self.settings.model_dump(mode="json", exclude_defaults=True, exclude=bounds)
+        text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def payload(self) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
@@ -108,7 +138,11 @@ class Schema:
 def _feature(name: str, settings: FeatureSettings) -> Feature:
     encoder = encoder_of(settings.encode)
     dtype = np.dtype(np.int64) if encoder else np.dtype(settings.dtype)
-    return Feature(name, dtype, settings.shape, encoder, _default(name, settings, encoder, dtype))
+    default = _default(name, settings, encoder, dtype)
+    feature = Feature(name, dtype, settings.shape, encoder, default, settings.min, settings.max)
+    if default is not None and feature.outside(default[None]) is not None:
+        raise SettingsError(f"schema.features.{name}.default = {settings.default!r} is not {feature.allowed}")
+    return feature
 
 
 def _default(

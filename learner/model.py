@@ -180,9 +180,11 @@ def make_task(name: str, folder: Path = Path()) -> Task:
 
 
 def sample(schema: Schema, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the features of so many events of zeros."""
+    """Return the features of so many events of zeros, or of what is nearest to zero where that is not allowed."""
     return {
-        feature.name: torch.zeros((rows, *feature.shape), dtype=tensor_dtype(feature.dtype.name), device=device)
+        feature.name: torch.full(
+            (rows, *feature.shape), feature.filler, dtype=tensor_dtype(feature.dtype.name), device=device
+        )
         for feature in schema.features
     }
 

@@ -149,7 +149,7 @@ class Signature:
         if rest:
             raise BadRequestError(f"a body of {len(body)} bytes is no whole number of rows of input {spec.name!r}")
         self._check_rows(rows)
-        features = {spec.name: read_binary(spec, memoryview(body), rows)}
+        features = {spec.name: _column(self.features[spec.name], read_binary(spec, memoryview(body), rows))}
         return Request(features, rows, None, dict.fromkeys(self.outputs, True), {}, None)
 
     def _parse(self, text: memoryview) -> InferBody:
@@ -269,6 +269,8 @@ def _read_tensors(
 
 def _column(feature: Feature, array: Array) -> Array:
     if feature.encoder is None:
+        if feature.outside(array) is not None:
+            raise BadRequestError(f"input {feature.name!r} has a value that is not {feature.allowed}")
         return array
     return feature.encoder.encode(array.reshape(-1).tolist()).reshape(array.shape)
 

@@ -165,9 +165,9 @@ class ServedVersion:
             return {name: value.cpu().numpy() for name, value in predictions.items()}
 
     def zeros(self, rows: int) -> dict[str, Array]:
-        """Return features of zeros for `rows` rows."""
+        """Return features of zeros for `rows` rows, or of what is nearest to zero where that is not allowed."""
         return {
-            feature.name: np.zeros((rows, *feature.shape), feature.dtype)
+            feature.name: np.full((rows, *feature.shape), feature.filler, feature.dtype)
             for feature in self._deployment.schema.features
         }
 

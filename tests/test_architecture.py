@@ -68,6 +68,7 @@ KEYS_OF_THE_DESIGN = words("""
 """)
 KEYS_ADDED = words("""
     stream.max_message_bytes stream.buffer_bytes stream.lag_policy.fraction schema.label.multi
+    schema.features.*.min schema.features.*.max
     learner.max_delay learner.max_grad_norm learner.micro_batch_size learner.old_weight
     learner.drift.actions learner.drift.delta learner.drift.lr_factor learner.drift.replay_factor learner.drift.steps
     learner.schedule.warmup_steps learner.schedule.restart

@@ -190,4 +190,5 @@ def _reasons(newest: Messages, events: SchemaSettings, stream: StreamSettings) -
 
 
 def _blank(events: SchemaSettings, name: str) -> object:
-    return "" if events.features[name].dtype == "string" else 0
+    feature = next(each for each in Schema(events).features if each.name == name)
+    return "" if feature.is_string else feature.filler

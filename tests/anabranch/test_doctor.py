@@ -537,6 +537,13 @@ class TestTopics:
         assert "country" not in matter
 
     @pytest.mark.finds("message.unusable")
+    def test_a_message_with_an_integer_out_of_its_bounds(self, diagnose, topic, send, edit):
+        edit("[schema.features.x]", '[schema.features.day]\ndtype = "int64"\nmin = 1\nmax = 7\n[schema.features.x]')
+        send(EVENT | {"day": 8})
+        matter = only(diagnose("broker"), "message.unusable").matter
+        assert matter == f"The newest message, {topic}[0]@0, cannot be used: day is not in 1..7."
+
+    @pytest.mark.finds("message.unusable")
     @pytest.mark.parametrize(
         ("value", "reason"), [(b"{bad", "JSON is malformed"), (b"[1]", "Expected `object`"), (None, "null value")]
     )

@@ -94,6 +94,15 @@ def test_a_bad_line_is_named_and_those_before_it_are_sent(anabranch, environment
     assert len(values(environment, 2)) == 2
 
 
+def test_an_integer_out_of_its_bounds_is_named(anabranch, environment, example):
+    path = example / "pipeline.toml"
+    day = '[schema.features.day]\ndtype = "int64"\nmax = 6\n\n[schema.label]'
+    path.write_text(path.read_text().replace("[schema.label]", day))
+    (example / "bad.jsonl").write_bytes(EVENT.replace(b'{"x"', b'{"day": 7, "x"'))
+    code, _, err = anabranch("produce", "bad.jsonl")
+    assert (code, err) == (2, "anabranch: bad.jsonl, line 1: day is not 6 or less; the 0 events before it were sent\n")
+
+
 def test_bad_lines_can_be_left_out(anabranch, environment, example, values):
     (example / "bad.jsonl").write_bytes(b"\n".join([EVENT, *[b"{"] * 12, EVENT]))
     code, _, err = anabranch("produce", "bad.jsonl", "--on-error", "skip")

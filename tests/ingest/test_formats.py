@@ -210,6 +210,26 @@ def test_arbitrary_bytes_are_events_or_rejects_and_never_an_error(values: list[b
         assert np.isfinite(decoded.columns["feature.x"]).all()
 
 
+def test_an_integer_that_is_out_of_its_bounds_is_a_fault_of_its_event(name: str, make_schema: MakeSchema) -> None:
+    features = {"day": {"dtype": "int64", "min": 0, "max": 6}, "n": {"dtype": "uint8", "shape": [2], "max": 9}}
+    schema = make_schema(features, {"name": "y", "classes": 3})
+    events = [
+        {"day": 6, "n": [0, 9], "y": 1},
+        {"day": 7, "n": [0, 0], "y": 1},
+        {"day": -1, "n": [0, 0], "y": 1},
+        {"day": 0, "n": [0, 10], "y": 1},
+        {"day": 0, "n": [9, 9], "y": None},
+    ]
+    decoded = FORMATS[name](schema).decode([PACK[name](schema, event) for event in events])
+    assert decoded.message.tolist() == [0, 4]
+    assert decoded.columns["feature.day"].tolist() == [6, 0]
+    assert [(reject.message, reject.reason) for reject in decoded.rejects] == [
+        (1, "day is not in 0..6"),
+        (2, "day is not in 0..6"),
+        (3, "n is not 9 or less"),
+    ]
+
+
 def test_a_number_that_is_none_is_told_by_the_name_of_its_field(name: str, make_schema: MakeSchema) -> None:
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, weight={"name": "importance"})
     too_large = math.inf if name == "rows" else 1e39

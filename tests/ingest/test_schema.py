@@ -63,6 +63,55 @@ def test_a_label_of_several_classes_is_a_bool_for_each():
     assert (schema.label.classes, schema.label.one_of, schema.label.missing) == (3, None, False)
 
 
+INTEGERS = {"uint8": (0, 255), "int8": (-128, 127), "uint64": (0, 2**64 - 1), "int64": (-(2**63), 2**63 - 1)}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_an_integer_may_be_bounded_by_any_value_of_its_dtype(dtype):
+    lowest, highest = INTEGERS[dtype]
+    (feature,) = schema_of({"n": {"dtype": dtype, "min": lowest, "max": highest, "shape": [2]}}).features
+    column = np.array([[lowest, highest], [0, 1]], dtype)
+    assert feature.outside(column) is None
+    for bound, beyond in (("min", lowest - 1), ("max", highest + 1)):
+        with pytest.raises(ValueError, match=f"{bound} = {beyond} is no {dtype}, which is {lowest}..{highest}"):
+            schema_of({"n": {"dtype": dtype, bound: beyond}})
+    (feature,) = schema_of({"n": {"dtype": dtype, "min": lowest + 1, "max": highest - 1, "shape": [2]}}).features
+    assert feature.outside(column).tolist() == [True, lowest == 0]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "allowed", "filler", "outside"),
+    [
+        ({"min": 0, "max": 6}, "in 0..6", 0, [-1, 7]),
+        ({"min": 1}, "1 or more", 1, [-1, 0]),
+        ({"max": -1}, "-1 or less", -1, [0, 1, 6, 7]),
+        ({}, None, 0, []),
+    ],
+)
+def test_bounds_are_inclusive_and_either_may_be_absent(bounds, allowed, filler, outside):
+    (feature,) = schema_of({"n": {"dtype": "int32", **bounds}}).features
+    column = np.array([-1, 0, 1, 6, 7], np.int32)
+    found = feature.outside(column)
+    assert ([] if found is None else column[found].tolist()) == outside
+    assert feature.filler == filler
+    assert allowed is None or feature.allowed == allowed
+
+
+@pytest.mark.parametrize(
+    ("feature", "sentence"),
+    [
+        ({"dtype": "float32", "min": 0}, "min and max are bounds of whole numbers, but dtype is float32"),
+        ({"dtype": "bool", "max": 1}, "but dtype is bool"),
+        ({"dtype": "string", "encode": {"hash": 4}, "max": 1}, "but dtype is string"),
+        ({"dtype": "int8", "min": 2, "max": 1}, "min = 2 is larger than max = 1"),
+        ({"dtype": "int8", "min": 1, "default": 0}, "schema.features.n.default = 0 is not 1 or more"),
+    ],
+)
+def test_bounds_that_cannot_be_meant_are_refused(feature, sentence):
+    with pytest.raises((ValueError, SettingsError), match=sentence):
+        schema_of({"n": feature})
+
+
 class TestDigest:
     FEATURES = {"a": {"dtype": "float32", "shape": [2]}, "b": {"dtype": "int8"}}
 
@@ -71,6 +120,10 @@ class TestDigest:
         written_out = {name: {"shape": [], "default": None} | feature for name, feature in self.FEATURES.items()}
         digests = {schema_of(features).digest for features in (self.FEATURES, swapped, written_out)}
         assert len(digests) == 1
+
+    def test_does_not_change_with_a_bound_so_that_cuts_stay_of_use(self):
+        bounded = {**self.FEATURES, "b": {"dtype": "int8", "min": 0, "max": 6}}
+        assert schema_of(bounded).digest == schema_of(self.FEATURES).digest
 
     def test_stays_what_it_was_when_it_was_first_written(self):
         text = (

@@ -104,6 +104,20 @@ class TestChecking:
         self.check(nn.Linear(4, 1), regression, "regression")
         self.check(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), regression, "regression")
 
+    def test_a_model_is_tried_on_what_the_schema_allows(self):
+        class FromOne(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.month = nn.Embedding(12, 3)
+
+            def forward(self, month):
+                return self.month(month - 1)
+
+        month = {"dtype": "int64", "min": 1, "max": 12}
+        self.check(FromOne(), schema_of({"month": month}))
+        with pytest.raises(ModelError, match="index out of range"):
+            self.check(FromOne(), schema_of({"month": {"dtype": "int64"}}))
+
     def test_it_leaves_the_model_as_it_was(self):
         model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).train()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

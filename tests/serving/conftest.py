@@ -83,6 +83,17 @@ class Touchy(nn.Module):
         return torch.where(x.sum(dim=1) > 100, torch.inf, x.sum(dim=1)) * self.scale
 
 
+class Monthly(nn.Module):
+    """Looks an integer up that begins at 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.effect = nn.Embedding(12, 3)
+
+    def forward(self, month):
+        return self.effect(month - 1)
+
+
 def linear(classes=3):
     return nn.Linear(4, classes)
 
@@ -105,6 +116,10 @@ def mixed():
 
 def touchy():
     return Touchy()
+
+
+def monthly():
+    return Monthly()
 
 
 def broken():
@@ -138,6 +153,10 @@ task = "regression"
 [serving]
 port = {port}
 """
+MONTHLY = {
+    "features": {"month": {"dtype": "int64", "min": 1, "max": 12}},
+    "label": {"name": "y", "classes": 3},
+}
 TAGGED = {"features": LINEAR["features"], "label": {"name": "y", "classes": 3, "multi": True}}
 
 SCHEMAS = {
@@ -148,6 +167,7 @@ SCHEMAS = {
     "touchy": NUMBER,
     "broken": NUMBER,
     "mixed": MIXED,
+    "monthly": MONTHLY,
 }
 
 

@@ -22,7 +22,7 @@ SCHEMA = Schema(
             "features": {
                 "x": {"dtype": "float32", "shape": [2, 2]},
                 "word": {"dtype": "string", "encode": {"vocab": ["red", "green"]}, "default": "red"},
-                "n": {"dtype": "int8", "shape": [], "default": 3},
+                "n": {"dtype": "int8", "shape": [], "default": 3, "max": 99},
             },
             "label": {"name": "y", "classes": 3},
         }
@@ -134,11 +134,13 @@ def test_binary_inputs_follow_the_json_in_their_order() -> None:
 
 
 def test_a_body_without_json_is_the_one_input() -> None:
-    settings = {"features": {"x": {"dtype": "int16", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+    settings = {"features": {"x": {"dtype": "int16", "shape": [3], "max": 5}}, "label": {"name": "y", "classes": 3}}
     signature = Signature(Schema(SchemaSettings.model_validate(settings)), OUTPUTS, max_rows=10)
     request = signature.decode(np.arange(6, dtype="<i2").tobytes(), 0)
     assert request.features["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert request.outputs == {"prediction": True, "probabilities": True}
+    with pytest.raises(BadRequestError, match="'x' has a value that is not 5 or less"):
+        signature.decode(np.arange(1, 7, dtype="<i2").tobytes(), 0)
     with pytest.raises(BadRequestError, match="no whole number of rows"):
         signature.decode(b"12345", 0)
     with pytest.raises(BadRequestError, match="one input"):
@@ -190,6 +192,7 @@ def test_a_body_without_json_is_the_one_input() -> None:
             "2 rows, but another has 1",
         ),
         (body(inputs=[X, {"name": "n", "shape": [1], "datatype": "INT8", "data": [300]}]), "out of bounds for int8"),
+        (body(inputs=[X, {"name": "n", "shape": [1], "datatype": "INT8", "data": [100]}]), "'n' has .* not 99 or less"),
         (body(inputs=[X, {"name": "n", "shape": [1], "datatype": "INT8", "data": [1.5]}]), "Expected `int`"),
         (body(inputs=[X, {"name": "word", "shape": [1], "datatype": "BYTES", "data": [1]}]), "Expected `str`"),
     ],

@@ -540,6 +540,12 @@ def test_a_version_and_a_verdict_are_taken_when_they_appear_not_when_it_is_time_
         assert swap.current.number == 4
 
 
+def test_a_version_is_warmed_up_on_what_the_schema_allows(deploy: Callable[..., Any]) -> None:
+    publisher = deploy("monthly")
+    publisher.publish(1, weights={"effect.weight": torch.ones(12, 3)})
+    assert Watched(publisher).look() == 1
+
+
 def test_the_first_version_is_warmed_up_on_batches_of_all_sizes_and_the_next_on_the_ends(
     numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
