@@ -351,6 +351,7 @@ class Loop:
         self._replay_debt = state["replay_debt"]
         self._batches.restore(state.get("batches", {}))
         parts.lag.restore(state.get("lag", {}))
+        parts.publisher.jury.restore(state.get("gate", {}))
         parts.publisher.go_on_from(self._progress(), self.ledger.trained_through)
         parts.trainer.restore_generators(cut.tensors["rng"], state["rng"])
         if self.drift.pending:
@@ -377,6 +378,7 @@ class Loop:
             OUTPUT: _shape_kept(parts.clerk),
             "batches": self._batches.state(),
             "lag": parts.lag.state(),
+            "gate": parts.publisher.jury.state(),
         }
         return Moment(self.steps, tensors, state, parts.clerk.store.hold(number) if parts.clerk is not None else None)
 

@@ -153,7 +153,7 @@ def test_a_stream_that_has_changed_does_not_freeze_serving_where_that_is_wanted(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1e9]
-    monkeypatch.setattr("learner.jury.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("learner.jury.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0]))
     bench = make_bench(max_hold="10m", on_hold="serve")
     bench.hold_out(200)
     bench.publish(GOOD)
@@ -167,6 +167,60 @@ def test_a_stream_that_has_changed_does_not_freeze_serving_where_that_is_wanted(
     for _ in range(2):
         assert bench.publish({**GOOD, "bias": torch.full((3,), torch.nan)}) == "fail", "what cannot answer is served"
         now[0] += 600
+
+
+@pytest.mark.parametrize("jump", [-86_400.0, 86_400.0])
+def test_a_hold_lasts_as_long_whatever_is_done_to_the_wall_clock(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    now, wall = [1000.0], [1e9]
+    monkeypatch.setattr("learner.jury.time", SimpleNamespace(time=lambda: wall[0], monotonic=lambda: now[0]))
+    bench = make_bench(max_hold="10m", on_hold="serve")
+    bench.hold_out(200)
+    bench.publish(GOOD)
+    assert bench.publish(BAD) == "fail"
+    now[0], wall[0] = now[0] + 599, wall[0] + jump
+    assert (bench.publish(BAD), bench.jury.ill) == ("fail", None)
+    now[0] += 1
+    assert bench.jury.ill is not None
+    assert "since 2001-09-09 01:46:40Z" in bench.jury.ill
+    assert bench.publish(BAD) == "abstain"
+
+
+def test_a_hold_goes_on_over_restarts_however_many(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("learner.jury.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0]))
+    bench = make_bench(max_hold="10m", on_hold="serve")
+    bench.hold_out(200)
+    bench.publish(GOOD)
+    verdicts = []
+    for _ in range(3):
+        verdicts.append(bench.publish(BAD))
+        now[0] += 240
+        kept, now[0] = msgspec.json.decode(msgspec.json.encode(bench.jury.state())), 5.0
+        bench = make_bench(max_hold="10m", on_hold="serve")
+        bench.hold_out(200)
+        bench.jury.restore(kept)
+    assert [*verdicts, bench.publish(BAD)] == ["fail"] * 3 + ["abstain"]
+
+
+def test_a_hold_that_ended_after_the_cut_does_not_go_on(
+    bench: Bench, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("learner.jury.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0]))
+    bench.publish(BAD)
+    now[0] += 1e5
+    kept = bench.jury.state()
+    assert [bench.publish(GOOD), bench.publish(BAD)] == ["pass", "fail"]
+    again = make_bench()
+    again.hold_out(200)
+    again.jury.restore(kept)
+    again.watch()
+    assert again.jury.held_since is not None
+    assert again.jury.ill is None
 
 
 def test_a_poisoned_stream_does_not_become_old_knowledge_while_versions_are_held_back(bench: Bench) -> None:
@@ -189,7 +243,7 @@ def test_small_drops_do_not_add_up_after_a_plateau_either(
 ) -> None:
     """On a plateau nothing is surely better than the best, which is replaced once `max_hold` is over."""
     now = [1e9]
-    monkeypatch.setattr("learner.jury.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("learner.jury.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0]))
     bench = make_bench(max_drop_old=0.4, max_drop_new=1.0, max_hold="10m")
     bench.hold_out(200)
     for _ in range(15):
@@ -226,6 +280,27 @@ def test_the_watch_withdraws_what_turns_out_worse_and_the_gate_then_knows_better
     assert bench.publish(GOOD) == "pass"
 
 
+def test_what_is_on_trial_takes_no_memory_however_many_versions_come(make_bench: Callable[..., Bench]) -> None:
+    """Without held-out events, or while they are rare, nothing ends a trial."""
+    bench = make_bench(guard_fraction=0.0)
+    for number in range(1, 1001):
+        bench.jury.take(number, {}, np.empty(0), bench.guard.held, Verdict("abstain"))
+        bench.jury.watch(bench.guard.held)
+    sizes = {name: len(value) for name, value in vars(bench.jury).items() if hasattr(value, "__len__")}
+    assert max(sizes.values()) < 10, sizes
+
+
+def test_what_is_withdrawn_is_not_what_failed_before(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000)
+    bench.hold_out(30)
+    assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["abstain"] * 3
+    bench.versions.write_verdict(2, Verdict("fail", ["a reason of its own"]))
+    bench.hold_out(WATCH_ROWS)
+    bench.watch()
+    assert [bench.verdict(number) for number in (1, 2, 3)] == ["abstain", "fail", "fail"]
+    assert bench.reasons(2) == "a reason of its own"
+
+
 def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(min_rows=10_000)
     bench.hold_out(30)
@@ -255,7 +330,7 @@ def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench])
         if bench.jury._looks_at != before:
             seen.append(before)
     assert seen == looks[:-1]
-    assert not bench.jury._trial
+    assert bench.jury._first_on_trial is None
 
 
 def test_in_a_small_guard_set_a_trial_ends_with_its_youngest_quarter(make_bench: Callable[..., Bench]) -> None:
@@ -265,7 +340,7 @@ def test_in_a_small_guard_set_a_trial_ends_with_its_youngest_quarter(make_bench:
     bench.hold_out(100)
     for _ in range(2):
         bench.watch()
-    assert not bench.jury._trial
+    assert bench.jury._first_on_trial is None
 
 
 def test_a_guard_set_too_small_to_tell_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
@@ -275,7 +350,7 @@ def test_a_guard_set_too_small_to_tell_withdraws_nothing(make_bench: Callable[..
     bench.hold_out(WATCH_ROWS - 1)
     bench.watch()
     assert bench.verdict(2) == "abstain"
-    assert not bench.jury._trial
+    assert bench.jury._first_on_trial is None
 
 
 def test_what_a_person_promotes_is_what_others_are_compared_with(bench: Bench) -> None:
