@@ -84,6 +84,12 @@ class Jury:
         return held.since if held is not None else None
 
     @property
+    def held_seconds(self) -> float:
+        """For how long they have; 0 when the last one did not."""
+        held = self._held
+        return time.monotonic() - held.began if held is not None else 0.0
+
+    @property
     def ill(self) -> str | None:
         """One sentence when versions have failed for longer than `gate.max_hold`."""
         held = self._held
@@ -96,7 +102,7 @@ class Jury:
     def state(self) -> dict[str, Any]:
         """Return what a cut keeps, so that a restart does not begin a hold anew. Any thread may ask."""
         held = self._held
-        return {} if held is None else {"held_seconds": time.monotonic() - held.began, "served": held.served}
+        return {} if held is None else {"held_seconds": self.held_seconds, "served": held.served}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what a cut kept, before anything is judged; time in which no learner ran does not count."""

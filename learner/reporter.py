@@ -223,7 +223,7 @@ class Reporter:
         self._metrics.learner.micro_batch.set(self._loop.micro_batch_size or 0)
         self._metrics.learner.guard.set(report.guard_rows)
         self._metrics.learner.version.set(report.version or 0)
-        self._metrics.learner.hold.set(0 if report.held_since is None else report.time - report.held_since)
+        self._metrics.learner.hold.set(self._publisher.jury.held_seconds)
         self._metrics.learner.cut_number.set(report.cut or 0)
         self._metrics.learner.cut_time.set(report.cut_time or 0)
         self._metrics.learner.ill.set(len(report.ill))

@@ -8,8 +8,9 @@ report and its counts; whoever is asked adds up those of all.
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from learner.version import RegistryState
-from serving.health import SILENT
+from serving.health import ReportAge
 from serving.metrics import Metrics
 from serving.report import REPORT, ServingReport, ShadowReport, read_report, write_report
 
@@ -38,6 +39,7 @@ class Crew:
 
     folder: Path
     size: int
+    _ages: defaultdict[int, ReportAge] = field(default_factory=lambda: defaultdict(ReportAge), compare=False)
 
     def write(self, number: int, report: ServingReport) -> None:
         """Leave a worker's report. Raises OSError."""
@@ -65,7 +67,6 @@ class Crew:
         reports = self.reports()
         if not reports:
             return None
-        now = time.time()
         serving = [report for report in reports.values() if report.version is not None]
         behind = min(serving, key=lambda report: report.version or 0, default=reports[min(reports)])
         newest = max(reports.values(), key=lambda report: report.time)
@@ -73,14 +74,14 @@ class Crew:
         ill += [
             f"worker {number} of {self.size} hangs"
             for number, report in reports.items()
-            if now - report.time > SILENT.total_seconds()
+            if self._ages[number].is_silent(report)
         ]
         ill += dict.fromkeys(sentence for report in reports.values() for sentence in report.ill)
         return msgspec.structs.replace(
             behind,
             pid=pid,
             started=started,
-            time=now,
+            time=time.time(),
             workers=len(serving or reports),
             ready=bool(serving),
             swaps=newest.swaps,

@@ -7,7 +7,7 @@ from typing import Any
 
 from learner.report import LearnerReport, read_report
 from serving.crew import Worker
-from serving.health import is_silent, judge
+from serving.health import ReportAge, judge
 from serving.history import RESOLUTIONS, History
 from serving.registry import Registry
 from serving.report import ServingReport
@@ -42,6 +42,7 @@ class Overview:
         self._began = time.time()
         self._registry = Registry(deployment, swap, self._began)
         self._lock = Lock()
+        self._learner_age, self._twin_age = ReportAge(), ReportAge()
         self.history = History(SERIES)
 
     def sample(self, serving: ServingReport) -> None:
@@ -49,11 +50,11 @@ class Overview:
         now, serving = time.time(), self._whole(serving)
         learner, twin = read_report(self._state_dir), _read(self._twin)
         values: dict[str, float | None] = {name: getattr(serving, name) for name in SERIES if name.endswith("_seconds")}
-        if learner is not None and not is_silent(learner, now):
+        if learner is not None and not self._learner_age.is_silent(learner):
             values |= {name: score for name, score in _scores(learner).items() if name in _WINDOWS}
             values |= {name: learner.rates.get(name) for name in _RATES}
             values["lag"] = sum(partition.pending for partition in learner.partitions.values())
-        if twin is not None and not is_silent(twin, now):
+        if twin is not None and not self._twin_age.is_silent(twin):
             values |= {f"twin_{name}": score for name, score in _scores(twin).items() if name in _WINDOWS}
         self.history.add(now, values)
 
@@ -61,13 +62,14 @@ class Overview:
         """Return everything that is known now, as JSON values."""
         learner, now = read_report(self._state_dir), time.time()
         serving = self._whole(serving)
+        silent = learner is not None and self._learner_age.is_silent(learner)
         with self._lock:
             versions = self._registry.newest()
         return {
             "name": self._name,
             "time": now,
             "task": self._task,
-            "health": judge(learner, serving, now),
+            "health": judge(learner, serving, silent=silent),
             "learner": learner,
             "twin": _read(self._twin),
             "serving": serving,

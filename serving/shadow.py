@@ -79,6 +79,8 @@ class Shadow:
         self._candidate: ServedVersion | None = None
         self._report: ShadowReport | None = None
         self._unusable: set[int] = set()
+        self._seen: dict[int, float] = {}
+        """When a version was first seen, by the monotonic clock."""
         self._look_due = self._keep_until = 0.0
         self._random = random.Random()  # noqa: S311 which requests are compared is no secret
         self._stopping = False
@@ -137,21 +139,22 @@ class Shadow:
         self._look_due = now + _LOOK_FOR_CANDIDATES.total_seconds()
         shadowing = self._candidate.number if self._candidate else served.number
         numbers = self._deployment.versions.numbers()
+        self._seen = {number: self._seen.get(number, now) for number in numbers}
         left_out = self._unusable | self._deployment.versions.stale(numbers)
         for number in reversed(numbers):
             if number <= shadowing:
                 return
-            if number not in left_out and self._is_candidate(number) and self._take(number):
+            if number not in left_out and self._is_candidate(number, now) and self._take(number):
                 return
 
-    def _is_candidate(self, number: int) -> bool:
+    def _is_candidate(self, number: int, now: float) -> bool:
         """Whether a version is not served for a reason: others are only about to be."""
         try:
-            manifest, verdict = self._deployment.versions.manifest(number), self._deployment.versions.verdict(number)
+            verdict = self._deployment.versions.verdict(number)
         except (VersionError, OSError):
             return False
         failed = verdict is not None and verdict.verdict == "fail"
-        return failed or time.time() - manifest.time > _LOOK_FOR_CANDIDATES.total_seconds()
+        return failed or now - self._seen[number] >= _LOOK_FOR_CANDIDATES.total_seconds()
 
     def _take(self, number: int) -> bool:
         try:

@@ -45,6 +45,30 @@ HOME = {
 }
 """Where each third party may be imported; those that are not listed may be anywhere."""
 
+WALL_CLOCK = {
+    "anabranch/demo/prober.py": "compares with the record times of the stream",
+    "anabranch/demo/producer.py": "compares with the record times of the stream",
+    "anabranch/doctor/broker.py": "looks whether the two machines' clocks agree",
+    "anabranch/doctor/ports.py": "a certificate ends at a date",
+    "anabranch/doctor/state.py": "looks whether a file system's clock agrees",
+    "anabranch/orders.py": "a command that reads once a report of another process",
+    "anabranch/status.py": "a command that reads once a report of another process",
+    "anabranch/workers.py": "a report's time",
+    "ingest/assembler.py": "compares with the record times of the stream",
+    "learner/cutter.py": "a cut's time, for display",
+    "learner/jury.py": "since when nothing has passed, for display",
+    "learner/lag.py": "a cut keeps since when events wait, and they waited while no learner ran",
+    "learner/publisher.py": "a version's time, for display",
+    "learner/reporter.py": "a report's time",
+    "replay/forgotten_log.py": "a record's time, for display",
+    "serving/crew.py": "a report's time",
+    "serving/health.py": "how old the first report is that a process reads of another",
+    "serving/overview.py": "the times of a chart",
+    "serving/server.py": "a report's time",
+    "serving/swap.py": "compares with the record times of the stream",
+}
+"""Who may ask for the time of day, and what for. What lasts is measured by `time.monotonic`: this clock may be set."""
+
 KEYS_OF_THE_DESIGN = words("""
     name state_dir seed
     stream.bootstrap_servers stream.topics stream.dead_letter_topic stream.group_id stream.format stream.start
@@ -149,6 +173,27 @@ def test_each_third_party_is_known_to_one_part_of_the_house():
             if home is not None and not any(place == part or place.startswith(f"{part}/") for part in home):
                 strangers.append(f"{place} imports {name}")
     assert strangers == []
+
+
+def asks_for_the_time_of_day(path: Path) -> bool:
+    """Whether a module names `time.time`, `time.time_ns` or `datetime.now`, or imports the former."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "time"
+            and {"time", "time_ns"} & {alias.name for alias in node.names}
+        ):
+            return True
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            if name in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}:
+                return True
+    return False
+
+
+def test_only_what_has_a_reason_asks_for_the_time_of_day():
+    found = {path.relative_to(ROOT).as_posix() for path in FILES if asks_for_the_time_of_day(path)}
+    assert found == set(WALL_CLOCK), "measure what lasts by time.monotonic; else write down the reason"
 
 
 def test_the_packages_hold_a_docstring_and_nothing_else():
