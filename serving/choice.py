@@ -1,7 +1,8 @@
 """Which versions may be taken, by their verdicts and by what was ordered."""
 
 from learner.storage import LocalFolder
-from learner.version import STATE, RegistryState, Versions
+from learner.trained import Trained
+from learner.version import STATE, Manifest, RegistryState, Versions
 
 
 class Choice:
@@ -35,3 +36,23 @@ class Choice:
             verdict = None if stamp is None else self._versions.verdict(number)
             self._served = number, stamp, verdict is not None and verdict.verdict == "fail"
         return not self._served[2] or number == state.promoted
+
+
+def lowered(served: Manifest, candidate: Manifest) -> tuple[str, int, int] | None:
+    """Return a partition of which a candidate has learned less, with both offsets; None when there is none.
+
+    Topics that the candidate does not name do not count where a later learner wrote it: it was told to read others.
+    """
+    topics = {_topic(name) for name in candidate.trained_through}
+    others = candidate.epoch > served.epoch and bool(topics)
+    for name, before in served.trained_through.items():
+        if others and _topic(name) not in topics:
+            continue
+        after = candidate.trained_through.get(name, Trained(offset=-1, incarnation=before.incarnation))
+        if after.incarnation == before.incarnation and after.offset < before.offset:
+            return name, before.offset, after.offset
+    return None
+
+
+def _topic(name: str) -> str:
+    return name.rpartition(":")[0]

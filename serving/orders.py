@@ -35,15 +35,15 @@ def roll_back(state: RegistryState, number: int, numbers: Sequence[int]) -> Regi
 def pin(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
     """Serve exactly this version until it is unpinned."""
     _check_there(number, numbers)
-    return msgspec.structs.replace(state, pinned=number)
+    return msgspec.structs.replace(state, pinned=number, promoted=_still(state, numbers))
 
 
-def unpin(state: RegistryState, number: int, _numbers: Sequence[int]) -> RegistryState:
+def unpin(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
     """Serve the newest version that may be served again."""
     if state.pinned != number:
         pinned = "none is" if state.pinned is None else f"version {state.pinned} is"
         raise ConflictError(f"version {number} is not pinned; {pinned}")
-    return msgspec.structs.replace(state, pinned=None)
+    return msgspec.structs.replace(state, pinned=None, promoted=_still(state, numbers))
 
 
 ORDERS: dict[str, Order] = {"promote": promote, "rollback": roll_back, "pin": pin, "unpin": unpin}
@@ -66,5 +66,10 @@ def _with(
 ) -> RegistryState:
     """Return the state with these versions rolled back, as far as they are still there."""
     kept = sorted(rolled_back & set(numbers))
-    stands = state.promoted if state.promoted not in kept else None
+    stands = _still(state, numbers) if state.promoted not in kept else None
     return msgspec.structs.replace(state, rolled_back=kept, promoted=stands if promoted is None else promoted)
+
+
+def _still(state: RegistryState, numbers: Sequence[int]) -> int | None:
+    """Return the version that was promoted, if it is still there."""
+    return state.promoted if state.promoted in numbers else None

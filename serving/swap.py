@@ -16,14 +16,13 @@ from typing import Self
 import msgspec
 
 from learner.errors import VersionError
-from learner.trained import Trained
 from learner.version import Manifest, RegistryState
-from serving.choice import Choice
+from serving.choice import Choice, lowered
 from serving.errors import ConflictError
 from serving.freshness import Unserved
 from serving.metrics import Metrics
 from serving.notice import Notices
-from serving.orders import Order
+from serving.orders import Order, pin, promote
 from serving.served import Deployment, ServedVersion, load_version
 
 log = logging.getLogger("anabranch.serving")
@@ -36,9 +35,9 @@ class Swap:
     """Keeps `current` the newest version that may be served; a context manager around its thread.
 
     A version may be served when its verdict is pass or abstain, its schema is ours, its learner had not lost its lock,
-    and it lowers `trained_through` on no partition of the same incarnation. When the served one fails, is rolled back
-    or turns out to be a stale learner's, the newest that may be served takes its place, whatever that lowers. Orders go
-    before all this.
+    and it lowers `trained_through` on no partition of the same incarnation that its learner reads. When the served one
+    fails, is rolled back or turns out to be a stale learner's, the newest that may be served takes its place, whatever
+    that lowers. Orders go before all this.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Swap:
                     self._versions.write_state(after)
                     self._look()
                     served = self.current.number if self.current else None
-                    if number in (after.pinned, after.promoted) and served != number:
+                    if order in (promote, pin) and served != number:
                         self._versions.write_state(before)
                         self._look()
                         why = self.refused.get(number, "see the log")
@@ -239,12 +238,9 @@ class Swap:
             raise VersionError(f"version {number}: its learner's epoch {manifest.epoch} is over, a later one has begun")
         if self.current is None or back:
             return
-        for name, before in self.current.manifest.trained_through.items():
-            after = manifest.trained_through.get(name, Trained(offset=-1, incarnation=before.incarnation))
-            if after.incarnation == before.incarnation and after.offset < before.offset:
-                raise VersionError(
-                    f"version {number}: it has learned {name} up to {after.offset}, but {before.offset} is served"
-                )
+        if (lower := lowered(self.current.manifest, manifest)) is not None:
+            name, before, after = lower
+            raise VersionError(f"version {number}: it has learned {name} up to {after}, but {before} is served")
 
     def _take(self, version: ServedVersion) -> None:
         """Make a version the served one. A crash before step 3 costs a stale `state.json` until the next swap.

@@ -235,18 +235,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def deploy(models: Path, tmp_path: Path) -> Callable[..., Publisher]:
-    """Make a deployment of one of the models above, in a state directory of its own."""
+@pytest.fixture(scope="session")
+def deploy_in(models: Path) -> Callable[[str, Path], Publisher]:
+    """Make a deployment of one of the models above, with its state in a folder."""
 
-    def make(factory: str) -> Publisher:
+    def make(factory: str, folder: Path) -> Publisher:
         settings = SchemaSettings.model_validate(SCHEMAS[factory])
         task = "multilabel" if settings.label.multi else "classification" if settings.label.classes else "regression"
         model = ModelSettings(factory=f"{MODULE}:{factory}", task=task)
-        state_dir = tmp_path / "var"
-        return Publisher(Deployment("tiny", Schema(settings), model, models, state_dir, torch.device("cpu")))
+        return Publisher(Deployment("tiny", Schema(settings), model, models, folder / "var", torch.device("cpu")))
 
     return make
+
+
+@pytest.fixture
+def deploy(deploy_in: Callable[[str, Path], Publisher], tmp_path: Path) -> Callable[..., Publisher]:
+    """Make a deployment of one of the models above, in a state directory of its own."""
+    return lambda factory: deploy_in(factory, tmp_path)
 
 
 @pytest.fixture

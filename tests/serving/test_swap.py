@@ -6,6 +6,7 @@ import queue
 import re
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -241,6 +242,52 @@ def test_a_pinned_version_is_served_and_no_other_until_it_is_unpinned(numbers: A
     assert watched.look() == 3
 
 
+def test_what_was_promoted_and_is_pinned_later_is_unpinned(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    numbers.publish(2)
+    watched.look()
+    watched.swap.order(promote, 2)
+    numbers.publish(3)
+    assert watched.look() == 3
+    watched.swap.order(pin, 2)
+    numbers.publish(4)
+    assert watched.look() == 2
+    watched.swap.order(unpin, 2)
+    assert watched.look() == 4
+    assert numbers.versions.state().pinned is None
+
+
+_ORDERS = {"promote": promote, "rollback": roll_back, "pin": pin, "unpin": unpin}
+_ACTIONS = st.tuples(st.sampled_from([*_ORDERS, "pass", "fail"]), st.integers(1, 6))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(_ACTIONS, max_size=12))
+def test_orders_in_any_order_are_obeyed_or_change_nothing(deploy_in: Any, actions: list[tuple[str, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = deploy_in("number", Path(folder))
+        watched, newest = Watched(numbers), 0
+        for action, number in actions:
+            if action in ("pass", "fail"):
+                newest += 1
+                numbers.publish(newest, verdict=action)
+                watched.look()
+                continue
+            before = numbers.versions.state()
+            try:
+                watched.swap.order(_ORDERS[action], number)
+            except (ConflictError, UnknownError):
+                after = numbers.versions.state()
+                assert (after.pinned, after.promoted) == (before.pinned, before.promoted)
+                assert (action, number) != ("unpin", before.pinned), "what is pinned cannot be unpinned"
+                continue
+            after = numbers.versions.state()
+            assert action not in ("promote", "pin") or watched.look() == number
+            assert action != "unpin" or after.pinned is None
+            assert after.pinned in (None, watched.look())
+            assert after.promoted not in after.rolled_back
+
+
 def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     watched.look()
@@ -425,6 +472,19 @@ def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numb
     assert watched.refused() == 2
     numbers.publish(4, offsets={"events:0": 5, "events:1": 7, "events:2": 0})
     assert watched.look() == 4
+
+
+def test_a_topic_that_a_later_learner_no_longer_reads_holds_no_version_off(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1, offsets={"old:0": 1000, "events:0": 1000, "events:1": 5}, epoch=1)
+    assert watched.look() == 1
+    numbers.publish(2, offsets={"events:0": 1000, "events:1": 5}, epoch=1)
+    assert watched.look() == 1, "a learner reads the same topics always"
+    numbers.publish(3, offsets={}, epoch=2)
+    assert watched.look() == 1, "a learner that has not read anything yet has learned less"
+    numbers.publish(4, offsets={"events:0": 1000}, epoch=2)
+    assert watched.look() == 1, "it reads the topic, and has not come to that partition yet"
+    numbers.publish(5, offsets={"events:0": 1000, "events:1": 5}, epoch=2)
+    assert watched.look() == 5
 
 
 def test_a_topic_that_was_made_anew_may_begin_again(numbers: Any, watched: Watched) -> None:
