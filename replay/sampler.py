@@ -25,12 +25,18 @@ Slots = NDArray[np.int32]
 
 _BY_POSITION = frozenset({"seats", "weights"})
 
-_ROUNDS = 16
-"""How often a draw in proportion tries again for events that it has already."""
+_ROUNDS = 2
+"""How often a draw in proportion tries again for events that it has already, before it leaves them out."""
+_MOST_ROUNDS = 16
+"""How often it tries then, before the rest of a draw is uniform."""
 _ALPHA, _BETA = 0.6, 0.4
 """How far the last loss decides, and how far the importance makes up for it (Schaul et al. 2016, proportional)."""
 _LEAST = 1e-3
 """A loss below this counts as this, so that every event may be drawn."""
+_HEARD = 1024
+"""So many of the newest losses decide what an event counts as whose own is not known."""
+_HIGH = 0.99
+"""Which quantile of them: one outlier, or one in a hundred, says nothing of events to come."""
 _MOST_EXPONENT = 500.0
 _STALE_SHARE = 8
 _MOST_STALE = 64
@@ -211,20 +217,45 @@ class Proportional(Uniform):
         self._tree = SumTree(entries.limit)
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
-        """Throw points on the weights; what is still missing after some rounds is drawn uniformly."""
+        """Throw points on the weights. What falls on the same event twice is thrown again, in the end without it.
+
+        What is missing then, since weights are too uneven or 0, is drawn uniformly.
+        """
         n = min(n, len(self._entries))
-        chosen = np.empty(0, np.int64)
-        for _ in range(_ROUNDS if self._tree.total > 0 else 0):
+        chosen = self._thrown(np.empty(0, np.int64), n, generator, _ROUNDS)
+        if len(chosen) < n:
+            chosen = self._thrown_beside(chosen, n, generator)
+        slots = self._seats.slots(chosen)
+        if len(slots) < n:
+            # Of n of all that are held, at most as many are in the draw already as that has.
+            any_ = Uniform.choose(self, n, generator).slots
+            slots = np.concatenate([slots, any_[~np.isin(any_, slots)][: n - len(slots)]])
+        return Choice(slots, self._correction(slots))
+
+    def _thrown(
+        self, chosen: NDArray[np.int64], n: int, generator: np.random.Generator, rounds: int
+    ) -> NDArray[np.int64]:
+        """Return the seats chosen and what further points fall on, at most n, in the order in which they were found."""
+        for _ in range(rounds):
+            if len(chosen) == n or self._tree.total <= 0:
+                break
             found = self._tree.find(generator.random(n - len(chosen)) * self._tree.total)
             both = np.concatenate([chosen, found[self._tree[found] > 0]])
             chosen = both[np.sort(np.unique(both, return_index=True)[1])]
-            if len(chosen) == n:
+        return chosen
+
+    def _thrown_beside(self, chosen: NDArray[np.int64], n: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return the same, with nothing on the seats chosen meanwhile: one event may have nearly all the weight."""
+        weights, left = np.empty(0), chosen
+        for _ in range(_MOST_ROUNDS):
+            weights = np.concatenate([weights, self._tree[left]])
+            self._tree.set(left, 0.0)
+            before, chosen = len(chosen), self._thrown(chosen, n, generator, 1)
+            left = chosen[before:]
+            if len(chosen) == n or self._tree.total <= 0:
                 break
-        slots = self._seats.slots(chosen)
-        if len(slots) < n:
-            rest = np.setdiff1d(self._entries.slots, slots, assume_unique=True)
-            slots = np.concatenate([slots, generator.choice(rest, n - len(slots), replace=False)])
-        return Choice(slots, self._correction(slots))
+        self._tree.set(chosen[: len(weights)], weights)
+        return chosen
 
     def leave(self, slots: Slots) -> None:
         """Nothing falls on them any more."""
@@ -293,21 +324,29 @@ class Recent(Proportional):
 class Loss(Proportional):
     """Events of a large last loss are drawn more often, and count less in return: prioritised replay.
 
-    The probability is that of the loss to the power 0.6; an event whose loss is not known has the largest that was
-    known when it came. The correction is (H * probability)**-0.4, divided by the largest of the draw (Schaul et al.
-    2016, "Prioritized experience replay").
+    The probability is that of the loss to the power 0.6; an event whose loss is not known has a high one, of those
+    heard last when it came. The largest ever would be that of an outlier for good. The correction is
+    (H * probability)**-0.4, divided by the largest of the draw (Schaul et al. 2016, "Prioritized experience replay").
     """
 
     hears_losses = True
 
     def __init__(self, entries: Entries, slots: int) -> None:
         super().__init__(entries, slots)
-        self._largest = 1.0
+        self._heard = np.empty(0, np.float32)
+        """The newest weights that losses gave, the oldest first."""
 
     def come(self, slots: Slots) -> None:
-        """Give new events the largest weight, so that each is drawn soon."""
+        """Give new events a high weight, so that each is drawn soon."""
         self._seats.take(slots)
-        self._weigh(slots, self._largest)
+        self._weigh(slots, self._high)
+
+    @property
+    def _high(self) -> float:
+        if not len(self._heard):
+            return 1.0
+        place = int(_HIGH * (len(self._heard) - 1))
+        return float(np.partition(self._heard, place)[place])
 
     def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
         """Weigh events by their losses; one that is not finite changes nothing."""
@@ -315,20 +354,20 @@ class Loss(Proportional):
         slots, losses = slots[finite], losses[finite]
         if len(slots):
             # Rounded to what a cut keeps of them.
-            weights = (np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA).astype(np.float32).astype(np.float64)
-            self._largest = max(self._largest, float(weights.max()))
-            self._weigh(slots, weights)
+            weights = (np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA).astype(np.float32)
+            self._heard = np.concatenate([self._heard, weights])[-_HEARD:]
+            self._weigh(slots, weights.astype(np.float64))
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Return the seats, the weights by position, and the largest weight ever."""
+        """Return the seats, the weights by position, and those that were heard last."""
         weights = self._weights(self._entries.slots).astype(np.float32)
-        return {**super().state(), "weights": weights, "largest": np.array([self._largest])}
+        return {**super().state(), "weights": weights, "heard": self._heard}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
         """Take up all of them; a cut that was made with another sampler has no weights."""
         super().restore(state)
-        if "weights" in state:
-            self._largest = float(state["largest"][0])
+        if {"weights", "heard"} <= state.keys():
+            self._heard = state["heard"].astype(np.float32)
             self._weigh(self._entries.slots, state["weights"].astype(np.float64))
 
     def _correction(self, slots: Slots, /) -> NDArray[np.float64] | None:

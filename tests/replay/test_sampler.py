@@ -208,13 +208,49 @@ class TestLoss:
         expected = (100 * weights[chosen] / weights.sum()) ** -0.4
         assert choice.correction == pytest.approx(expected / expected.max(), rel=1e-6)
 
-    def test_an_event_without_a_loss_has_the_largest_that_was_known(self) -> None:
+    def test_an_event_without_a_loss_has_a_high_one_of_those_heard_last(self) -> None:
         bench = Bench("loss")
         bench.sampler.learned(bench.add(50), np.full(50, 32.0, np.float32))
         bench.sampler.learned(bench.entries.slots[10:50], np.full(40, 1.0, np.float32))
         bench.add(50)
         expected = np.array([*[8.0] * 10, *[1.0] * 40, *[8.0] * 50])
         assert chi_square(bench.places(1, 20_000)[0], expected) < 4.5
+
+    @pytest.mark.parametrize("known", [2, 900])
+    def test_one_outlier_says_nothing_of_events_that_come_after_it(self, known: int) -> None:
+        bench = Bench("loss")
+        slots = bench.add(known)
+        losses = np.linspace(1.0, 2.0, known).astype(np.float32)
+        losses[0] = 1e20
+        bench.sampler.learned(slots, losses)
+        bench.sampler.learned(slots[:1], np.array([1.0], np.float32))  # it is learned, and its loss is small again
+        bench.add(known)
+        counts = bench.places(1, 3000)[0]
+        assert 1300 < counts[known:].sum() < 2100, "new events are drawn as others are, or a little sooner"
+
+    def test_beside_an_event_of_nearly_all_the_weight_others_are_drawn_in_proportion(self) -> None:
+        bench = Bench("loss")
+        losses = np.array([1e20, *[1.0] * 50, *[32.0] * 50], np.float32)
+        bench.sampler.learned(bench.add(101), losses)
+        before = bench.sampler.state()
+        first, second = bench.places(2, 2000)
+        assert first[0] == 2000
+        assert chi_square(second[1:], np.array([1.0] * 50 + [8.0] * 50)) < 4.5
+        after = bench.sampler.state()
+        assert all(np.array_equal(before[name], after[name]) for name in before), "a draw changes no weight"
+
+    def test_what_decides_for_new_events_is_bounded_and_outlives_a_restart(self) -> None:
+        bench = Bench("loss")
+        slots = bench.add(1000)
+        for turn in range(10):
+            bench.sampler.learned(slots, np.full(1000, 32.0 if turn < 5 else 1.0, np.float32))
+        assert bench.sampler.state()["heard"].nbytes == 4096
+        other = bench.restarted(3)
+        for each in (bench, other):
+            each.add(1000)
+        counts = other.places(1, 1000)[0]
+        assert abs(int(counts[1000:].sum()) - 500) < 80, "large losses of long ago decide no more"
+        assert bench.offsets(bench.choose(50).slots).tolist() == other.offsets(other.choose(50).slots).tolist()
 
     @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
     def test_a_loss_that_is_no_number_changes_nothing(self, loss: float) -> None:
