@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -38,6 +39,11 @@ class Absent:
     def unknown_fields(self) -> int:
         """Messages with fields that the schema does not know, which they read before."""
         return sum(each.unknown_fields for each in self._readers)
+
+    @property
+    def letters_dropped(self) -> Counter[str]:
+        """Dead letters of theirs that were not written, by reason."""
+        return sum((each.letters_dropped for each in self._readers), Counter())
 
     def add(self, reader: Source, why: str) -> None:
         """Leave a reader out."""

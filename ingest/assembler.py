@@ -3,6 +3,7 @@
 Legend: K rows of the block.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,11 @@ from ingest.messages import Position
 from ingest.schema import Schema
 
 _LONGEST_REASON = 500
+_LONGEST_ROWS = 4_000
+"""Bytes of the header that names rows: a letter has to fit where its message did not need any."""
+_MOST_LETTERED = 3
+"""A message that was a dead letter so often already goes round: pipelines read each other's dead letters."""
+_SOURCE = "anabranch-source"
 _MOST_AHEAD_MS = 86_400_000
 """A record time that is further ahead of the clock is a mistake, such as microseconds."""
 
@@ -42,12 +48,13 @@ class Incoming:
 class Assembled:
     """K rows, partition after partition as they came in and each in the order of (offset, row), and the dead letters.
 
-    `rows` counts those of each partition.
+    `rows` counts those of each partition, `looped` the messages that get no letter, since they were letters often.
     """
 
     columns: dict[str, Array]
     rows: Sequence[int]
     letters: Sequence[DeadLetter]
+    looped: int
     unknown_fields: int
     fault: str | None
     """What the decoder raised, which is a bug in it; the messages it cannot decode are among the letters."""
@@ -80,19 +87,23 @@ class Assembler:
         _bury(columns, message, tombstones)
         self._settle(columns, incoming, part[message])
         firsts = (np.cumsum(lengths) - lengths).tolist()
-        letters = []
+        letters, looped = [], 0
         for rejects in _by_message(decoded.rejects):
             if rejects[0].message in tombstones:
                 continue
             place = int(part[rejects[0].message])
-            letters.append(_letter(incoming[place].messages, rejects[0].message - firsts[place], rejects))
+            letter = _letter(incoming[place].messages, rejects[0].message - firsts[place], rejects)
+            if [name for name, _ in letter.headers].count(_SOURCE) >= _MOST_LETTERED:
+                looped += 1
+            else:
+                letters.append(letter)
         begin = np.array([(each.begin.offset, each.begin.row) for each in incoming], np.int64).reshape(-1, 2)
         if begin[:, 1].any():
             offset, row = begin[part[message]].T
             fresh = (columns["offset"] != offset) | np.greater_equal(columns["row"], row)
             columns, message = {name: column[fresh] for name, column in columns.items()}, message[fresh]
         rows = np.bincount(part[message], minlength=len(incoming)).tolist()
-        return Assembled(columns, rows, letters, decoded.unknown_fields, fault)
+        return Assembled(columns, rows, letters, looped, decoded.unknown_fields, fault)
 
     def _tombstones(self, incoming: Sequence[Incoming]) -> dict[int, bytes]:
         """Return the keys of messages with a key and a null value, by the index of the message among all."""
@@ -226,9 +237,24 @@ def _letter(messages: Messages, place: int, rejects: Sequence[Reject]) -> DeadLe
     source = f"{partition.topic}[{partition.partition}]@{messages.offsets[place]}"
     added = [
         ("anabranch-error", rejects[0].reason[:_LONGEST_REASON].encode()),
-        ("anabranch-source", source.encode()),
+        (_SOURCE, source.encode()),
         ("anabranch-time", str(messages.times_ms[place]).encode()),
     ]
     if rejects[0].row != WHOLE_MESSAGE:
-        added.append(("anabranch-rows", ",".join(str(reject.row) for reject in rejects).encode()))
-    return DeadLetter(messages.keys[place], messages.values[place], [*messages.headers[place], *added])
+        added.append(("anabranch-rows", _ranges([reject.row for reject in rejects]).encode()))
+    return DeadLetter(messages.keys[place], messages.values[place], messages.headers[place], added)
+
+
+def _ranges(rows: Sequence[int]) -> str:
+    """Write ascending rows as `3,17,20..31`; what is too long ends with `,...` in place of the later ones."""
+    edges = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2, append=rows[-1] + 2) != 1)
+    written: list[str] = []
+    length = 0
+    for begin, end in itertools.pairwise(edges.tolist()):
+        first, last = rows[begin], rows[end - 1]
+        text = f"{first}" if first == last else f"{first},{last}" if last == first + 1 else f"{first}..{last}"
+        length += len(text) + 1
+        if length > _LONGEST_ROWS:
+            return ",".join([*written, "..."])
+        written.append(text)
+    return ",".join(written)

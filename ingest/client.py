@@ -6,7 +6,7 @@ A client is used by one thread. Its library's errors become ours inside it.
 import logging
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Protocol
 
@@ -53,24 +53,33 @@ class Messages:
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A message that cannot be used, as it came, with what is added to it."""
+    """A message that cannot be used, as it came, and the headers that are added to it.
+
+    They are kept apart, since a message may carry headers with the names of those that are added.
+    """
 
     key: bytes | None
     value: bytes | None
     headers: Sequence[tuple[str, bytes]]
+    added: Sequence[tuple[str, bytes]] = ()
 
 
 def sendable(letter: DeadLetter) -> DeadLetter:
-    """Return the letter as kafka-python can send it: no header without a value, and a key or a value."""
-    headers = [(name, value if value is not None else b"") for name, value in letter.headers]
+    """Return the letter as kafka-python can send it: no header without a value, and a key or a value.
+
+    The added headers come last, so that they are what a reader finds by name.
+    """
+    headers = [(name, value if value is not None else b"") for name, value in (*letter.headers, *letter.added)]
     return DeadLetter(b"" if letter.key is None and letter.value is None else letter.key, letter.value, headers)
 
 
 def smaller(letter: DeadLetter) -> Iterator[DeadLetter]:
     """Yield what to send in place of a letter that the broker finds too large: less, and at last nothing of it."""
-    own = [header for header in letter.headers if header[0].startswith("anabranch-")]
-    yield DeadLetter(letter.key, None, [*letter.headers, ("anabranch-truncated", b"value")])
-    yield DeadLetter(None, None, [*own, ("anabranch-truncated", b"key, value and headers")])
+    yield replace(letter, value=None, added=[*letter.added, ("anabranch-truncated", b"value")])
+    yield DeadLetter(None, None, (), [*letter.added, ("anabranch-truncated", b"key, value and headers")])
+    short = [header for header in letter.added if header[0] != "anabranch-rows"]
+    if len(short) < len(letter.added):
+        yield DeadLetter(None, None, (), [*short, ("anabranch-truncated", b"key, value, headers and rows")])
 
 
 def unreachable(servers: str) -> str | None:
@@ -148,6 +157,11 @@ class Lag:
 class Client(Protocol):
     """Reads partitions and writes dead letters."""
 
+    @property
+    def letters_dropped(self) -> int:
+        """Dead letters so far that the broker refuses in each of their forms, and that were left out for that."""
+        ...
+
     def open(self) -> None:
         """Connect; raises BrokerError with the reason, also when a topic is missing."""
         ...
@@ -195,7 +209,8 @@ class Client(Protocol):
         """Send letters and wait until the broker has acknowledged them.
 
         Returns:
-            How many of the letters, from the first on, are acknowledged; fewer than all when the broker is away.
+            How many of the letters, from the first on, are acknowledged or dropped; fewer than all when the broker is
+            away.
         """
         ...
 

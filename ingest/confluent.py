@@ -165,6 +165,11 @@ class ConfluentClient:
             self._letters = LetterProducer(self._settings)
         return self._letters.send(letters, timeout)
 
+    @property
+    def letters_dropped(self) -> int:
+        """Dead letters so far that the broker refuses in each of their forms."""
+        return 0 if self._letters is None else self._letters.dropped
+
     def close(self) -> None:
         """Disconnect."""
         if self._consumer is not None:

@@ -33,7 +33,10 @@ class FakePartition:
 
 
 class FakeClient:
-    """Serves `topics`; `away` makes every request fail, `refused_letters` that many dead letters."""
+    """Serves `topics`; `away` makes every request fail, `refused_letters` that many dead letters.
+
+    Letters with one of `dropped_values` are dropped, as those that a broker takes in no form.
+    """
 
     def __init__(self, topics: Mapping[TopicPartition, FakePartition]) -> None:
         self.topics = dict(topics)
@@ -41,6 +44,8 @@ class FakeClient:
         self.committed: dict[TopicPartition, int] = {}
         self.away = False
         self.refused_letters = 0
+        self.letters_dropped = 0
+        self.dropped_values: set[bytes | None] = set()
         self.ids: dict[str, str] = {}
         self._positions: dict[TopicPartition, int] = {}
 
@@ -87,7 +92,9 @@ class FakeClient:
         del timeout
         taken = max(0, len(letters) - self.refused_letters)
         self.refused_letters = 0
-        self.letters += letters[:taken]
+        kept = [letter for letter in letters[:taken] if letter.value not in self.dropped_values]
+        self.letters_dropped += taken - len(kept)
+        self.letters += kept
         return taken
 
     def close(self) -> None:

@@ -39,6 +39,13 @@ _CODECS = {"snappy": "python-snappy", "lz4": "lz4", "zstd": "zstandard"}
 """The packages that kafka-python needs beside gzip, which is Python's own."""
 _REFUSALS = (kafka_errors.SaslAuthenticationFailedError, kafka_errors.UnsupportedSaslMechanismError)
 
+_REFUSED_LETTERS = (
+    kafka_errors.MessageSizeTooLargeError,
+    kafka_errors.RecordListTooLargeError,
+    kafka_errors.InvalidRecordError,
+)
+"""What a broker answers for the letter's own sake: it would answer the same for ever."""
+
 log = logging.getLogger(__name__)
 
 
@@ -57,6 +64,7 @@ class KafkaPythonClient:
         self._behind: list[Any] = []
         self._topic_ids: dict[str, str] = {}
         self._undecodable: CodecError | None = None
+        self.letters_dropped = 0
 
     def open(self) -> None:
         """Connect and see that every topic is there."""
@@ -179,7 +187,7 @@ class KafkaPythonClient:
             log.debug("positions were not committed for lag tools: %s", _brief(exc))
 
     def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
-        """Send and wait; a letter that the broker finds too large goes without its value."""
+        """Send and wait; a letter that the broker finds too large goes with less in it, or is dropped."""
         deadline = time.monotonic() + timeout.total_seconds()
         try:
             futures = [self._send(letter) for letter in letters]
@@ -241,6 +249,7 @@ class KafkaPythonClient:
         )
 
     def _send(self, letter: DeadLetter) -> Any:
+        """Return the future of a letter, or the error where the producer itself finds it too large."""
         if self._producer is None:
             # Not idempotent: after a message that is too large, kafka-python's idempotent producer answers every later
             # one with the same error. Dead letters are at least once anyway.
@@ -254,20 +263,26 @@ class KafkaPythonClient:
             )
             self._connections.callback(self._producer.close, timeout=1)
         sent, topic = sendable(letter), self._settings.dead_letter_topic
-        return self._producer.send(topic, key=sent.key, value=sent.value, headers=sent.headers)
+        try:
+            return self._producer.send(topic, key=sent.key, value=sent.value, headers=sent.headers)
+        except _REFUSED_LETTERS as exc:
+            return exc
 
-    def _acknowledged(self, letter: DeadLetter, future: Any, deadline: float) -> bool:
-        """Wait for a letter; one that the broker finds too large goes again with less in it, at last with nothing."""
+    def _acknowledged(self, letter: DeadLetter, sent: Any, deadline: float) -> bool:
+        """Wait for a letter; one that is refused goes again with less in it, at last with nothing, or is dropped."""
         less = smaller(letter)
         while True:
             try:
-                future.get(timeout=max(0.01, deadline - time.monotonic()))
-            except kafka_errors.MessageSizeTooLargeError as exc:
+                if isinstance(sent, kafka_errors.KafkaError):
+                    raise sent
+                sent.get(timeout=max(0.01, deadline - time.monotonic()))
+            except _REFUSED_LETTERS as exc:
                 bare = next(less, None)
                 if bare is None:
-                    log.warning("a dead letter is too large even without its contents: %s", _brief(exc))
-                    return False
-                future = self._send(bare)
+                    log.debug("a dead letter is refused even without its contents: %s", _brief(exc))
+                    self.letters_dropped += 1
+                    return True
+                sent = self._send(bare)
             except kafka_errors.KafkaError as exc:
                 log.warning("dead letters wait: %s", _brief(exc))
                 return False

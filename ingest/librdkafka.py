@@ -15,6 +15,8 @@ from ingest.properties import DEFAULTS, PROPERTIES
 
 _LARGEST_LETTER = 100_000_000
 _LETTER_MS = 10_000
+_REFUSED_LETTERS = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_RECORD)
+"""What a broker answers for the letter's own sake: it would answer the same for ever."""
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class LetterProducer:
 
     def __init__(self, settings: StreamSettings) -> None:
         self._topic = settings.dead_letter_topic
+        self.dropped = 0
         self._producer = make(
             Producer,
             settings,
@@ -61,16 +64,19 @@ class LetterProducer:
         )
 
     def send(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
-        """Send and wait; a letter that the broker finds too large goes again with less in it, at last with nothing."""
+        """Send and wait; a letter that is refused goes again with less in it, at last with nothing, or is dropped."""
         deadline = time.monotonic() + timeout.total_seconds()
         errors = self._delivered(letters, deadline)
         for done, (letter, error) in enumerate(zip(letters, errors, strict=True)):
             less = smaller(letter)
-            while error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+            while error is not None and error.code() in _REFUSED_LETTERS:
                 bare = next(less, None)
                 if bare is None:
-                    break
-                (error,) = self._delivered([bare], deadline)
+                    log.debug("a dead letter is refused even without its contents: %s", error.str())
+                    self.dropped += 1
+                    error = None
+                else:
+                    (error,) = self._delivered([bare], deadline)
             if error is not None:
                 log.warning("dead letters wait: %s", error.str())
                 return done

@@ -80,6 +80,8 @@ class Filled(msgspec.Struct, frozen=True, tag=True):
     rows: int
     coverage: tuple[Coverage, ...]
     unknown_fields: int
+    letters_dropped: dict[str, int] = {}
+    """Dead letters that were not written, by reason, since the block before."""
 
 
 class Broker(msgspec.Struct, frozen=True, tag=True):

@@ -13,6 +13,12 @@ class IngestMetrics:
         self.skipped = Gauge(
             "anabranch_ingest_skipped_rows", "Skipped events by reason.", ["reason"], registry=registry
         )
+        self.letters_dropped = Counter(
+            "anabranch_ingest_letters_dropped",
+            "Dead letters that were not written: refused even without contents, or of a loop of pipelines.",
+            ["reason"],
+            registry=registry,
+        )
         self.lag = Gauge(
             "anabranch_ingest_lag_offsets", "Offsets not yet read.", ["topic", "partition"], registry=registry
         )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -110,6 +111,8 @@ class Source:
         """When the broker last told the ends of partitions, by `time.monotonic`."""
         self.unknown_fields = 0
         """Messages so far with fields that the schema does not know."""
+        self.letters_dropped: Counter[str] = Counter()
+        """Dead letters so far that were not written, by reason."""
 
     def start(self) -> None:
         """Start the process, which waits for `open` or `go_on`: before work that it need not wait for."""
@@ -299,11 +302,12 @@ class Source:
                     self._received.setdefault(name, Position(start))
                     self._marks[name] = Mark(topic_id, self._marks.get(name, Mark()).last)
                 self._table = partitions
-            case Filled(slot, rows, coverage, unknown_fields):
+            case Filled(slot, rows, coverage, unknown_fields, letters_dropped):
                 self._backoff = 0.0
                 assert self._ring is not None
                 block = SharedBlock(self._ring.views(slot, rows), coverage, slot, self._ring)
                 self.unknown_fields += unknown_fields
+                self.letters_dropped.update(letters_dropped)
                 self._note(block)
                 return block
             case Broker(ends, ill):

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -148,6 +149,12 @@ class Sources:
     def unknown_fields(self) -> int:
         """Messages so far with fields that the schema does not know."""
         return sum(each.unknown_fields for each in (self._first, *self._others)) + self._absent.unknown_fields
+
+    @property
+    def letters_dropped(self) -> Counter[str]:
+        """Dead letters so far that were not written, by reason."""
+        readers = (self._first, *self._others)
+        return sum((each.letters_dropped for each in readers), self._absent.letters_dropped)
 
     def _poll(self, reader: Source) -> Block | None:
         try:

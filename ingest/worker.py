@@ -6,6 +6,7 @@ from the last block it received.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -48,6 +49,8 @@ _MOST_UNHEARD = 8
 _LONGEST_BACKOFF_SECONDS = 10.0
 _PORTION_BYTES = 2_000_000
 """Values that are decoded together: they may take many times as much once decoded."""
+_LOG_SECONDS = 10.0
+"""Time between two lines of the log that tell of dead letters which were not written."""
 _FAULT_SECONDS = 60.0
 """How long a bug in decoding is told as an illness."""
 
@@ -92,6 +95,9 @@ class Worker:
         self._fault: str | None = None
         self._fault_until = 0.0
         self._next_lag = 0.0
+        self._dropped: Counter[str] = Counter()
+        """Dead letters that were not written, by reason, and that no block has told of yet."""
+        self._dropped_log = 0.0
         self._unheard = 0
 
     def run(self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[Mark] = ()) -> None:
@@ -154,7 +160,9 @@ class Worker:
         if assembled.fault is not None:
             self._fault = f"a bug in decoding: {assembled.fault}; see the log of ingest and the dead letters"
             self._fault_until = time.monotonic() + _FAULT_SECONDS
+        self._dropped["loop"] += assembled.looped
         self._send_letters(assembled.letters)
+        self._log_dropped()
         self._hand_over(incoming, assembled)
 
     def _take_up(self, start: str, *, due: bool = False) -> bool:
@@ -261,6 +269,7 @@ class Worker:
 
     def _send_letters(self, letters: Sequence[DeadLetter]) -> None:
         """Send until all are acknowledged: no block is handed over before its dead letters are safe."""
+        dropped = self._client.letters_dropped
         backoff, ill = 0.0, f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
         while letters:
             letters = letters[self._client.send_dead_letters(letters, _LETTER_TIMEOUT) :]
@@ -268,6 +277,19 @@ class Worker:
                 backoff = self._back_off(backoff, ill)
             elif self._ill == ill:
                 self._report(Lag())
+        self._dropped["refused"] += self._client.letters_dropped - dropped
+
+    def _log_dropped(self) -> None:
+        if self._dropped.total() and time.monotonic() >= self._dropped_log:
+            log.warning(
+                'dead letters were not written to "%s", and their events are counted as dead-lettered all the same: '
+                "%d that the broker refuses even without their contents (too large for the topic?), and %d that were "
+                "dead letters several times already (do two pipelines read each other's?)",
+                self._stream.dead_letter_topic,
+                self._dropped["refused"],
+                self._dropped["loop"],
+            )
+            self._dropped_log = time.monotonic() + _LOG_SECONDS
 
     def _hand_over(self, incoming: Sequence[Incoming], assembled: Assembled) -> None:
         """Write rows into slots, as many as it takes; waits for free ones."""
@@ -281,7 +303,8 @@ class Worker:
             slot = self._free.pop()
             self._ring.write(slot, assembled.columns, begin, end)
             coverage = tuple(self._cover(incoming, assembled, begin, end, last=end == total))
-            send(self._connection, Filled(slot, end - begin, coverage, unknown))
+            send(self._connection, Filled(slot, end - begin, coverage, unknown, dict(+self._dropped)))
+            self._dropped.clear()
             self._ring.carry(self._connection, slot, end - begin)
             unknown = 0
 

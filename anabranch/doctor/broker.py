@@ -152,7 +152,7 @@ def _check_message(patient: Patient, newest: Messages) -> Iterator[Finding]:
     assembled = assembler.assemble([Incoming(newest, 0, Position(newest.offsets[0]))])
     if assembled.letters:
         reasons = _reasons(newest, pipeline.events, pipeline.stream)
-        reasons = reasons or [dict(assembled.letters[0].headers)["anabranch-error"].decode()]
+        reasons = reasons or [dict(assembled.letters[0].added)["anabranch-error"].decode()]
         yield found("message.unusable", f"The newest message, {place}, cannot be used: {'; '.join(reasons)}.")
         return
     unlabelled = int((assembled.columns["labelled"] == 0).sum())

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ingest.assembler import Assembled, Assembler, Incoming
+from ingest.assembler import Assembled, Assembler, Incoming, _ranges
 from ingest.block import Outcome, SkipReason, TopicPartition
 from ingest.client import Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
@@ -63,28 +65,29 @@ def test_a_record_time_of_the_far_future_counts_as_now_and_is_told_as_it_was(sch
     first, *others = assembled.columns["time_ms"].tolist()
     assert first == soon
     assert all(now <= each <= time.time() * 1000 for each in others)
-    assert dict(assembled.letters[0].headers)["anabranch-time"] == str(microseconds).encode()
+    assert dict(assembled.letters[0].added)["anabranch-time"] == str(microseconds).encode()
 
 
 def test_a_dead_letter_is_the_message_with_its_reason_and_source(schema: Schema) -> None:
     (letter,) = assemble(schema, [GOOD, b"bad"]).letters
     assert (letter.key, letter.value) == (b"key-101", b"bad")
-    headers = dict(letter.headers)
-    assert headers.pop("anabranch-error").startswith(b"JSON is malformed")
-    assert headers == {"trace": b"abc", "anabranch-source": b"events[3]@101", "anabranch-time": b"1010"}
+    assert letter.headers == [("trace", b"abc")]
+    added = dict(letter.added)
+    assert added.pop("anabranch-error").startswith(b"JSON is malformed")
+    assert added == {"anabranch-source": b"events[3]@101", "anabranch-time": b"1010"}
 
 
 def test_a_null_value_is_dead_lettered(schema: Schema) -> None:
     assembled = assemble(schema, [None, GOOD])
     assert assembled.columns["outcome"].tolist() == [Outcome.DEAD_LETTERED, Outcome.PENDING]
     assert assembled.letters[0].value is None
-    assert dict(assembled.letters[0].headers)["anabranch-error"] == b"null value"
+    assert dict(assembled.letters[0].added)["anabranch-error"] == b"null value"
 
 
 def test_an_oversized_value_is_dead_lettered_before_it_is_parsed(schema: Schema) -> None:
     assembled = assemble(schema, [GOOD, GOOD + b" " * 1000, GOOD], max_message_bytes="1kB")
     assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
-    assert dict(assembled.letters[0].headers)["anabranch-error"] == b"oversized: 1024 bytes"
+    assert dict(assembled.letters[0].added)["anabranch-error"] == b"oversized: 1024 bytes"
 
 
 def test_bad_rows_of_a_good_message_make_one_dead_letter_that_names_them(schema: Schema) -> None:
@@ -94,9 +97,42 @@ def test_bad_rows_of_a_good_message_make_one_dead_letter_that_names_them(schema:
     dead = Outcome.DEAD_LETTERED
     assert outcomes.tolist() == [Outcome.PENDING, dead, Outcome.PENDING, dead, dead]
     assert assembled.columns["row"].tolist() == [0, 1, 2, 3, 0]
-    first, second = (dict(letter.headers) for letter in assembled.letters)
+    first, second = (dict(letter.added) for letter in assembled.letters)
     assert first["anabranch-rows"] == b"1,3"
     assert "anabranch-rows" not in second
+
+
+def test_many_bad_rows_are_named_as_ranges_and_so_many_that_the_header_would_be_long_are_cut(schema: Schema) -> None:
+    good, bad = {"x": [1, 2, 3], "y": 1}, {"x": [1, 2, np.nan], "y": 1}
+    runs = [bad, bad, bad, good, bad, bad, good, bad]
+    by_turns = [good, bad] * 2000
+    assembled = assemble(schema, [pack_rows(schema, runs), pack_rows(schema, by_turns)], kind="rows")
+    few, many = (dict(letter.added)["anabranch-rows"].decode() for letter in assembled.letters)
+    assert few == "0..2,4,5,7"
+    assert len(many) <= 4_004
+    *named, end = many.split(",")
+    assert named == [str(row) for row in range(1, 2 * len(named), 2)]
+    assert end == "..."
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_ranges_name_each_row_and_no_other(rows: set[int]) -> None:
+    named = [part.split("..") for part in _ranges(sorted(rows)).split(",")]
+    assert [row for part in named for row in range(int(part[0]), int(part[-1]) + 1)] == sorted(rows)
+
+
+def test_a_message_that_was_a_dead_letter_three_times_gets_no_fourth_letter_and_is_counted(schema: Schema) -> None:
+    def sent(times: int) -> Assembled:
+        headers = [("anabranch-source", b"events.dead[0]@%d" % number) for number in range(times)]
+        messages = Messages(PARTITION, [7], [0], [b"k"], [b"bad"], [headers], 8)
+        stream = StreamSettings(topics=("events",)).resolved("test")
+        assembler = Assembler(schema, stream, HoldOut(fraction=0, seed=1))
+        return assembler.assemble([Incoming(messages, 0, Position(0))])
+
+    third, fourth = sent(2), sent(3)
+    assert (len(third.letters), third.looped) == (1, 0)
+    assert (len(fourth.letters), fourth.looped) == (0, 1)
+    assert fourth.columns["outcome"].tolist() == [Outcome.DEAD_LETTERED]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +192,7 @@ class TestABugInTheDecoder:
         dead = Outcome.DEAD_LETTERED
         assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, dead, dead, dead, Outcome.PENDING, dead]
         assert assembled.columns["feature.x"].tolist()[4] == [1, 2, 3]
-        errors = [dict(letter.headers)["anabranch-error"] for letter in assembled.letters]
+        errors = [dict(letter.added)["anabranch-error"] for letter in assembled.letters]
         assert [error.partition(b":")[0] for error in errors[1:3]] == [b"null value", b"JSON is malformed"]
         assert [errors[0], errors[3]] == [b"internal: TypeError: unforeseen"] * 2
         assert assembled.fault == "TypeError: unforeseen"

@@ -237,6 +237,24 @@ def test_a_block_comes_only_after_its_dead_letters_are_acknowledged() -> None:
     assert any(each.ill and "events.dead" in each.ill for each in end.broker)
 
 
+def test_a_block_tells_of_the_dead_letters_that_were_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    partition = FakePartition()
+    client = FakeClient({P0: partition})
+    client.dropped_values = {b"torn"}
+    for value in (b"torn", b"bad", message(0, 1)):
+        partition.append(value)
+    with learner(client) as end:
+        filled = end.hear(lambda each: isinstance(each, Filled))
+        assert isinstance(filled, Filled)
+        assert (filled.rows, filled.letters_dropped) == (3, {"refused": 1})
+        partition.append(message(0, 1))
+        filled = end.hear(lambda each: isinstance(each, Filled))
+        assert isinstance(filled, Filled)
+        assert filled.letters_dropped == {}
+    assert [letter.value for letter in client.letters] == [b"bad"]
+    assert "dead letters were not written" in caplog.text
+
+
 def test_a_broker_that_is_away_is_said_and_waited_for() -> None:
     partition = FakePartition()
     client = FakeClient({P0: partition})

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -95,6 +96,7 @@ class Stream:
         self.change: Callable[[Columns], None] | None = None
         """Makes other events of those of a block."""
         self.unknown_fields = 0
+        self.letters_dropped: Counter[str] = Counter()
         self.told: float | None = None
         self.partitions = [Partition(NAME, 0, blocks * ROWS)]
 

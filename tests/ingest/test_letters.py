@@ -1,0 +1,148 @@
+"""What each client makes of letters that a broker refuses for their own sake, and of a broker that is away."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError
+from kafka import errors
+
+from ingest import librdkafka
+from ingest.client import Client, DeadLetter, smaller
+from ingest.clients import CLIENTS
+from ingest.config import StreamSettings
+from ingest.kafka import KafkaPythonClient
+from ingest.librdkafka import LetterProducer
+
+SOURCE = ("anabranch-source", b"events[0]@1")
+ROWS = ("anabranch-rows", b"3,17")
+TEN = timedelta(seconds=10)
+
+
+def size(letter: DeadLetter) -> int:
+    headers = (*letter.headers, *letter.added)
+    return len(letter.key or b"") + len(letter.value or b"") + sum(len(name) + len(value) for name, value in headers)
+
+
+class Broker:
+    """Takes letters up to a size, and keeps those that it took; away it takes none."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.away = False
+        self.taken: list[DeadLetter] = []
+
+    def refuses(self, letter: DeadLetter) -> bool:
+        return size(letter) > self.most
+
+
+def kafka_python(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Client:
+    class Sent:
+        def __init__(self, letter: DeadLetter) -> None:
+            self.letter = letter
+
+        def get(self, timeout: float) -> None:
+            assert timeout > 0
+            if broker.away:
+                raise errors.KafkaTimeoutError
+            if broker.refuses(self.letter):
+                raise errors.MessageSizeTooLargeError
+            broker.taken.append(self.letter)
+
+    class Producer:
+        def send(self, topic: str, key: Any, value: Any, headers: Any) -> Sent:
+            letter = DeadLetter(key, value, headers)
+            if size(letter) > 100_000_000:
+                raise errors.MessageSizeTooLargeError  # as the client itself does, before it asks the broker
+            return Sent(letter)
+
+    client = KafkaPythonClient(StreamSettings(topics=("events",)).resolved("test"))
+    client._producer = Producer()
+    return client
+
+
+def confluent(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Client:
+    def delivered(producer: LetterProducer, letters: Sequence[DeadLetter], deadline: float) -> list[KafkaError | None]:
+        found: list[KafkaError | None] = []
+        for letter in letters:
+            refused = KafkaError.MSG_SIZE_TOO_LARGE if broker.refuses(letter) else None
+            error = KafkaError._MSG_TIMED_OUT if broker.away else refused
+            if error is None:
+                broker.taken.append(librdkafka.sendable(letter))
+            found.append(None if error is None else KafkaError(error))
+        return found
+
+    monkeypatch.setattr(LetterProducer, "_delivered", delivered)
+    return CLIENTS["confluent"](StreamSettings(topics=("events",), client="confluent").resolved("test"))
+
+
+Make = Callable[[Broker, pytest.MonkeyPatch], Client]
+both = pytest.mark.parametrize("make", [kafka_python, confluent])
+
+
+@both
+def test_a_header_of_the_message_that_is_named_as_ours_goes_with_the_rest_of_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = Broker(1000)
+    letter = DeadLetter(b"k", b"x", [("anabranch-x", b"a" * 999)], [SOURCE])
+    client = make(broker, monkeypatch)
+    assert client.send_dead_letters([letter], TEN) == 1
+    (taken,) = broker.taken
+    assert list(taken.headers) == [SOURCE, ("anabranch-truncated", b"key, value and headers")]
+    assert client.letters_dropped == 0
+
+
+@both
+def test_the_rows_go_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Broker(100)
+    letter = DeadLetter(b"k", b"x", [], [SOURCE, ("anabranch-rows", b"1," * 500)])
+    assert make(broker, monkeypatch).send_dead_letters([letter], TEN) == 1
+    (taken,) = broker.taken
+    assert list(taken.headers) == [SOURCE, ("anabranch-truncated", b"key, value, headers and rows")]
+
+
+@both
+def test_a_letter_that_is_refused_in_each_form_is_dropped_and_counted_and_the_others_are_sent(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = Broker(60)
+    good = DeadLetter(b"k", b"x", [], [SOURCE])
+    client = make(broker, monkeypatch)
+    assert client.send_dead_letters([good, DeadLetter(None, b"x", [], [SOURCE, ("e", b"e" * 60)]), good], TEN) == 3
+    assert [letter.value for letter in broker.taken] == [b"x", b"x"]
+    assert client.letters_dropped == 1
+
+
+@both
+def test_no_letter_is_dropped_while_the_broker_is_away(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Broker(60)
+    letters = [DeadLetter(b"k", b"x", [], [SOURCE]), DeadLetter(None, b"x" * 99, [], [SOURCE])]
+    client = make(broker, monkeypatch)
+    broker.away = True
+    assert client.send_dead_letters(letters, TEN) == 0
+    assert client.letters_dropped == 0
+    broker.away = False
+    assert client.send_dead_letters(letters, TEN) == 2
+
+
+def test_a_letter_that_the_producer_itself_finds_too_large_goes_without_its_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broker = Broker(1000)
+    client = kafka_python(broker, monkeypatch)
+    good = DeadLetter(b"k", b"x", [], [SOURCE])
+    assert client.send_dead_letters([good, DeadLetter(b"k", bytes(100_000_001), [], [SOURCE])], TEN) == 2
+    assert [letter.value for letter in broker.taken] == [b"x", None]
+
+
+def test_each_form_has_less_than_the_one_before_and_the_last_has_nothing_of_the_message() -> None:
+    letter = DeadLetter(b"key", b"value", [("trace", b"1")], [SOURCE, ROWS])
+    forms = list(smaller(letter))
+    assert [(form.key, form.value, list(form.headers)) for form in forms] == [
+        (b"key", None, [("trace", b"1")]),
+        (None, None, []),
+        (None, None, []),
+    ]
+    assert [ROWS in form.added for form in forms] == [True, True, False]
