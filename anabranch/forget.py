@@ -10,16 +10,17 @@ from typing import Any
 
 from anabranch.config import Config
 from ingest.block import TopicPartition
-from ingest.errors import SecondLearnerError, SettingsError
+from ingest.errors import SecondLearnerError, SettingsError, StateBusyError
 from ingest.identity import partition_name
 from ingest.schema import Schema
-from learner.lock import hold_state_directory
+from learner.lock import hold_state_directory, is_held
 from learner.report import PartitionReport, read_report
 from replay.forgotten import ByKey, ByRange, Record, hash_of_key
 from replay.forgotten_log import NAME, ForgottenLog, now
 
 _RANGE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:#(\d+))?\[(\d+)\]@(\d+)(?:\.\.(\d+))?")
 _PAUSE_SECONDS = 0.05
+_COMMAND = "anabranch replay forget"
 
 
 @dataclass(frozen=True)
@@ -97,25 +98,31 @@ def _missing(config: Config, log: ForgottenLog, through: int, patience: timedelt
     """Wait until a learner has applied a record, or do it where there is none; return what is not done in time."""
     deadline = time.monotonic() + patience.total_seconds()
     while log.through < through:
-        try:
-            with hold_state_directory(config.state_dir):
-                log.refresh()  # the learner that has ended may have done it
-                if log.through < through:
-                    return _erase(config, log)
-        except SecondLearnerError:
-            if time.monotonic() > deadline:
-                return "the learner has not said in time that nothing is left; it lets none of it in from now on"
-            time.sleep(_PAUSE_SECONDS)
+        if not is_held(config.state_dir):
+            try:
+                return _erase(config, log, through)
+            except (SecondLearnerError, StateBusyError):  # it was there before this
+                pass
+        if time.monotonic() > deadline:
+            return "the learner has not said in time that nothing is left; it lets none of it in from now on"
+        time.sleep(_PAUSE_SECONDS)
         log.refresh()
     return None
 
 
-def _erase(config: Config, log: ForgottenLog) -> str | None:
-    from learner.offline import ERASED, erase  # loads torch, which takes seconds
+def _erase(config: Config, log: ForgottenLog, through: int) -> str | None:
+    """Erase what is left of all up to a record, under the lock; return what is not done."""
+    # Loads torch, which takes seconds: before the lock, for which a learner that starts meanwhile waits.
+    from learner.offline import ERASED, erase
     from replay.kinds import TIERS
 
     left = [name for name in TIERS if name != ERASED and getattr(config.pipeline.replay, name) is not None]
-    erase(config.state_dir, Schema(config.pipeline.events).digest, log, whole=not left)
+    digest = Schema(config.pipeline.events).digest
+    with hold_state_directory(config.state_dir, command=_COMMAND):
+        log.refresh()  # a learner that has ended may have done it
+        if log.through >= through:
+            return None
+        erase(config.state_dir, digest, log, whole=not left)
     if not left:
         return None
     return f"rows in replay.{left[0]} are removed by the next start of the learner, before anything is drawn"

@@ -6,6 +6,7 @@
     |   |   `-- RecreatedError   a topic was deleted and created again
     |   `-- SecondLearnerError   another learner holds the state directory
     `-- DependencyError          something outside cannot be reached: wait or mend it, then start again (exit 3)
+        |-- StateBusyError       a command works on the state directory
         `-- BrokerError          Kafka: unreachable, or has no such topic
             |-- CodecError       messages are compressed in a way that the client cannot undo
             `-- CredentialsError it refuses the user, the password or the mechanism
@@ -36,6 +37,10 @@ class SecondLearnerError(SettingsError):
 
 class DependencyError(AnabranchError):
     """Something outside the program cannot be reached or refuses to work with it."""
+
+
+class StateBusyError(DependencyError):
+    """A command, which ends by itself, holds the lock on this state directory."""
 
 
 class BrokerError(DependencyError):

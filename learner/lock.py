@@ -14,13 +14,20 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from ingest.errors import DependencyError, SecondLearnerError, SettingsError
+from ingest.errors import AnabranchError, DependencyError, SecondLearnerError, SettingsError, StateBusyError
 from learner.files import replace_file
 
 LOCK = "learner.lock"
 EPOCH = "epoch"
 _STOPPING = b"stopping"
 """What the lock's file holds once its holder was told to stop."""
+_COMMAND = b"command: "
+"""What the lock's file begins with while its holder is a command, which ends by itself; its name follows."""
+_LONGEST_MARK = 200
+_LONGEST_COMMAND = timedelta(hours=1)
+"""How long a learner waits for a command."""
+_UNTIL_MARKED = timedelta(seconds=0.5)
+"""How long a learner waits for a holder without a mark, which may be a command that has just taken the lock."""
 _LOOK_SECONDS = 0.05
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -33,17 +40,20 @@ def hold_state_directory(
     stop: threading.Event | None = None,
     patience: timedelta = timedelta(0),
     known: Callable[[], int] = int,
+    command: str = "",
 ) -> Iterator[int]:
     """Hold the lock and yield the new epoch, which is larger than all before it.
 
     The kernel lets go of the lock when the process ends, however it ends; it is proof of life also between containers
     that share the volume but not their process ids. From `stop` on others may know that this one ends; so long, and
     `patience` at most, is waited for one that does: when a supervisor is killed, the next one's learner comes before
-    the last cut of the one before it is written. `known` tells the latest epoch of what lies in the directory: what is
-    written from now on is newer, also where the file of epochs was lost.
+    the last cut of the one before it is written. A holder that is no learner names its `command`, which ends by itself:
+    whoever has patience waits for it, for an hour at most. `known` tells the latest epoch of what lies in the
+    directory: what is written from now on is newer, also where the file of epochs was lost.
 
     Raises:
         SecondLearnerError: another learner holds it.
+        StateBusyError: a command holds it.
         SettingsError: the directory cannot be written.
         DependencyError: the disk is full.
     """
@@ -54,14 +64,23 @@ def hold_state_directory(
         raise SettingsError(f"state_dir: cannot write to {path}: {exc.strerror}") from exc
     closed = threading.Event()
     try:
-        _lock(descriptor, path, stop, time.monotonic() + patience.total_seconds())
-        os.ftruncate(descriptor, 0)
+        _lock(descriptor, path, stop, patience)
+        _mark(descriptor, path, _COMMAND + command.encode() if command else b"")
         if stop is not None:
             threading.Thread(target=_tell, args=(stop, closed, path), name="tell-stopping", daemon=True).start()
         yield _next_epoch(path / EPOCH, known())
     finally:
         closed.set()
         os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a learner or a command holds the lock; its file is not made, and the try is over at once."""
+    try:
+        with (path / LOCK).open("rb") as file:
+            return not _locks(file.fileno(), fcntl.LOCK_SH)
+    except OSError:
+        return False
 
 
 def check_epoch(path: Path, epoch: int) -> None:
@@ -80,24 +99,59 @@ def check_epoch(path: Path, epoch: int) -> None:
         )
 
 
-def _lock(descriptor: int, path: Path, stop: threading.Event | None, deadline: float) -> None:
-    """Take the lock, and wait for it while its holder is stopping."""
-    waited = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            leaving = os.pread(descriptor, len(_STOPPING), 0) == _STOPPING
-            if not leaving or time.monotonic() > deadline or (stop is not None and stop.is_set()):
-                raise SecondLearnerError(
-                    f"another learner is at work in {path}; stop it first, or give this pipeline a state_dir of its own"
-                ) from exc
-        else:
-            return
-        if not waited:
-            log.info("another learner is stopping in %s; its end is waited for", path)
-        waited = True
+def _lock(descriptor: int, path: Path, stop: threading.Event | None, patience: timedelta) -> None:
+    """Take the lock, and wait for it while its holder is stopping, or is a command."""
+    mark, since, told = b"", time.monotonic(), True
+    while not _locks(descriptor, fcntl.LOCK_EX):
+        found = os.pread(descriptor, _LONGEST_MARK, 0)
+        if found != mark:
+            mark, since, told = found, time.monotonic(), not found
+        stopped = stop is not None and stop.is_set()
+        if stopped or time.monotonic() - since >= _longest_wait(mark, patience).total_seconds():
+            raise _refusal(mark, path)
+        if not told:
+            log.info("%s in %s; its end is waited for", _holder(mark), path)
+            told = True
         time.sleep(_LOOK_SECONDS)
+
+
+def _locks(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _longest_wait(mark: bytes, patience: timedelta) -> timedelta:
+    """Return how long one who has `patience` waits for a holder with this mark."""
+    if mark.startswith(_COMMAND):
+        return _LONGEST_COMMAND if patience else timedelta(0)
+    return patience if mark == _STOPPING else min(patience, _UNTIL_MARKED)
+
+
+def _refusal(mark: bytes, path: Path) -> AnabranchError:
+    if mark.startswith(_COMMAND):
+        return StateBusyError(f"{_holder(mark)} in {path}; start again when it has ended")
+    return SecondLearnerError(
+        f"another learner is at work in {path}; stop it first, or give this pipeline a state_dir of its own"
+    )
+
+
+def _holder(mark: bytes) -> str:
+    if not mark.startswith(_COMMAND):
+        return "another learner is stopping"
+    return f"`{mark.removeprefix(_COMMAND).decode(errors='replace')}` is at work"
+
+
+def _mark(descriptor: int, path: Path, mark: bytes) -> None:
+    """Say in the lock's file what holds it; whoever reads another's mark before this reads on, since it changes."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, mark, 0)
+    except OSError as exc:
+        kind = DependencyError if exc.errno in _FULL else SettingsError
+        raise kind(f"{path / LOCK} cannot be written: {exc.strerror}") from exc
 
 
 def _tell(stop: threading.Event, closed: threading.Event, path: Path) -> None:

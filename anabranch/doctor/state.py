@@ -7,11 +7,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from anabranch.doctor.finding import Finding, Patient, found, ok
 from ingest.schema import Schema
-from learner.lock import LOCK
+from learner.lock import is_held
 
 MOUNTS = Path("/proc/self/mounts")
 _MEMORY = {"tmpfs", "ramfs"}
@@ -38,7 +38,7 @@ def check_state(patient: Patient) -> Iterator[Finding]:
         return
     yield from _check_kind(folder)
     yield from _check_space(patient, folder)
-    if _is_held(state_dir):
+    if is_held(state_dir):
         yield found("state.held", f"A learner is at work in {state_dir}.")
 
 
@@ -136,20 +136,3 @@ def _used(folder: Path) -> int:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
-
-
-def _is_held(state_dir: Path) -> bool:
-    """Whether a learner holds the lock; its file is not made, and the try is over at once."""
-    try:
-        with (state_dir / LOCK).open("rb") as file:
-            return not _locks(file)
-    except OSError:
-        return False
-
-
-def _locks(file: Any) -> bool:
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import subprocess
 import sys
 import threading
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ingest.errors import DependencyError, SecondLearnerError, SettingsError
-from learner.lock import EPOCH, LOCK, check_epoch, hold_state_directory
+import learner.lock
+from ingest.errors import DependencyError, SecondLearnerError, SettingsError, StateBusyError
+from learner.lock import EPOCH, LOCK, check_epoch, hold_state_directory, is_held
 
 
 def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path: Path) -> None:
@@ -106,6 +108,75 @@ def test_one_that_was_stopping_says_nothing_of_the_next(tmp_path: Path) -> None:
     with hold_state_directory(tmp_path), pytest.raises(SecondLearnerError):
         with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)):
             pass
+
+
+def test_a_learner_waits_for_a_command_however_short_its_patience(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "learner.lock")
+
+    def hold() -> int:
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(microseconds=1)) as epoch:
+            return epoch
+
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as command:
+        command.enter_context(hold_state_directory(tmp_path, command="anabranch replay forget"))
+        learner = pool.submit(hold)
+        _until(lambda: "`anabranch replay forget` is at work" in caplog.text)
+        assert not learner.done()
+        command.close()
+        assert learner.result(30) == 2
+    assert caplog.text.count("waited for") == 1
+
+
+def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.lock, "_LONGEST_COMMAND", timedelta(milliseconds=1))
+    with hold_state_directory(tmp_path, command="anabranch replay forget"):
+        with pytest.raises(StateBusyError, match="anabranch replay forget"):
+            with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)):
+                pass
+
+
+def test_one_that_is_told_to_stop_waits_for_no_command(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with hold_state_directory(tmp_path, command="anabranch replay forget"), pytest.raises(StateBusyError):
+        with hold_state_directory(tmp_path, stop, timedelta(hours=1)):
+            pass
+
+
+def test_one_without_patience_does_not_wait_for_a_command(tmp_path: Path) -> None:
+    with hold_state_directory(tmp_path, command="anabranch replay forget"), pytest.raises(StateBusyError):
+        with hold_state_directory(tmp_path):
+            pass
+
+
+def test_a_command_that_has_not_yet_said_what_it_is_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.lock, "_UNTIL_MARKED", timedelta(minutes=1))
+
+    def hold() -> int:
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)) as epoch:
+            return epoch
+
+    with ThreadPoolExecutor() as pool, (tmp_path / LOCK).open("wb") as file:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        waiting = pool.submit(hold)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+        assert waiting.result(30) == 1
+
+
+def test_whether_it_is_held_is_told_without_holding_or_making_it(tmp_path: Path) -> None:
+    assert not is_held(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+    with hold_state_directory(tmp_path):
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
 
 
 def test_a_full_disk_is_no_fault_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
