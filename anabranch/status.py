@@ -13,7 +13,7 @@ from rich.text import Text
 
 from anabranch.config import Config
 from anabranch.daemon import stop_on_signals
-from learner.report import LearnerReport, ShareReport
+from learner.report import LAG_STALE, LearnerReport, ShareReport
 from learner.report import read_report as read_learner
 from serving.health import SILENT
 from serving.report import ServingReport, ShadowReport
@@ -72,7 +72,7 @@ def render(status: Status) -> RenderableType:
             table.add_row("", Text(sentence, style="yellow"))
     return Group(
         table,
-        *([Text(), _learner(status.learner)] if status.learner else []),
+        *([Text(), _learner(status.learner, status.now)] if status.learner else []),
         *([Text(), _serving(status.serving)] if status.serving else []),
     )
 
@@ -89,7 +89,7 @@ def _condition(status: Status, report: LearnerReport | ServingReport | None) -> 
     return text.append(f"  pid {report.pid}, last heard of {_age(age)} ago", style="default")
 
 
-def _learner(report: LearnerReport) -> RenderableType:
+def _learner(report: LearnerReport, now: float) -> RenderableType:
     table = _section()
     rates = report.rates
     table.add_row("steps", f"{report.steps:,} ({_rate(rates, 'steps')})")
@@ -106,6 +106,7 @@ def _learner(report: LearnerReport) -> RenderableType:
     if report.drifts:
         table.add_row("drifts", f"{report.drifts:,}, the last at step {report.drift_step or 0:,}")
     table.add_row("outcomes", _pairs({k: f"{v:,}" for k, v in report.outcomes.items()}) or "none")
+    table.add_row("lag", _lag(report, now))
     if report.behind:
         table.add_row("behind", Text(f"by {_duration(report.lag_seconds)}", style="yellow"))
     if any(report.skipped.values()):
@@ -131,6 +132,17 @@ def _learner(report: LearnerReport) -> RenderableType:
     return table
 
 
+def _lag(report: LearnerReport, now: float) -> Text:
+    """Say how many offsets wait, and how old that is: lag that is not of now is no lag of 0."""
+    if report.lag_age_seconds is None:
+        return Text("not known yet", style="yellow")
+    pending, age = sum(each.pending for each in report.partitions.values()), now - report.time + report.lag_age_seconds
+    lag = f"{_count(pending, 'offset')}, {_duration(report.lag_seconds)}"
+    if age < LAG_STALE.total_seconds():
+        return Text(f"{lag}, as of {_age(age)} ago")
+    return Text(f"not known; {_age(age)} ago it was {lag}", style="yellow")
+
+
 def _gate(report: LearnerReport) -> Text:
     """Say how the newest version was judged, and for how long none has passed."""
     if report.held_since is None:
@@ -146,7 +158,7 @@ def _share(share: ShareReport) -> str:
 
 
 def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _serving(report: ServingReport) -> RenderableType:

@@ -89,6 +89,8 @@ class Broker(msgspec.Struct, frozen=True, tag=True):
 
     ends: list[tuple[int, int]]
     ill: str | None
+    time: float
+    """When the broker was asked, by `time.monotonic` of the host on which the learner is."""
 
 
 class Passed(msgspec.Struct, frozen=True, tag=True):

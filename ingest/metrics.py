@@ -27,6 +27,11 @@ class IngestMetrics:
             "How long the next event has been there, on the partition that lags most.",
             registry=registry,
         )
+        self.lag_time = Gauge(
+            "anabranch_ingest_lag_time_seconds",
+            "When the broker was asked for the ends to which lag is counted, in seconds since 1970; 0 before that.",
+            registry=registry,
+        )
         self.behind = Gauge(
             "anabranch_ingest_behind", "1 while [stream.lag_policy] holds, since lag is too long.", registry=registry
         )

@@ -19,7 +19,7 @@ import numpy as np
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError
-from ingest.messages import Begin, Failed, Filled, from_ingest, receive_in_ingest, revealed, send
+from ingest.messages import Begin, Broker, Failed, Filled, from_ingest, receive_in_ingest, revealed, send
 from ingest.ring import Ring
 
 _CONNECT_SECONDS = 5.0
@@ -91,7 +91,10 @@ def relay(address: str, learner: Connection, ring: Ring, begin: Begin) -> None:
                     for column in ring.views(said.slot, said.rows).values():
                         if column.nbytes:
                             other.recv_bytes_into(column.reshape(-1).view(np.uint8).data)
-                learner.send_bytes(message)
+                if isinstance(said, Broker):  # the clock of the other host is not this one's
+                    send(learner, msgspec.structs.replace(said, time=time.monotonic()))
+                else:
+                    learner.send_bytes(message)
     except (EOFError, OSError):
         log.debug("the learner, or the ingest process at %s, is gone", address)
 

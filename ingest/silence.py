@@ -6,6 +6,8 @@ from enum import Enum
 
 SILENT_SECONDS = 40.0
 """Longer than a broker that is away holds an ingest process up: requests to it have 30 s at most."""
+ANSWER_SECONDS = 5.0
+"""After so long without an answer a process that was asked is said to be silent."""
 _AT_ONCE_SECONDS = 1.0
 """Between two looks no more counts: in the rest of it this process was busy, or itself suspended."""
 
@@ -15,6 +17,7 @@ class Told(Enum):
 
     NOTHING = "it is not long yet"
     ASK = "a process with nothing to say is to be asked for a word, once"
+    SILENT = "it was asked, and has not answered yet"
     HANGS = "it was asked, and has said nothing"
 
 
@@ -36,4 +39,6 @@ class Silence:
         self._looked = now
         if before < half <= self._seconds:
             return Told.ASK
+        if before < half + ANSWER_SECONDS <= self._seconds < SILENT_SECONDS:
+            return Told.SILENT
         return Told.HANGS if self._seconds >= SILENT_SECONDS else Told.NOTHING

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,7 +40,7 @@ from ingest.messages import (
 )
 from ingest.ring import Ring
 from ingest.schema import Schema
-from ingest.silence import Silence, Told
+from ingest.silence import ANSWER_SECONDS, SILENT_SECONDS, Silence, Told
 
 _LONGEST_BACKOFF_SECONDS = 10.0
 _STOP_SECONDS = 3.0
@@ -102,13 +102,17 @@ class Source:
         self._paused = False
         self._passing = False
         self._opened = False
+        self._waiting: deque[FromIngest] = deque()
+        """What was received and is not taken yet, in order."""
+        self._is_gone = False
+        """Whether nothing follows what waits: the process has ended."""
         self._restart_at = 0.0
         self._backoff = 0.0
         self._silence = Silence()
         self.ill: str | None = None
         """One sentence when the broker cannot be reached or the process had to be started again."""
         self.told: float | None = None
-        """When the broker last told the ends of partitions, by `time.monotonic`."""
+        """When the broker was last asked for the ends of partitions that it told, by `time.monotonic`."""
         self.unknown_fields = 0
         """Messages so far with fields that the schema does not know."""
         self.letters_dropped: Counter[str] = Counter()
@@ -168,7 +172,9 @@ class Source:
             if self._connection is None or time.monotonic() > deadline:
                 raise BrokerError(f"ingest did not find the topics on {self._stream.bootstrap_servers} in time")
             if self._readable.poll(200):
-                self._receive()
+                self.receive()
+            while self.waits and not self._opened:
+                self._take_next()
 
     def go_on(
         self,
@@ -196,6 +202,11 @@ class Source:
         return self._partitions
 
     @property
+    def oldest_told(self) -> float | None:
+        """When the broker was asked for the end that is known longest: here all are told together."""
+        return self.told
+
+    @property
     def received(self) -> Mapping[TopicPartition, tuple[Position, Mark]]:
         """Where another source would have to go on, and what the partitions are known again by."""
         return {name: (self._received[name], self._marks[name]) for name in self._table}
@@ -213,18 +224,45 @@ class Source:
         """
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
+            self.receive()
             left = max(0.0, deadline - time.monotonic())
-            if self._connection is None:
+            if self.waits:
+                if (block := self._take_next()) is not None:
+                    return block
+            elif self._connection is None:
                 if time.monotonic() < self._restart_at:
                     time.sleep(max(0.0, min(left, self._restart_at - time.monotonic(), 0.05)))
                 else:
                     self._begin()
             elif not self._readable.poll(left * 1000):
                 self._note_silence()
-            elif (block := self._receive()) is not None:
-                return block
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline and not self.waits:
                 return None
+
+    def receive(self) -> None:
+        """Receive what the process has sent by now, without waiting; called between steps.
+
+        What it reports of the broker holds at once: blocks that wait for the learner are older than that. All else
+        waits for `poll`, in order.
+        """
+        while self._connection is not None and not self._is_gone and self._readable.poll(0):
+            try:
+                message = receive_in_learner(self._connection)
+            except (EOFError, OSError):
+                self._is_gone = True
+                return
+            self._silence.heard()
+            if isinstance(message, Broker):
+                self._note_broker(message)
+                continue
+            if isinstance(message, Opened):
+                self.ill = None
+            self._waiting.append(message)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `poll` has something to do with what was received."""
+        return bool(self._waiting) or self._is_gone
 
     def release(self, block: Block) -> None:
         """Give a block's slot back; its columns must not be looked at any more."""
@@ -274,21 +312,26 @@ class Source:
         if self._passing:
             self._say(PassOver())
 
-    def _receive(self) -> Block | None:
-        assert self._connection is not None
-        try:
-            message = receive_in_learner(self._connection)
-        except (EOFError, OSError):
-            here = "the ingest process died; another one is started"
-            self._restart_later(f"no ingest process answers at {self._address}" if self._address else here)
-            return None
-        self._silence.heard()
-        return self._take(message)
+    def _take_next(self) -> Block | None:
+        """Take the message that waits longest, or that the process has ended where none does."""
+        if self._waiting:
+            return self._take(self._waiting.popleft())
+        here = "the ingest process died; another one is started"
+        self._restart_later(f"no ingest process answers at {self._address}" if self._address else here)
+        return None
+
+    def _note_broker(self, report: Broker) -> None:
+        self.ill = report.ill
+        if report.ends:
+            self.told, self._partitions = report.time, None
+        self._ends.update(report.ends)
 
     def _note_silence(self) -> None:
         told = self._silence.look()
         if told is Told.ASK:
             self._say(Pause() if self._paused else Resume())  # as it is: any word makes it report again
+        elif told is Told.SILENT:
+            self.ill = self.ill or f"ingest has reported nothing for {SILENT_SECONDS / 2 + ANSWER_SECONDS:.0f} s"
         elif told is Told.HANGS:
             here = "the ingest process hangs; another one is started"
             self._restart_later(f"the ingest process at {self._address} hangs" if self._address else here)
@@ -296,7 +339,7 @@ class Source:
     def _take(self, message: FromIngest) -> Block | None:
         match message:
             case Opened(partitions, starts, ids):
-                self._opened, self.ill, self._partitions = True, None, None
+                self._opened, self._partitions = True, None
                 for name, start, topic_id in zip(partitions, starts, ids, strict=True):
                     self._starts.setdefault(name, start)
                     self._received.setdefault(name, Position(start))
@@ -310,11 +353,6 @@ class Source:
                 self.letters_dropped.update(letters_dropped)
                 self._note(block)
                 return block
-            case Broker(ends, ill):
-                self.ill = ill
-                if ends:
-                    self.told, self._partitions = time.monotonic(), None
-                self._ends.update(ends)
             case Passed():
                 self._passing = False
             case Failed(error, sentence):
@@ -373,3 +411,5 @@ class Source:
         if self._ring is not None:
             self._ring.close()
         self._process = self._connection = self._ring = None
+        self._waiting.clear()
+        self._is_gone = False

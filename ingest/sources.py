@@ -76,7 +76,9 @@ class Sources:
             if dead:
                 self._go_on_without(dead)
             left = max(0.0, deadline - time.monotonic())
-            if self._first.connection is None:
+            if any(each.waits for each in self._readers):
+                left = 0.0
+            elif self._first.connection is None:
                 left = min(left, _REST_SECONDS)
             wait([each.connection for each in self._readers if each.connection is not None], left)
             for _ in self._readers:
@@ -88,6 +90,11 @@ class Sources:
                         return block
             if time.monotonic() >= deadline:
                 return None
+
+    def receive(self) -> None:
+        """Receive what all that read have sent by now, without waiting."""
+        for each in self._readers:
+            each.receive()
 
     def release(self, block: Block) -> None:
         """Give a block's slot back; its columns must not be looked at any more."""
@@ -142,8 +149,14 @@ class Sources:
 
     @property
     def told(self) -> float | None:
-        """When the broker last told the ends of partitions, by `time.monotonic`."""
-        return self._first.told
+        """When the broker was last asked for ends that it told to any of those that read, by `time.monotonic`."""
+        return max((each.told for each in self._busy() if each.told is not None), default=None)
+
+    @property
+    def oldest_told(self) -> float | None:
+        """The same of the one that has waited longest for it; None while one has heard of none."""
+        told = [each.told for each in self._busy()]
+        return None if None in told else min((each for each in told if each is not None), default=None)
 
     @property
     def unknown_fields(self) -> int:
@@ -155,6 +168,11 @@ class Sources:
         """Dead letters so far that were not written, by reason."""
         readers = (self._first, *self._others)
         return sum((each.letters_dropped for each in readers), self._absent.letters_dropped)
+
+    def _busy(self) -> list[Source]:
+        """Return those that have partitions; such as were added are the first one's."""
+        added = len(self._first.partitions) > len(self._shares)
+        return [self._readers[number] for number in sorted({*self._shares, *([0] if added else [])})]
 
     def _poll(self, reader: Source) -> Block | None:
         try:

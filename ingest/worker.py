@@ -345,10 +345,11 @@ class Worker:
     def _report_lag_if_due(self) -> None:
         """Lag is told also while nothing is read: that is when it grows."""
         if time.monotonic() >= self._next_lag:
-            self._report(self._client.lag())
+            asked = time.monotonic()
+            self._report(self._client.lag(), asked)
             self._next_lag = time.monotonic() + _LAG_SECONDS
 
-    def _report(self, lag: Lag) -> None:
+    def _report(self, lag: Lag, asked: float | None = None) -> None:
         if lag.ill != self._ill and lag.ill is None:
             log.info("the Kafka broker answers again")
         elif lag.ill != self._ill:
@@ -359,7 +360,7 @@ class Worker:
         self._unheard += 1
         ends = [(index, lag.ends[partition]) for index, partition in enumerate(self._table) if partition in lag.ends]
         fault = self._fault if time.monotonic() < self._fault_until else None
-        send(self._connection, Broker(ends, lag.ill or fault))
+        send(self._connection, Broker(ends, lag.ill or fault, time.monotonic() if asked is None else asked))
 
 
 def _portions(fetched: Sequence[Messages]) -> Iterator[list[Messages]]:

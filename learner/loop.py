@@ -305,6 +305,7 @@ class Loop:
 
     def _meet_partitions(self) -> None:
         """Open an account for each partition that was added, and note how far the broker is."""
+        self._parts.source.receive()
         partitions = self._parts.source.partitions
         if partitions is not self._met:
             self._met = partitions

@@ -4,6 +4,7 @@ A file rather than an address, because whoever asks (`anabranch status`, serving
 the state directory by contract, and because the last words of a dead learner are worth reading. `time` tells its age.
 """
 
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,8 @@ import msgspec
 from learner.files import replace_file
 
 REPORT = "learner.json"
+LAG_STALE = timedelta(seconds=10)
+"""Lag that is older is not told as the lag of now. Ingest asks for the ends of partitions every second."""
 
 
 class PartitionReport(msgspec.Struct, frozen=True):
@@ -82,6 +85,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Events that had fields which the schema does not know."""
     lag_seconds: float = 0.0
     """How long the next event without outcome has been there, on the partition that lags most."""
+    lag_age_seconds: float | None = None
+    """How long before `time` the broker was asked for the ends to which lag is counted; None: it has told none yet."""
     behind: bool = False
     """Whether `[stream.lag_policy]` holds, because that became longer than `high`."""
     partitions: dict[str, PartitionReport] = {}

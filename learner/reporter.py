@@ -142,6 +142,7 @@ class Reporter:
             skipped=loop.ledger.skipped,
             unknown_fields=self._source.unknown_fields,
             lag_seconds=self._lag.seconds,
+            lag_age_seconds=None if (asked := self._source.oldest_told) is None else time.monotonic() - asked,
             behind=self._lag.behind,
             partitions=dict(loop.ledger.reports()),
             accuracy=windows if self._classification else {},
@@ -213,6 +214,7 @@ class Reporter:
             self._metrics.ingest.passed.labels(topic, number).set(partition.passed)
             self._metrics.learner.trained_through.labels(topic, number).set(partition.trained_through)
         self._metrics.ingest.lag_seconds.set(report.lag_seconds)
+        self._metrics.ingest.lag_time.set(0 if report.lag_age_seconds is None else report.time - report.lag_age_seconds)
         self._metrics.ingest.behind.set(report.behind)
         for reason, rows in report.skipped.items():
             self._metrics.ingest.skipped.labels(reason).set(rows)

@@ -5,7 +5,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from learner.report import LearnerReport, read_report
+from learner.report import LAG_STALE, LearnerReport, read_report
 from serving.crew import Worker
 from serving.health import ReportAge, judge
 from serving.history import RESOLUTIONS, History
@@ -53,7 +53,8 @@ class Overview:
         if learner is not None and not self._learner_age.is_silent(learner):
             values |= {name: score for name, score in _scores(learner).items() if name in _WINDOWS}
             values |= {name: learner.rates.get(name) for name in _RATES}
-            values["lag"] = sum(partition.pending for partition in learner.partitions.values())
+            if (learner.lag_age_seconds or 0.0) < LAG_STALE.total_seconds():
+                values["lag"] = sum(partition.pending for partition in learner.partitions.values())
         if twin is not None and not self._twin_age.is_silent(twin):
             values |= {f"twin_{name}": score for name, score in _scores(twin).items() if name in _WINDOWS}
         self.history.add(now, values)

@@ -134,7 +134,8 @@ METRICS_ADDED = words("""
     anabranch_learner_group_accuracy_ratio anabranch_learner_forgetting_ratio anabranch_learner_drifts_total
     anabranch_learner_replay_ratio anabranch_learner_replay_kind
     anabranch_learner_micro_batch_rows
-    anabranch_ingest_lag_seconds anabranch_ingest_behind anabranch_ingest_passed_offsets
+    anabranch_ingest_lag_seconds anabranch_ingest_lag_time_seconds anabranch_ingest_behind
+    anabranch_ingest_passed_offsets
     anabranch_ingest_letters_dropped_total
     anabranch_gate_withdrawn_total anabranch_gate_hold_seconds
     anabranch_serving_shadow_rows_total anabranch_serving_shadow_disagreement_total

@@ -229,10 +229,11 @@ function renderTiles() {
   errors.className = failed ? "bad" : "zero";
   const partitions = Object.values(learner?.partitions ?? {});
   const lag = sum(partitions.map((partition) => partition.pending));
-  figure("lag", learner && !health.silent ? count(lag) : NONE);
+  const asked = learner?.lag_age_seconds, stale = known(asked) && asked >= 10;
+  figure("lag", learner && !health.silent && !stale ? count(lag) : NONE);
   const rows = (lag * (learner?.outcomes.trained ?? 0)) / Math.max(1, sum(partitions.map((partition) => partition.finished)));
   const behind = rates.rows_new > 0 ? `about ${duration(rows / rates.rows_new)} at this rate` : "and nothing is learned";
-  figure("behind", !learner || health.silent ? "" : lag === 0 ? "nothing waits" : behind);
+  figure("behind", !learner || health.silent ? "" : stale ? `${count(lag)} as of ${age(asked)} ago` : lag === 0 ? "nothing waits" : behind);
   figure("partitions", `${partitions.length} ${partitions.length === 1 ? "partition" : "partitions"}`);
   for (const host of document.querySelectorAll("[data-spark]")) {
     const { times, values, gap } = shown(host.dataset.spark.split(" "));

@@ -116,6 +116,21 @@ def test_nothing_that_runs_is_said_so(config):
     assert document["learner"] == {"condition": "not running", "age_seconds": None, "report": None}
 
 
+@pytest.mark.parametrize(
+    ("written", "asked", "shown"),
+    [
+        (0.1, 0.5, "lag 42 offsets, 1.50 s, as of 0."),
+        (1, 65.5, "lag not known; 0:01:06 ago it was 42 offsets, 1.50 s"),
+        (65, 1.5, "lag not known; 0:01:06 ago it was 42 offsets, 1.50 s"),
+        (0.1, None, "lag not known yet"),
+    ],
+)
+def test_lag_is_told_with_its_age_and_old_lag_is_not_told_as_that_of_now(config, written, asked, shown):
+    report = learner_report(time=time.time() - written, lag_seconds=1.5, lag_age_seconds=asked)
+    learner.report.write_report(config.state_dir, report)
+    assert shown in screen(config)
+
+
 def test_the_screen_has_every_figure(config):
     learner.report.write_report(config.state_dir, learner_report())
     serving.report.write_report(config.state_dir, serving_report())

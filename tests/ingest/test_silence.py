@@ -2,6 +2,8 @@
 
 from ingest.silence import SILENT_SECONDS, Silence, Told
 
+LATER = [Told.NOTHING, Told.SILENT, Told.NOTHING]
+
 
 class Clock:
     def __init__(self) -> None:
@@ -25,9 +27,17 @@ def looks(silence: Silence, clock: Clock, seconds: float) -> list[Told]:
 def test_a_process_is_asked_once_and_hangs_only_after_that() -> None:
     clock = Clock()
     silence = Silence(clock)
-    assert looks(silence, clock, SILENT_SECONDS - 1) == [Told.NOTHING, Told.ASK, Told.NOTHING]
+    assert looks(silence, clock, SILENT_SECONDS - 1) == [Told.NOTHING, Told.ASK, *LATER]
     silence.heard()
-    assert looks(silence, clock, SILENT_SECONDS + 1) == [Told.NOTHING, Told.ASK, Told.NOTHING, Told.HANGS]
+    assert looks(silence, clock, SILENT_SECONDS + 1) == [Told.NOTHING, Told.ASK, *LATER, Told.HANGS]
+
+
+def test_one_that_does_not_answer_is_said_to_be_silent_within_30_s() -> None:
+    clock = Clock()
+    silence = Silence(clock)
+    while silence.look() is not Told.SILENT:
+        clock.now += 0.1
+    assert clock.now < 26
 
 
 def test_whoever_was_suspended_blames_nobody() -> None:

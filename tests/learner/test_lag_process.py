@@ -78,6 +78,8 @@ def test_a_stream_that_is_too_fast_is_accounted_for_exactly_though_the_learner_i
     report = learner.wait_for(
         lambda each: total(each, "end") == MESSAGES and not total(each, "pending") and not each.behind,
     )
+    assert report.lag_age_seconds is not None
+    assert report.lag_age_seconds < 30
     terms = {term: total(report, term) for term in ("start", "finished", "passed", "gaps", "removed")}
     assert terms["start"] == terms["gaps"] == terms["removed"] == 0
     assert terms["finished"] + terms["passed"] == MESSAGES

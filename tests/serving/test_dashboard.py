@@ -286,6 +286,20 @@ def test_in_a_browser_the_figures_of_a_silent_learner_are_not_those_of_now(
         page.close()
 
 
+def test_in_a_browser_lag_that_is_old_is_not_that_of_now(browser: Any, numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+    partition = PartitionReport(start=0, end=9, finished=9, passed=0, gaps=0, removed=0, pending=0, trained_through=8)
+    report = learner_report(partitions={"events:0": partition}, lag_age_seconds=64.0)
+    write_report(numbers.deployment.state_dir, report)
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "All is well")
+        assert page.text_content("[data-figure=lag]") == "\N{EN DASH}"
+        assert re.search(r"0 as of .* ago", page.text_content("[data-figure=behind]"))
+        page.close()
+
+
 def test_in_a_browser_a_cache_is_not_counted_twice_and_two_hundred_partitions_have_their_place(
     browser: Any, numbers: Any, served: Served
 ) -> None:
