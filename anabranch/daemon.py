@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import select
 import signal
 import sys
@@ -17,6 +18,10 @@ from ingest.errors import AnabranchError, DependencyError
 _LOOK_SECONDS = 0.1
 
 log = logging.getLogger("anabranch")
+
+
+_MOST_DESCRIPTORS = 65_536
+"""Not all that some systems allow, which is a thousand million: other programs walk through them when they start."""
 
 
 class Exit(IntEnum):
@@ -52,6 +57,14 @@ def configure_logging(verbose: bool = False) -> None:
         force=True,
     )
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
+
+
+def raise_descriptor_limit() -> None:
+    """Take as many file descriptors as the system allows this process, within what a daemon may ever use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager

@@ -47,10 +47,18 @@ def enter(
     options = parser.parse_args(arguments)
     refuse_intruders()
     from anabranch.config import load_config
-    from anabranch.daemon import configure_logging, run, stop_on_signals, stop_with_parent, wait_for_parent
+    from anabranch.daemon import (
+        configure_logging,
+        raise_descriptor_limit,
+        run,
+        stop_on_signals,
+        stop_with_parent,
+        wait_for_parent,
+    )
 
     def work_until_stopped() -> None:
         configure_logging()
+        raise_descriptor_limit()
         with stop_on_signals() as stop:
             if prepare is not None and options.standby:
                 prepare()

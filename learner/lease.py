@@ -124,8 +124,11 @@ class Servers:
         self._slots: dict[str, Slot] = {}
 
     def refresh(self) -> None:
-        """Take note of servers that have come; a slot that was once seen is kept, since another may take it over."""
-        with contextlib.suppress(FileNotFoundError):
+        """Take note of servers that have come; a slot that was once seen is kept, since another may take it over.
+
+        What cannot be read now, for want of descriptors also, is read the next time.
+        """
+        with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 if path.name not in self._slots and path.name.startswith(_SERVER):
                     slot = _seen(path)
@@ -225,10 +228,15 @@ def _seen(path: Path) -> Slot | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
-    if os.fstat(descriptor).st_size < _BYTES:
+    try:
+        if os.fstat(descriptor).st_size < _BYTES:
+            os.close(descriptor)
+            return None
+        mapped = mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ)
+    except OSError:
         os.close(descriptor)
         return None
-    slot = Slot(descriptor, mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ))
+    slot = Slot(descriptor, mapped)
     if slot[Field.FORM] not in (0, _FORM):
         slot.close()
         return None

@@ -155,5 +155,5 @@ def read_report(state_dir: Path) -> LearnerReport | None:
     """Read the newest report; None when no learner has written one that can be read."""
     try:
         return msgspec.json.decode((state_dir / REPORT).read_bytes(), type=LearnerReport)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError):
         return None

@@ -2,10 +2,13 @@
 
 import contextlib
 import hmac
+import io
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -15,9 +18,58 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from ingest.errors import SettingsError
 from ingest.loopback import names_loopback
 
+_MOST_CONNECTIONS = 16
+"""Open at a time, each with a thread; for another one the oldest is closed."""
+_PATIENCE = timedelta(seconds=10)
+"""From a connection to its end, however slowly its bytes come."""
+_MOST_HEAD_BYTES = 16_384
+_RETRY = timedelta(milliseconds=100)
+
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *args: Any) -> None:
+        self._open: dict[socket.socket, float] = {}
+        """Connections with the moment at which each has to end, the oldest first."""
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # out of descriptors: the connection waits in the backlog
+            time.sleep(_RETRY.total_seconds())
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) >= _MOST_CONNECTIONS:
+                self._end(next(iter(self._open)))
+            self._open[request] = time.monotonic() + _PATIENCE.total_seconds()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """End the connections whose time is over; called several times a second."""
+        now = time.monotonic()
+        with self._lock:
+            for request in [each for each, end in self._open.items() if end <= now]:
+                self._end(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that sends no request is no news."""
+
+    def _end(self, request: socket.socket) -> None:
+        """Wake the connection's thread, which closes it."""
+        del self._open[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
 
 class _Server6(_Server):
@@ -25,10 +77,26 @@ class _Server6(_Server):
 
 
 class _QuietHandler(WSGIRequestHandler):
-    timeout = 10  # seconds in which a request has to come, so that idle connections do not keep their threads
+    timeout = _PATIENCE.total_seconds()
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BytesIO(_head(self.connection))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 the name is the base class's
         """Scrapes are no news."""
+
+
+def _head(connection: socket.socket) -> bytes:
+    """Receive a request's head; raises ConnectionError when it is too long, or the connection ends before."""
+    head = bytearray()
+    while b"\r\n\r\n" not in head and b"\n\n" not in head:
+        received = connection.recv(4096)
+        head += received
+        if not received or len(head) > _MOST_HEAD_BYTES:
+            raise ConnectionError("no request")
+    return bytes(head)
 
 
 @contextlib.contextmanager

@@ -5,10 +5,7 @@ from urllib.parse import urlsplit
 
 from ingest.loopback import names_loopback
 from serving.config import Tokens
-from serving.errors import ForbiddenError, TokenError
-
-_LONGEST = 100
-"""Characters of a header that are repeated."""
+from serving.errors import ForbiddenError, TokenError, shorten
 
 
 def bearer(authorization: str) -> bytes:
@@ -25,7 +22,7 @@ def check_host(host: str) -> None:
     """
     if not names_loopback(host):
         raise ForbiddenError(
-            f"without serving.tokens.read only this machine is answered, and this request is for {host[:_LONGEST]}; "
+            f"without serving.tokens.read only this machine is answered, and this request is for {shorten(host)}; "
             "ask for localhost, or set the tokens"
         )
 
@@ -43,8 +40,8 @@ def check_order(tokens: Tokens, authorization: str, host: str, origin: str) -> N
         TokenError: there is no token, or one that is not known.
         ForbiddenError: the token is for reading, or the request comes from another site.
     """
-    if origin and urlsplit(origin).netloc != host:
-        raise ForbiddenError(f"orders from pages of another site are not taken; this one is of {origin}")
+    if origin and _netloc(origin) != host:
+        raise ForbiddenError(f"orders from pages of another site are not taken; this one is of {shorten(origin)}")
     admin = tokens.admin.get_secret_value().encode()
     if not admin:
         return
@@ -54,3 +51,11 @@ def check_order(tokens: Tokens, authorization: str, host: str, origin: str) -> N
     if read and hmac.compare_digest(given, read):
         raise ForbiddenError("this token is for reading; send serving.tokens.admin")
     raise TokenError("send the header Authorization: Bearer and the admin token of this server")
+
+
+def _netloc(origin: str) -> str | None:
+    """Return the host and port of an `Origin`; None of what is no URL."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None

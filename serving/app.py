@@ -26,11 +26,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingest.errors import SettingsError
+from serving.acceptor import Acceptor, most_connections
 from serving.access import check_host, check_order
-from serving.body import Bodies, HangUp, HungUpError
+from serving.body import Bodies, HangUp, Held, HungUpError
 from serving.config import ServingSettings, TlsSettings, Tokens
-from serving.errors import BadRequestError, EncodedError, LateError, RequestError, TokenError
-from serving.listener import BACKLOG
+from serving.connection import Connection, connection_class
+from serving.errors import (
+    BadRequestError,
+    EncodedError,
+    FramingError,
+    HeadersError,
+    LateError,
+    RequestError,
+    TokenError,
+    shorten,
+)
 from serving.metrics import Metrics
 from serving.openapi import whole
 from serving.overview import Overview
@@ -47,6 +57,13 @@ _NOT_STORED = {"cache-control": "no-store"}
 _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 _CLIENT_CLOSED_REQUEST = 499
 _HEADER_LENGTH = HEADER_LENGTH.encode()
+_CLOSE = (b"connection", b"close")
+_MOST_FIELDS = 100
+"""Header fields of a request."""
+_AT_ONCE = 64
+"""Connections accepted in one turn of the event loop."""
+_LARGE_REPLY = 65_536
+"""Bytes beyond which the transport says when a reply has been read."""
 
 
 def build_app(
@@ -80,7 +97,6 @@ class HttpServer:
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
-                backlog=1 if shared else BACKLOG,
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -91,7 +107,9 @@ class HttpServer:
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=math.ceil(settings.timeout.total_seconds()),
                 **_tls(settings.tls, folder),
-            )
+            ),
+            connection_class(),
+            at_once=1 if shared else _AT_ONCE,
         )
 
     def load(self) -> None:
@@ -111,10 +129,28 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
+    """uvicorn's server, whose connections come from an `Acceptor`."""
+
+    def __init__(self, config: uvicorn.Config, connection: type[Connection], at_once: int) -> None:
+        super().__init__(config)
+        self._class = connection
+        self._at_once = at_once
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)
+        assert sockets is not None
+        tls = self.config.ssl
+        most = most_connections(tls=tls is not None)
+        self._acceptor = Acceptor(sockets[0], self._connection, most, self._at_once, tls)
+        self._acceptor.start()
+        self.servers = []
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._acceptor.stop()
+        await super().shutdown(sockets)
+
+    def _connection(self) -> Connection:
+        return self._class(self.config, self.server_state, self.lifespan.state)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -122,7 +158,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Named:
-    """Gives each request a name, which its answer carries and the log tells; all that ends a request ends here."""
+    """Gives each request a name, which its answer carries and the log tells; all that ends a request ends here.
+
+    An answer to a request whose body was not read closes the connection: nobody parses what still comes of it.
+    """
 
     def __init__(self, app: ASGIApp, requests: RequestLog) -> None:
         self._app = app
@@ -131,16 +170,23 @@ class _Named:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
         name, status = name_of(_header(scope, HEADER)), 500
+        unread = _has_body(scope)
+
+        async def receive_noted() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = message.get("more_body", False)
+            return message
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (HEADER, name), _NO_SNIFFING]
+                message["headers"] = [*message["headers"], (HEADER, name), _NO_SNIFFING, *([_CLOSE] if unread else [])]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_named)
+            await self._app(scope, receive_noted if unread else receive, send_named)
         except Exception:
             log.exception("request %s failed", name.decode())
         finally:
@@ -160,6 +206,7 @@ class _Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            _check_head(scope)
             if scope["path"] not in _OPEN:
                 self._check(scope)
         except RequestError as exc:
@@ -190,10 +237,16 @@ class _Infer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
+        with Held(self._bodies) as held:
+            response = await self._response(scope, receive, held, began)
+            held.add(len(response.body))
+            await _send(response, scope, receive, send)
+
+    async def _response(self, scope: Scope, receive: Receive, held: Held, began: float) -> Response:
         response = Response(status_code=500)
         try:
             async with asyncio.timeout(self._timeout):
-                response = await self._answer(scope, receive)
+                response = await self._answer(scope, receive, held)
         except RequestError as exc:
             response = _error(exc)
         except TimeoutError:
@@ -204,22 +257,32 @@ class _Infer:
             response = Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:
             self._metrics.request(response.status_code, time.perf_counter() - began)
-        await response(scope, receive, send)
+        return response
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Response:
+    async def _answer(self, scope: Scope, receive: Receive, held: Held) -> Response:
         if _header(scope, b"content-encoding") not in (None, b"identity"):
             raise EncodedError("send the body without Content-Encoding")
         header_length = _length(_header(scope, _HEADER_LENGTH))
         path = scope["path_params"]
-        body = await self._bodies.read(receive, _header(scope, b"content-length"))
-        try:
-            async with HangUp(receive):
-                reply, length = await self._service.infer(path["name"], path.get("version"), body, header_length)
-        finally:
-            self._bodies.release(body)
+        body = await held.read(receive, _header(scope, b"content-length"))
+        async with HangUp(receive):
+            reply, length = await self._service.infer(path["name"], path.get("version"), body, header_length)
         if length is None:
             return Response(reply, media_type="application/json")
         return Response(reply, headers={HEADER_LENGTH: str(length)}, media_type="application/octet-stream")
+
+
+async def _send(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a response; a large one is sent when this returns, and not only handed to the transport.
+
+    The last message of a response waits only for the messages before it, so a large body is not the last one.
+    """
+    if len(response.body) <= _LARGE_REPLY:
+        await response(scope, receive, send)
+        return
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _add_protocol_routes(app: FastAPI, service: Service) -> None:
@@ -330,7 +393,7 @@ async def _on_request_error(_request: Request, exc: Exception) -> Response:
 
 async def _on_http_exception(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
-    sentence = f"{request.method} {request.url.path}: {exc.detail}"
+    sentence = f"{shorten(request.method)} {shorten(request.url.path)}: {exc.detail}"
     return _json({"error": sentence}, exc.status_code, dict(exc.headers or {}))
 
 
@@ -339,7 +402,7 @@ async def _on_bug(_request: Request, _exc: Exception) -> Response:
 
 
 def _error(exc: RequestError) -> Response:
-    headers = {}
+    headers = {"connection": "close"} if exc.closes else {}
     if exc.retry_after is not None:
         headers["retry-after"] = str(math.ceil(exc.retry_after.total_seconds()))
     if isinstance(exc, TokenError):
@@ -349,6 +412,22 @@ def _error(exc: RequestError) -> Response:
 
 def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0") != b"")
+        for name, value in scope["headers"]
+    )
+
+
+def _check_head(scope: Scope) -> None:
+    """Raise HeadersError for too many fields, FramingError for two ways of telling where the body ends."""
+    if len(scope["headers"]) > _MOST_FIELDS:
+        raise HeadersError(f"the request has {len(scope['headers'])} header fields; send {_MOST_FIELDS} at most")
+    names = {name for name, _value in scope["headers"]}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        raise FramingError("the request has both Content-Length and Transfer-Encoding; send one of them")
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

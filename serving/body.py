@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, CrowdedError, TooLargeError
@@ -28,7 +28,7 @@ class Bodies:
         self._most_held_bytes = int(settings.max_held_bytes)
 
     async def read(self, receive: Receive, content_length: bytes | None) -> bytes:
-        """Read a whole body, which is held until `release`.
+        """Read a whole body, and count its bytes until `add` takes them off.
 
         Raises:
             TooLargeError: it is longer than one may be, found out before more than that was read.
@@ -57,13 +57,38 @@ class Bodies:
             self.held_bytes -= size
             raise
 
-    def release(self, body: bytes) -> None:
-        """Say that a body is no longer held."""
-        self.held_bytes -= len(body)
+    def add(self, size: int) -> None:
+        """Count bytes that are held: of a body, or of the reply to one; negative when they are released."""
+        self.held_bytes += size
 
     def _check(self, size: int) -> None:
         if size > self._most_bytes:
             raise TooLargeError(f"the body has more than {self._most_bytes} bytes; send fewer rows at once")
+
+
+class Held:
+    """What one request holds until the block ends, when its reply is sent: the body, and then the reply too."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bodies.add(-self._bytes)
+
+    async def read(self, receive: Receive, content_length: bytes | None) -> bytes:
+        """Read and hold the body; raises what `Bodies.read` does."""
+        body = await self._bodies.read(receive, content_length)
+        self._bytes += len(body)
+        return body
+
+    def add(self, size: int) -> None:
+        """Hold `size` bytes more."""
+        self._bytes += size
+        self._bodies.add(size)
 
 
 class HangUp:

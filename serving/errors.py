@@ -3,12 +3,14 @@
 AnabranchError
 `-- RequestError             status, sentence
     |-- BadRequestError      400  mend the request
+    |   `-- FramingError     400  say in one way alone where the body ends
     |-- TokenError           401  send a token that this server knows
     |-- ForbiddenError       403  send the admin token, or ask from where the sentence says
     |-- UnknownError         404  ask for what is there; the sentence names it
     |-- ConflictError        409  change first what the sentence names
     |-- TooLargeError        413  send less at once
     |-- EncodedError         415  send the body as it is, not compressed
+    |-- HeadersError         431  send fewer header fields
     |-- CrowdedError         429  send less at a time; come again after `retry_after`
     |-- BusyError            503  come again after `retry_after`, or go elsewhere
     |-- FailedError          500  nothing: the fault is ours, and is in the log
@@ -20,18 +22,40 @@ from typing import ClassVar
 
 from ingest.errors import AnabranchError
 
+_LONGEST_REPEATED = 100
+
+
+def shorten(text: str) -> str:
+    """Cut what a sentence repeats of a request after 100 characters."""
+    return text if len(text) <= _LONGEST_REPEATED else f"{text[:_LONGEST_REPEATED]}..."
+
 
 class RequestError(AnabranchError):
     """A request that gets no prediction; `str()` is the sentence that the client reads."""
 
     status: ClassVar[int] = 500
     retry_after: ClassVar[timedelta | None] = None
+    closes: ClassVar[bool] = False
+    """Whether the connection is closed after the answer."""
 
 
 class BadRequestError(RequestError):
     """The request does not fit the protocol or the model."""
 
     status = 400
+
+
+class FramingError(BadRequestError):
+    """It can be told in two ways where the request's body ends, so nobody knows where the next request begins."""
+
+    closes = True
+
+
+class HeadersError(RequestError):
+    """The request has more header fields than this server takes."""
+
+    status = 431
+    closes = True
 
 
 class TokenError(RequestError):

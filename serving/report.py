@@ -77,5 +77,5 @@ def read_report(folder: Path, name: str = REPORT) -> ServingReport | None:
     """Read the newest report; None when no serving process has written one that can be read."""
     try:
         return msgspec.json.decode((folder / name).read_bytes(), type=ServingReport)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError):
         return None

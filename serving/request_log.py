@@ -8,6 +8,8 @@ import time
 from datetime import timedelta
 from typing import Literal
 
+from serving.errors import shorten
+
 log = logging.getLogger("anabranch.requests")
 
 HEADER = b"x-request-id"
@@ -42,8 +44,8 @@ class RequestLog:
         self._written += 1
         line = {
             "request": name.decode(),
-            "method": method,
-            "path": path,
+            "method": shorten(method),
+            "path": shorten(path),
             "status": status,
             "seconds": round(seconds, 6),
             **({"left_out": self._left_out} if self._left_out else {}),

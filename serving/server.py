@@ -22,6 +22,7 @@ from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.crew import Worker
 from serving.listener import address_of, listen
+from serving.log_limit import limited_lines
 from serving.metrics import Metrics
 from serving.overview import Overview
 from serving.report import STOPPED, ServingReport, write_report
@@ -63,7 +64,7 @@ def serve(
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     threads = torch.get_num_threads() // (2 * settings.workers)  # the rest is for event loops and the learner
     torch.set_num_threads(max(1, threads))
-    with listener or listen(settings.host, settings.port) as socket_:
+    with listener or listen(settings.host, settings.port) as socket_, limited_lines():
         asyncio.run(_Process(deployment, settings, socket_, worker).run(stop))
 
 

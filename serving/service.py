@@ -8,7 +8,7 @@ from learner.version import RegistryState
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.crew import Worker
-from serving.errors import BadRequestError, BusyError, CrowdedError, LateError, UnknownError
+from serving.errors import BadRequestError, BusyError, CrowdedError, LateError, UnknownError, shorten
 from serving.orders import ORDERS
 from serving.protocol import Request, Signature
 from serving.served import Deployment, ServedVersion
@@ -70,7 +70,9 @@ class Service:
         self.check_name(name)
         current = self.version
         if version is not None and (current is None or version != current.name):
-            raise UnknownError(f"version {version} is not resident; resident: {current.name if current else 'none'}")
+            raise UnknownError(
+                f"version {shorten(version)} is not resident; resident: {current.name if current else 'none'}"
+            )
         if current is None:
             raise BusyError(f"no version of {self.name} is ready yet")
         return current
@@ -78,7 +80,7 @@ class Service:
     def check_name(self, name: str) -> None:
         """Raise UnknownError unless this is the model's name."""
         if name != self.name:
-            raise UnknownError(f"there is no model {name!r}; this server has {self.name!r}")
+            raise UnknownError(f"there is no model {shorten(name)!r}; this server has {self.name!r}")
 
     async def order(self, action: str, version: str) -> RegistryState:
         """Do what a person ordered about a version, in all workers; return what is served then.
@@ -87,9 +89,9 @@ class Service:
             RequestError: it is not done; the sentence says why.
         """
         if action not in ORDERS:
-            raise UnknownError(f"there is no order {action!r}; there are {', '.join(ORDERS)}")
+            raise UnknownError(f"there is no order {shorten(action)!r}; there are {', '.join(ORDERS)}")
         if not version.isdecimal() or len(version) > _LONGEST_NUMBER:
-            raise UnknownError(f"there is no version {version!r}")
+            raise UnknownError(f"there is no version {shorten(version)!r}")
         await asyncio.to_thread(self._swap.order, ORDERS[action], int(version))
         state = self._swap.state
         if self._worker is not None and not await self._worker.obeyed(state):

@@ -184,3 +184,21 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> N
     (tmp_path / FOLDER).write_text("a file is in the way")
     with pytest.raises(SettingsError, match=r"state_dir: cannot write to .*share"), hold_server(tmp_path, SLO):
         pass
+
+
+def test_a_learner_goes_on_when_there_are_no_descriptors_to_look_for_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    servers = Servers(tmp_path, PATIENCE)
+    with hold_server(tmp_path, SLO):
+        for name in ("os.open", "mmap.mmap", "pathlib.Path.iterdir"):
+            with monkeypatch.context() as patch:
+                patch.setattr(name, fail)
+                servers.refresh()
+            assert servers.alive == 0
+        servers.refresh()
+        assert servers.alive == 1
+    servers.close()

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import socket
 import ssl
 import sys
 import threading
@@ -17,13 +18,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from ingest.errors import SettingsError
 from learner.errors import ModelError
 from learner.report import LearnerReport
 from learner.report import write_report as write_learner_report
+from serving.app import _Infer
 from serving.config import ServingSettings
 from serving.listener import listen
+from serving.metrics import Metrics
 from serving.served import ServedVersion
 from serving.server import serve
 
@@ -547,3 +551,89 @@ def test_settings_that_cannot_work_end_the_start_with_their_key(numbers: Any, de
 def test_small_replies_are_not_held_back_by_nagle() -> None:
     with listen("127.0.0.1", 0) as listener:
         assert listener.proto == 6  # IPPROTO_TCP: asyncio sets TCP_NODELAY only then
+
+
+def test_an_answer_before_the_body_was_read_closes_the_connection(numbers: Any, served: Served, body_of: Body) -> None:
+    numbers.publish(1)
+    body = body_of(1)
+    with served(numbers, tokens={"read": "secret"}, max_body_bytes=1024) as running, httpx.Client() as client:
+        good = {"Authorization": "Bearer secret"}
+        for path, headers, content, status, closes in [
+            (running.infer, {}, json.dumps(body), 401, True),
+            (running.infer, good, "x" * 2000, 413, True),
+            (running.infer, {**good, "Content-Encoding": "gzip"}, "x", 415, True),
+            (running.url + "/nothing", good, "x", 404, True),
+            (running.infer, good, "x", 400, False),
+            (running.infer, good, json.dumps(body), 200, False),
+        ]:
+            response = client.post(path, content=content, headers=headers)
+            assert response.status_code == status, path
+            assert (response.headers.get("connection") == "close") is closes, status
+
+
+def test_heads_that_cannot_be_taken_at_their_word_are_refused_before_a_token_is_compared(
+    numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    with served(numbers, tokens={"read": "secret"}) as running:
+        many = httpx.get(running.url + "/v2", headers=[(f"x-{n}", "") for n in range(101)])
+        assert (many.status_code, many.headers["connection"]) == (431, "close")
+        assert "header fields; send 100 at most" in many.json()["error"]
+        both = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        host, _, port = running.address.partition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.sendall(both + b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n")
+            answers = b""
+            while piece := client.recv(4096):
+                answers += piece
+        assert answers.startswith(b"HTTP/1.1 400")
+        assert answers.count(b"HTTP/1.1") == 1
+
+
+def test_an_order_of_an_origin_that_is_no_url_is_forbidden(numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+    with served(numbers) as running:
+        response = httpx.post(f"{running.url}/api/versions/1:pin", headers={"Origin": "http://["})
+        assert response.status_code == 403
+
+
+def test_a_report_that_cannot_be_read_does_not_end_serving(
+    numbers: Any, served: Served, eventually: Callable[..., Any]
+) -> None:
+    numbers.publish(1)
+    state_dir = numbers.deployment.state_dir
+    (state_dir / "learner.json").mkdir(parents=True)
+    with served(numbers) as running:
+        first = running.report().time
+        eventually(lambda: running.report().time > first + 1)  # the history is sampled as often
+        assert httpx.get(running.url + "/api/status").json()["learner"] is None
+
+
+def test_a_body_and_its_reply_count_as_held_until_the_reply_is_read() -> None:
+    class Echo:
+        async def infer(self, _name: str, _version: None, body: bytes, _header: None) -> tuple[bytes, None]:
+            return b"r" * 100_000, None
+
+    async def main() -> None:
+        read, sent = asyncio.Event(), 0
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"b" * 1000}
+
+        async def send(message: dict[str, Any]) -> None:  # as uvicorn: waits for what was sent before to be read
+            nonlocal sent
+            if sent > 65_536:
+                await read.wait()
+            sent += len(message.get("body", b""))
+
+        infer = _Infer(Echo(), ServingSettings(), Metrics(CollectorRegistry()))  # type: ignore[arg-type]
+        scope = {"headers": [], "path_params": {"name": "tiny"}, "type": "http", "method": "POST"}
+        task = asyncio.create_task(infer(scope, receive, send))  # type: ignore[arg-type]
+        while not sent:
+            await asyncio.sleep(0)
+        assert infer._bodies.held_bytes == 101_000
+        read.set()
+        await task
+        assert infer._bodies.held_bytes == 0
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -1,0 +1,260 @@
+"""One HTTP connection, bounded in time and size before a token is compared: uvicorn's protocols, with limits.
+
+A connection is closed when no whole request head came in time, when a head is too long, when a chunked body has too
+many tiny chunks, and when nobody reads its replies.
+"""
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_PATIENCE = timedelta(seconds=10)
+"""From a connection, or from the first byte of its next request, to a whole request head; of a TLS handshake too."""
+MAX_HEAD_BYTES = 64_000
+MAX_PIPELINED = 64
+"""Requests of one connection that may wait for the answer to the one before; parsers that stop by themselves have 1."""
+
+_PIECE_BYTES = 16_384
+"""What is parsed at a time while a head is awaited."""
+_FREE_CHUNKS = 128
+_CHUNK_BYTES = 1024
+"""Of each chunk, on average, beyond those that may be of any size: a chunk costs a tenth of a millisecond to parse."""
+_REPLY_PATIENCE = timedelta(seconds=10)
+_SLOWEST_BYTES = 1_000_000
+"""What a client reads in that time at least, of replies that wait for it; what is less than 64 KiB does not count."""
+_LINGER_PATIENCE = timedelta(seconds=5)
+_LINGER_BYTES = 32_000_000
+"""What is still received and thrown away, so that a client that is sending its body can read why it was refused."""
+
+
+class Owner(Protocol):
+    """What hears of a connection: whether a request of it is being answered, and its end."""
+
+    def answering(self, connection: "Connection") -> None:
+        """A request head is whole."""
+
+    def waiting(self, connection: "Connection") -> None:
+        """It has been answered."""
+
+    def lost(self, connection: "Connection") -> None:
+        """The connection is closed."""
+
+
+class ChunkBudget:
+    """Counts the chunks of one body."""
+
+    def __init__(self) -> None:
+        self._chunks = self._bytes = 0
+
+    def add(self, chunks: int, size: int) -> bool:
+        """Count more; whether the chunks are still large enough on average."""
+        self._chunks += chunks
+        self._bytes += size
+        return self._chunks <= _FREE_CHUNKS + self._bytes // _CHUNK_BYTES
+
+
+class _LingeringTransport(asyncio.Transport):
+    """A transport that is closed by `close_gently`; everything else goes to the one that it wraps."""
+
+    def __init__(self, inner: asyncio.Transport, close_gently: Callable[[], None]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.closing = False
+        self._close_gently = close_gently
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.inner.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        return self.closing or self.inner.is_closing()
+
+    def close(self) -> None:
+        if not self.is_closing():
+            self.closing = True
+            self._close_gently()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self.closing:
+            self.inner.write(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.inner.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        self.inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self.is_closing():
+            self.inner.resume_reading()
+
+
+if TYPE_CHECKING:
+    _Base = H11Protocol
+else:
+    _Base = object
+
+
+class Connection(_Base):
+    """What is mixed into uvicorn's protocols; an `owner` is set before the connection is made."""
+
+    owner: Owner
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait for the first request."""
+        assert isinstance(transport, asyncio.Transport)
+        self._outer = _LingeringTransport(transport, self._close_gently)
+        self._head_bytes = self._discarded = self._unsent_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._reply_timer: asyncio.TimerHandle | None = None
+        self._close_timer: asyncio.TimerHandle | None = None
+        super().connection_made(self._outer)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timers, and tell the owner."""
+        for timer in (self._head_timer, self._reply_timer, self._close_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+        self.owner.lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, in pieces as long as a head is awaited; discard it once the connection is closing."""
+        while data and not self._outer.is_closing():
+            awaited, before = self._awaits_head(), self.cycle
+            piece, data = (data[:_PIECE_BYTES], data[_PIECE_BYTES:]) if awaited else (data, b"")
+            super().data_received(piece)
+            if self.cycle is not before:
+                self._head_bytes = 0
+                self.owner.answering(self)
+            elif awaited and self._awaits_head():
+                self._head_bytes += len(piece)
+                if self._head_bytes > MAX_HEAD_BYTES:
+                    self.abort()
+        if self._outer.is_closing():
+            self._discarded += len(data)
+            if self._discarded > _LINGER_BYTES:
+                self.abort()
+        self._await_head()
+
+    def pause_writing(self) -> None:
+        """Give the client its time to read."""
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        if self._reply_timer is not None and not self._outer.is_closing():
+            self._reply_timer.cancel()
+            self._reply_timer = None
+
+    def on_response_complete(self) -> None:
+        """Tell the owner, unless the next request is here already."""
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self.owner.waiting(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; without a word where an answer has begun."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and self.cycle.response_started:
+            self.abort()
+            return
+        super().send_400_response(msg)
+        if answering:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._outer.abort()
+
+    def _awaits_head(self) -> bool:
+        """Whether the next byte belongs to the head of a request."""
+        raise NotImplementedError
+
+    def _awaits_body(self) -> bool:
+        """Whether the next byte belongs to the body of a request."""
+        raise NotImplementedError
+
+    def _await_head(self) -> None:
+        """Start the time of a head that has begun, or of the first one, and stop it once it is whole."""
+        if self._awaits_head() and (self.cycle is None or self._head_bytes) and not self._outer.is_closing():
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(HEAD_PATIENCE.total_seconds(), self.abort)
+        elif self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _await_reader(self) -> None:
+        """Look now and again whether the client reads, until `resume_writing` or the end of the connection."""
+        self._unsent_bytes = self._outer.get_write_buffer_size()
+        self._reply_timer = self.loop.call_later(_REPLY_PATIENCE.total_seconds(), self._check_reader)
+
+    def _check_reader(self) -> None:
+        if self._unsent_bytes - self._outer.get_write_buffer_size() < _SLOWEST_BYTES:
+            self.abort()
+        else:
+            self._await_reader()
+
+    def _close_gently(self) -> None:
+        """Close once replies are sent; where a body is still coming, receive and discard it for a while."""
+        inner = self._outer.inner
+        if self._awaits_body():
+            if inner.can_write_eof():
+                inner.write_eof()
+            inner.resume_reading()
+            self._close_timer = self.loop.call_later(_LINGER_PATIENCE.total_seconds(), self.abort)
+        else:
+            if self._reply_timer is None and inner.get_write_buffer_size():
+                self._await_reader()
+            inner.close()
+
+
+class _H11Parser(h11.Connection):
+    """h11's state machine, which refuses a body of tiny chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._budget = ChunkBudget()
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._budget = ChunkBudget()
+        elif isinstance(event, h11.Data) and not self._budget.add(int(event.chunk_start), len(event.data)):
+            raise h11.RemoteProtocolError("the chunks of the body are too small")
+        return event
+
+
+class H11Connection(Connection, H11Protocol):
+    """A connection parsed by h11, which is always installed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _H11Parser()
+
+    def _awaits_head(self) -> bool:
+        return self.conn.their_state is h11.IDLE
+
+    def _awaits_body(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
+
+
+def connection_class() -> type[Connection]:
+    """Return the class of connections parsed by httptools where it is installed, else by h11."""
+    try:
+        from serving.httptools_connection import HttpToolsConnection
+    except ModuleNotFoundError as exc:
+        if exc.name != "httptools":
+            raise
+        return H11Connection
+    return HttpToolsConnection
