@@ -81,12 +81,17 @@ class Assembler:
         """
         lengths = [len(each.messages) for each in incoming]
         part = np.repeat(np.arange(len(incoming)), lengths)
-        decoded, fault = self._decode([value for each in incoming for value in each.messages.values])
+        firsts = (np.cumsum(lengths) - lengths).tolist()
+        faults = {
+            first + at: why
+            for each, first in zip(incoming, firsts, strict=True)
+            for at, why in each.messages.faults.items()
+        }
+        decoded, fault = self._decode([value for each in incoming for value in each.messages.values], faults)
         columns, message = self._rows(decoded, incoming)
         tombstones = self._tombstones(incoming) if self._keyed else {}
         _bury(columns, message, tombstones)
         self._settle(columns, incoming, part[message])
-        firsts = (np.cumsum(lengths) - lengths).tolist()
         letters, looped = [], 0
         for rejects in _by_message(decoded.rejects):
             if rejects[0].message in tombstones:
@@ -110,12 +115,15 @@ class Assembler:
         pairs = chain.from_iterable(zip(each.messages.keys, each.messages.values, strict=True) for each in incoming)
         return {place: key for place, (key, value) in enumerate(pairs) if value is None and key is not None}
 
-    def _decode(self, values: Sequence[bytes | None]) -> tuple[Decoded, str | None]:
-        """Decode the messages that have a value of a fair size; the others are rejects. Also tell what was raised."""
+    def _decode(self, values: Sequence[bytes | None], faults: Mapping[int, str]) -> tuple[Decoded, str | None]:
+        """Decode the messages that have a value of a fair size; the others are rejects. Also tell what was raised.
+
+        `faults` are reasons of rejects by the place of the message, known before it is decoded.
+        """
         refused = [
-            Reject(place, WHOLE_MESSAGE, "null value" if value is None else f"oversized: {len(value)} bytes")
+            Reject(place, WHOLE_MESSAGE, faults.get(place) or _unfit(value))
             for place, value in enumerate(values)
-            if value is None or len(value) > self._most_bytes
+            if value is None or len(value) > self._most_bytes or place in faults
         ]
         if not refused:
             return self._decode_fair([value for value in values if value is not None])
@@ -215,6 +223,10 @@ def _believable(times_ms: NDArray[np.int64]) -> NDArray[np.int64]:
     """Take record times of the far future for now: were one believed, all that is real would be of long ago."""
     now = int(time.time() * 1000)
     return np.where(times_ms > now + _MOST_AHEAD_MS, now, times_ms)
+
+
+def _unfit(value: bytes | None) -> str:
+    return "null value" if value is None else f"oversized: {len(value)} bytes"
 
 
 def _named(exc: Exception) -> str:

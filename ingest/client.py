@@ -11,7 +11,14 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from ingest.block import TopicPartition
+from ingest.config import StreamSettings
 from ingest.errors import CredentialsError, GapError, RecreatedError
+from ingest.properties import DEFAULTS
+
+_INFLATED = 4
+"""So many times what is fetched at once may come out of one compressed batch."""
+CORRUPT_SECONDS = 30.0
+"""For so long a batch with a wrong checksum is fetched again, before it is passed over."""
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +39,8 @@ class Messages:
     end: int
     removed: int = 0
     """Offsets before the first message that retention took before they were read."""
+    faults: Mapping[int, str] = field(default_factory=dict)
+    """Why messages cannot be used as the client found them, by their place; what it could not read of them is None."""
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -48,7 +57,35 @@ class Messages:
             self.headers[begin:end],
             self.end if last else self.offsets[end],
             self.removed if begin == 0 else 0,
+            {place - begin: why for place, why in self.faults.items() if begin <= place < end},
         )
+
+
+def unreadable(partition: TopicPartition, offsets: range, time_ms: int, reason: str) -> Messages:
+    """Return consecutive messages of which nothing but their offsets can be read."""
+    n, nothing = len(offsets), [None] * len(offsets)
+    faults = dict.fromkeys(range(n), reason)
+    return Messages(partition, offsets, [time_ms] * n, nothing, nothing, [()] * n, offsets.stop, faults=faults)
+
+
+BAD_HEADER = "header: the name of a header is not UTF-8"
+
+
+def too_large(most: int) -> str:
+    """Say why what comes out of a compressed batch is not taken."""
+    return f"too-large: its batch is more than {most} bytes once it is decompressed"
+
+
+def damaged(said: str) -> str:
+    """Say why a batch is not taken."""
+    return f"corrupt: its batch cannot be read: {said}"
+
+
+def most_inflated(settings: StreamSettings) -> int:
+    """Return how many bytes a batch may be once it is decompressed."""
+    fetched = settings.properties.get("fetch.max.bytes")
+    once = int(fetched.get_secret_value() if fetched is not None else DEFAULTS["fetch.max.bytes"])
+    return _INFLATED * max(once, int(settings.max_message_bytes))
 
 
 @dataclass(frozen=True)

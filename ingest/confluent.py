@@ -14,29 +14,37 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from ingest.block import TopicPartition
 from ingest.client import (
+    CORRUPT_SECONDS,
     RECREATED,
     DeadLetter,
     Lag,
     Messages,
+    damaged,
     gone_topic,
     missing_topic,
+    most_inflated,
     pass_hole,
     refused,
     silent,
     strange,
+    too_large,
     unreachable,
+    unreadable,
 )
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, RecreatedError
-from ingest.librdkafka import LetterProducer, brief, make
+from ingest.librdkafka import LetterProducer, brief, headers_of, make
 
 _OPEN_SECONDS = 8.0
 _REQUEST_SECONDS = 2.0
+_SEARCH_SECONDS = 15.0
 
 log = logging.getLogger(__name__)
 
 _GONE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 _FORBIDDEN = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+_UNREADABLE = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)
+_INFLATED = "its batch is damaged, or larger than receive.message.max.bytes once it is decompressed"
 _REMOVED = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
@@ -56,6 +64,9 @@ class ConfluentClient:
         self._partitions: dict[tuple[str, int], TopicPartition] = {}
         self._positions: dict[TopicPartition, int] = {}
         self._recreated = False
+        self._most = most_inflated(settings)
+        self._corrupt: dict[TopicPartition, float] = {}
+        """Since when batches that cannot be read come of a partition."""
 
     def open(self) -> None:
         """Connect and see that every topic is there."""
@@ -132,7 +143,7 @@ class ConfluentClient:
             raise BrokerError(f"cannot read the topics: {brief(exc)}") from exc
         self._heard.clear()
         try:
-            return self._taken(polled)
+            return self._taken(polled, limit)
         except BrokerError:
             # What was polled together with the error has to come again.
             self.assign(self._positions)
@@ -230,19 +241,24 @@ class ConfluentClient:
         found = {(tp.topic, tp.partition): future.result().offset for tp, future in futures.items()}
         return {partition: int(found[partition.topic, partition.partition]) for partition in partitions}
 
-    def _taken(self, polled: Sequence[Any]) -> list[Messages]:
+    def _taken(self, polled: Sequence[Any], limit: int) -> list[Messages]:
         """Sort what was polled, messages and events, by partition."""
         batches: dict[TopicPartition, list[Any]] = {}
         ends: dict[TopicPartition, int] = {}
         removed: dict[TopicPartition, int] = {}
+        bad: dict[TopicPartition, Any] = {}
         stopped = False
         for message in polled:
             partition = self._partitions.get((message.topic(), message.partition()))
             error = message.error()
+            if partition in bad:
+                continue  # librdkafka goes on after a batch with a wrong checksum as if it were not there
             if error is None and partition is not None:
                 batches.setdefault(partition, []).append(message)
             elif error is not None and error.code() == KafkaError._PARTITION_EOF and partition is not None:
                 ends[partition] = message.offset()
+            elif error is not None and error.code() in _UNREADABLE and partition is not None:
+                bad[partition] = message
             elif error is not None and error.code() in _REMOVED and partition is not None:
                 stopped = True
                 # A hole after messages is told once more when these are done with.
@@ -252,10 +268,22 @@ class ConfluentClient:
                 self._judge(error)
         reached = dict.fromkeys((*batches, *ends, *removed))
         found = [self._messages(p, batches.get(p, ()), ends.get(p, -1), removed.get(p, 0)) for p in reached]
-        if stopped:
-            # A partition with this error has stopped, and takes no seek.
+        found += self._unread({p: message for p, message in bad.items() if p not in reached}, limit)
+        if bad and not found:
+            message = next(iter(bad.values()))
+            raise BrokerError(f"cannot read {message.topic()}[{message.partition()}]: {message.error().str()}")
+        if stopped or bad:
+            # A partition with such an error has stopped, and takes no seek.
             self.assign(self._positions)
         return found
+
+    def _unread(self, bad: Mapping[TopicPartition, Any], limit: int) -> list[Messages]:
+        """Pass over what is given up, of partitions of which nothing else was polled."""
+        return [
+            self._passed_over(partition, message.error(), message.offset(), limit)
+            for partition, message in bad.items()
+            if self._given_up(partition, message.error())
+        ]
 
     def _pass_gap(self, partition: TopicPartition) -> int:
         """Return how many offsets from the next one to read on are gone, or raise."""
@@ -264,6 +292,50 @@ class ConfluentClient:
         name = f"{partition.topic}[{partition.partition}]@{position}"
         pass_hole(name, earliest - position, self._settings.on_gap)
         return earliest - position
+
+    def _given_up(self, partition: TopicPartition, error: KafkaError) -> bool:
+        """Whether what cannot be read of a partition would come again as it is, as far as can be told."""
+        first = self._corrupt.setdefault(partition, time.monotonic())
+        return error.code() == KafkaError._BAD_COMPRESSION or time.monotonic() - first >= CORRUPT_SECONDS
+
+    def _passed_over(self, partition: TopicPartition, error: KafkaError, base: int, limit: int) -> Messages:
+        """Go on after a batch that cannot be read, or after the first `limit` offsets of it."""
+        begin = max(self._positions[partition], base)
+        end = min(begin + limit, self._batch_end(partition, begin, base))
+        compressed = error.code() == KafkaError._BAD_COMPRESSION
+        reason = f"too-large: {_INFLATED}" if compressed else damaged(error.str())
+        log.debug("%s[%d]: %d to %d are passed over: %s", partition.topic, partition.partition, begin, end - 1, reason)
+        self._positions[partition] = end
+        return unreadable(partition, range(begin, end), int(time.time() * 1000), reason)
+
+    def _batch_end(self, partition: TopicPartition, begin: int, base: int) -> int:
+        """Return the first offset after the batch at `base`, which librdkafka does not tell.
+
+        A batch comes whole, whichever of its offsets is asked for: its end is searched for in steps that double, and
+        then in halves. After some seconds the search ends with an offset that is known to be in the batch.
+        """
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        inside, beyond = begin, self._offsets([partition], OffsetSpec.latest())[partition]
+        step = 1
+        while beyond - inside > 1 and time.monotonic() < deadline:
+            middle = (inside + beyond) // 2
+            asked = min(inside + step, middle) if step else middle
+            if self._is_of(partition, asked, base):
+                inside, step = asked, 2 * step
+            else:
+                beyond, step = asked, 0
+        return inside + 1
+
+    def _is_of(self, partition: TopicPartition, offset: int, base: int) -> bool:
+        """Whether an offset is of the unreadable batch at `base`; raises BrokerError when no broker answers."""
+        self._consumer.assign([KafkaPartition(partition.topic, partition.partition, offset)])
+        for message in self._consumer.consume(1, _REQUEST_SECONDS):
+            error = message.error()
+            if error is not None and error.code() not in (*_UNREADABLE, KafkaError._PARTITION_EOF):
+                break
+            return error is not None and error.code() in _UNREADABLE and message.offset() == base
+        name = f"{partition.topic}[{partition.partition}]@{base}"
+        raise BrokerError(f"cannot read {name}, nor tell where it ends")
 
     def _judge(self, error: KafkaError) -> None:
         """Raise for what ends the reading; librdkafka itself tries again after all else."""
@@ -276,13 +348,20 @@ class ConfluentClient:
     def _messages(self, partition: TopicPartition, records: Sequence[Any], end: int, removed: int) -> Messages:
         last = (records[-1].offset() + 1 if records else self._positions[partition]) + removed
         self._positions[partition] = max(last, end)
+        if records:
+            self._corrupt.pop(partition, None)
+        headers, faults = headers_of(records)
+        if max(map(len, records), default=0) > self._most:
+            faults |= {place: too_large(self._most) for place, each in enumerate(records) if len(each) > self._most}
         return Messages(
             partition=partition,
             offsets=[record.offset() for record in records],
             times_ms=[record.timestamp()[1] for record in records],
             keys=[record.key() for record in records],
-            values=[record.value() for record in records],
-            headers=[record.headers() or () for record in records],
+            # What is too large is not copied once more.
+            values=[record.value() if len(record) <= self._most else None for record in records],
+            headers=headers,
             end=self._positions[partition],
             removed=removed,
+            faults=faults,
         )

@@ -14,12 +14,15 @@ from kafka import errors as kafka_errors
 
 from ingest.block import TopicPartition
 from ingest.client import (
+    BAD_HEADER,
+    CORRUPT_SECONDS,
     RECREATED,
     DeadLetter,
     Lag,
     Messages,
     gone_topic,
     missing_topic,
+    most_inflated,
     pass_hole,
     refused,
     sendable,
@@ -27,9 +30,11 @@ from ingest.client import (
     smaller,
     strange,
     unreachable,
+    unreadable,
 )
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedError, SettingsError
+from ingest.kafka_records import ReplacedNames, UnreadableError, bound
 from ingest.properties import DEFAULTS, check, kafka_python_options
 
 _BOOTSTRAP_MS = 8_000
@@ -64,6 +69,8 @@ class KafkaPythonClient:
         self._behind: list[Any] = []
         self._topic_ids: dict[str, str] = {}
         self._undecodable: CodecError | None = None
+        self._corrupt: dict[Any, float] = {}
+        """Since when batches with a wrong checksum come of a partition."""
         self.letters_dropped = 0
 
     def open(self) -> None:
@@ -78,6 +85,7 @@ class KafkaPythonClient:
             isolation_level=settings.isolation_level,
             allow_auto_create_topics=False,
         )
+        bound(self._consumer, most_inflated(settings))
         self._connections.callback(self._consumer.close, autocommit=False)
         for topic in (*settings.topics, settings.dead_letter_topic):
             with _translated(f"cannot look up topic {topic}"):
@@ -130,6 +138,8 @@ class KafkaPythonClient:
         try:
             with _translated("cannot read the topics"):
                 batches = self._polled(int(timeout.total_seconds() * 1000), limit)
+        except UnreadableError as exc:
+            return [self._passed_over(exc, limit)]
         except CodecError as exc:
             self._undecodable = exc
             raise
@@ -147,11 +157,28 @@ class KafkaPythonClient:
     def _polled(self, timeout_ms: int, limit: int) -> dict[Any, list[Any]]:
         try:
             polled: dict[Any, list[Any]] = self._consumer.poll(timeout_ms, max_records=limit)
-        except kafka_errors.CorruptRecordError:
+        except UnreadableError as exc:
             # The client keeps what it has fetched, and would look for a good record in it for ever.
             self._consumer._fetcher.close()
+            if exc.end is None and not self._given_up(exc):
+                raise kafka_errors.CorruptRecordError(str(exc)) from exc
             raise
         return polled
+
+    def _given_up(self, exc: UnreadableError) -> bool:
+        """Whether a batch with a wrong checksum, and no good record of its partition, has come for long enough."""
+        first = self._corrupt.setdefault(exc.partition, time.monotonic())
+        return time.monotonic() - first >= CORRUPT_SECONDS
+
+    def _passed_over(self, exc: UnreadableError, limit: int) -> Messages:
+        """Go on after what cannot be read, at most `limit` offsets of it, or only one where nothing tells its end."""
+        tp, begin = exc.partition, exc.begin
+        end = begin + 1 if exc.end is None else max(begin, min(exc.end, begin + limit))
+        log.debug("%s[%d]: offsets %d to %d are passed over: %s", tp.topic, tp.partition, begin, end - 1, exc.reason)
+        self._consumer.seek(tp, end)
+        self._positions[tp] = end
+        partition = self._incarnations[tp.topic, tp.partition]
+        return unreadable(partition, range(begin, end), exc.time_ms, exc.reason)
 
     def lag(self) -> Lag:
         """Ask for the end offsets, within two seconds."""
@@ -237,6 +264,8 @@ class KafkaPythonClient:
 
     def _messages(self, tp: Any, records: Sequence[Any], removed: int) -> Messages:
         self._positions[tp] = records[-1].offset + 1 if records else self._position(tp)
+        if records:
+            self._corrupt.pop(tp, None)
         return Messages(
             partition=self._incarnations[tp.topic, tp.partition],
             offsets=[record.offset for record in records],
@@ -246,6 +275,7 @@ class KafkaPythonClient:
             headers=[record.headers for record in records],
             end=self._positions[tp],
             removed=removed,
+            faults={i: BAD_HEADER for i, record in enumerate(records) if type(record.headers) is ReplacedNames},
         )
 
     def _send(self, letter: DeadLetter) -> Any:
@@ -375,7 +405,7 @@ def _translated(what: str) -> Iterator[None]:
     """Turn kafka-python's errors into ours, but for those that the caller deals with."""
     try:
         yield
-    except kafka_errors.OffsetOutOfRangeError:
+    except (kafka_errors.OffsetOutOfRangeError, UnreadableError):
         raise
     except kafka_errors.LogTruncationError as exc:
         raise RecreatedError(RECREATED) from exc

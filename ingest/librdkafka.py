@@ -8,7 +8,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
-from ingest.client import DeadLetter, sendable, smaller
+from ingest.client import BAD_HEADER, DeadLetter, sendable, smaller
 from ingest.config import StreamSettings
 from ingest.errors import SettingsError
 from ingest.properties import DEFAULTS, PROPERTIES
@@ -42,6 +42,23 @@ def make(kind: Any, settings: StreamSettings, ours: Mapping[str, Any]) -> Any:
 def brief(exc: KafkaException) -> str:
     """Return what librdkafka says in words."""
     return str(exc.args[0].str())
+
+
+def headers_of(records: Sequence[Any]) -> tuple[list[Sequence[tuple[str, bytes]]], dict[int, str]]:
+    """Return the headers of records, and by their place the faults of those where a name is not UTF-8.
+
+    Each record is asked once: confluent-kafka raises where it cannot make a name, and would then return what is half
+    made.
+    """
+    headers: list[Sequence[tuple[str, bytes]]] = []
+    faults: dict[int, str] = {}
+    for place, record in enumerate(records):
+        try:
+            headers.append(record.headers() or ())
+        except (UnicodeDecodeError, SystemError):
+            headers.append(())
+            faults[place] = BAD_HEADER
+    return headers, faults
 
 
 class LetterProducer:

@@ -324,7 +324,8 @@ class Worker:
                 done = high <= end
                 stop = each.messages.end if done else int(columns["offset"][end])
                 removed = each.messages.removed if first else 0
-                newest = fingerprint(each.messages, -1) if done and len(each.messages) else None
+                readable = len(each.messages) and len(each.messages) - 1 not in each.messages.faults
+                newest = fingerprint(each.messages, -1) if done and readable else None
                 yield Coverage(each.partition, here.offset + removed, stop, removed, last=newest)
                 if newest is not None:
                     self._marks[each.partition] = Mark(self._marks[each.partition].topic_id, newest)

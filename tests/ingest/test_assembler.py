@@ -1,7 +1,7 @@
 """From messages to rows of a block."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -119,6 +119,39 @@ def test_many_bad_rows_are_named_as_ranges_and_so_many_that_the_header_would_be_
 def test_ranges_name_each_row_and_no_other(rows: set[int]) -> None:
     named = [part.split("..") for part in _ranges(sorted(rows)).split(",")]
     assert [row for part in named for row in range(int(part[0]), int(part[-1]) + 1)] == sorted(rows)
+
+
+def test_what_the_client_could_not_read_is_dead_lettered_with_its_reason_and_a_tombstone_is_one_all_the_same(
+    schema: Schema, make_schema: Callable[..., Schema]
+) -> None:
+    keyed = make_schema({"x": {"dtype": "float32", "shape": [3]}}, {"name": "y", "classes": 3}, key={"name": "who"})
+    faults = {0: "too-large: why", 1: "header: why", 2: "header: why"}
+    settings = StreamSettings(topics=("events",)).resolved("test")
+    found = []
+    for each in (schema, keyed):
+        messages = [
+            Messages(PARTITION, [7], [0], [b"k"], [GOOD], [()], 8),
+            Messages(PARTITION, [8, 9, 10], [0] * 3, [None, b"k", b"k"], [None, GOOD, None], [()] * 3, 11, 0, faults),
+        ]
+        assembler = Assembler(each, settings, HoldOut(fraction=0, seed=1))
+        found.append(assembler.assemble([Incoming(part, 0, Position(0)) for part in messages]))
+    unkeyed, keyed_too = found
+    dead = Outcome.DEAD_LETTERED
+    assert unkeyed.columns["outcome"].tolist() == [Outcome.PENDING, dead, dead, dead]
+    assert [dict(letter.added)["anabranch-error"] for letter in unkeyed.letters] == [
+        b"too-large: why",
+        b"header: why",
+        b"header: why",
+    ]
+    assert [dict(letter.added)["anabranch-source"] for letter in unkeyed.letters] == [
+        b"events[3]@8",
+        b"events[3]@9",
+        b"events[3]@10",
+    ]
+    assert [letter.value for letter in unkeyed.letters] == [None, GOOD, None]
+    assert keyed_too.columns["outcome"].tolist() == [dead, dead, dead, Outcome.SKIPPED]
+    assert keyed_too.columns["reason"].tolist()[-1] == SkipReason.TOMBSTONE
+    assert len(keyed_too.letters) == 3
 
 
 def test_a_message_that_was_a_dead_letter_three_times_gets_no_fourth_letter_and_is_counted(schema: Schema) -> None:

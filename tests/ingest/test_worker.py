@@ -297,7 +297,8 @@ def test_portions_are_small_and_are_together_what_was_fetched(plan: list[tuple[l
         n, values = len(sizes), [None if size is None else b"x" * size for size in sizes]
         offsets = [2 * i + removed for i in range(n)]
         topic = TopicPartition("events", place)
-        fetched.append(Messages(topic, offsets, [0] * n, [b"k"] * n, values, [[]] * n, 100, removed))
+        faults = {place: f"{offsets[place]}" for place in range(0, n, 3)}
+        fetched.append(Messages(topic, offsets, [0] * n, [b"k"] * n, values, [[]] * n, 100, removed, faults))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "_PORTION_BYTES", 10)
         portions = list(_portions(fetched))
@@ -309,6 +310,8 @@ def test_portions_are_small_and_are_together_what_was_fetched(plan: list[tuple[l
         parts = [part for portion in portions for part in portion if part.partition == messages.partition]
         assert [offset for part in parts for offset in part.offsets] == messages.offsets
         assert [value for part in parts for value in part.values] == messages.values
+        told = {part.offsets[place]: why for part in parts for place, why in part.faults.items()}
+        assert told == {messages.offsets[place]: why for place, why in messages.faults.items()}
         assert [part.removed for part in parts] == [messages.removed] + [0] * (len(parts) - 1)
         assert [part.end for part in parts[:-1]] == [part.offsets[0] for part in parts[1:]]
         assert parts[-1].end == messages.end

@@ -1,0 +1,84 @@
+"""Decompression of record batches within a bound: a few kilobytes can be gigabytes once decompressed."""
+
+import gzip
+import io
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kafka import codec as codecs
+
+_CHUNK_BYTES = 65_536
+_XERIAL_HEADER_BYTES = 16
+
+
+class TooLargeError(Exception):
+    """More than the bound comes out."""
+
+
+def inflate(compression_type: int, data: bytes, most: int) -> bytearray:
+    """Return what was compressed, by the number that Kafka has for the codec.
+
+    Raises:
+        TooLargeError: it is more than `most` bytes.
+        Exception: the data are damaged; each codec has errors of its own.
+    """
+    return _CODECS[compression_type](data, most)
+
+
+def _read(stream: Any, most: int) -> bytearray:
+    inflated = bytearray()
+    while chunk := stream.read(_CHUNK_BYTES):
+        inflated += chunk
+        if len(inflated) > most:
+            raise TooLargeError
+    return inflated
+
+
+def _gzip(data: bytes, most: int) -> bytearray:
+    with gzip.GzipFile(fileobj=io.BytesIO(data), mode="r") as stream:
+        return _read(stream, most)
+
+
+def _lz4(data: bytes, most: int) -> bytearray:
+    with codecs.lz4.LZ4FrameFile(io.BytesIO(data)) as stream:
+        return _read(stream, most)
+
+
+def _zstd(data: bytes, most: int) -> bytearray:
+    with codecs.zstd.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
+        return _read(stream, most)
+
+
+def _snappy(data: bytes, most: int) -> bytearray:
+    inflated = bytearray()
+    for block in _snappy_blocks(data):
+        if len(inflated) + _snappy_length(block) > most:
+            raise TooLargeError
+        inflated += codecs.snappy.decompress(block)
+    return inflated
+
+
+def _snappy_blocks(data: bytes) -> Iterator[bytes]:
+    """Yield the blocks of Java's framing, or else all as one."""
+    if not codecs._detect_xerial_stream(data):
+        yield data
+        return
+    begin = _XERIAL_HEADER_BYTES
+    while begin < len(data):
+        (size,) = struct.unpack_from("!I", data, begin)
+        yield data[begin + 4 : begin + 4 + size]
+        begin += 4 + size
+
+
+def _snappy_length(block: bytes) -> int:
+    """Return how long a block says that it is: a varint of 32 bits at its beginning, which snappy checks."""
+    length = 0
+    for place, byte in enumerate(block[:5]):
+        length |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            break
+    return length
+
+
+_CODECS: Mapping[int, Callable[[bytes, int], bytearray]] = {1: _gzip, 2: _snappy, 3: _lz4, 4: _zstd}

@@ -1,0 +1,162 @@
+"""Records that a client cannot read, or not without a bound: each has its outcome, and those around it come."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from kafka import KafkaProducer
+
+from ingest.block import TopicPartition
+from ingest.client import Client, Messages
+from ingest.clients import CLIENTS
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError
+from tests.faults.proxy import Proxy
+
+GOOD = json.dumps({"x": [1, 2, 3], "y": 1}).encode()
+SMALL = {"fetch.max.bytes": 1_000_000, "receive.message.max.bytes": 1_001_000}
+"""Bounds by which 20 MB are too much: 8 MB are for kafka-python, for librdkafka 1 MB where the codec is zstd."""
+EACH = sorted(CLIENTS)
+
+
+class NotUtf8(str):
+    """The name of a header that is sent as bytes which are not UTF-8."""
+
+    __slots__ = ()
+
+    def encode(self, *_: Any) -> bytes:
+        return b"bad\xff"
+
+
+@contextlib.contextmanager
+def producing(kafka: Any, **options: Any) -> Iterator[Any]:
+    options = {"bootstrap_servers": kafka.bootstrap, "acks": "all", "enable_idempotence": False, **options}
+    with contextlib.closing(KafkaProducer(**options)) as producer:
+        yield producer
+        producer.flush(60)
+
+
+def one_batch(kafka: Any, topic: str, codec: str, values: list[bytes]) -> None:
+    sizes = {"max_request_size": 200_000_000, "batch_size": 200_000_000}
+    with producing(kafka, compression_type=codec, linger_ms=5_000, **sizes) as producer:
+        sent = [producer.send(topic, value) for value in values]
+        producer.flush(60)
+        assert [future.get(60).offset for future in sent][-1] >= len(values) - 1
+
+
+@contextlib.contextmanager
+def reading(bootstrap: str, topic: str, client: str, begin: int = 0, **stream: Any) -> Iterator[Client]:
+    named = {"bootstrap_servers": bootstrap, "topics": [topic], "client": client, **stream}
+    with contextlib.closing(CLIENTS[client](StreamSettings.model_validate(named).resolved("test"))) as reader:
+        reader.open()
+        reader.assign({TopicPartition(topic, 0): begin})
+        yield reader
+
+
+def read(reader: Client, end: int, limit: int = 1000) -> list[tuple[int, bytes | None, str | None]]:
+    """Return offset, value and fault of each message up to an offset."""
+    found: list[tuple[int, bytes | None, str | None]] = []
+    deadline, polled = time.monotonic() + 60, Messages(TopicPartition("", 0), [], [], [], [], [], 0)
+    while polled.end < end:
+        assert time.monotonic() < deadline, f"stands still after {found[-1:]}"
+        for polled in reader.poll(timedelta(milliseconds=100), limit):
+            values = zip(polled.offsets, polled.values, strict=True)
+            found += [(offset, value, polled.faults.get(place)) for place, (offset, value) in enumerate(values)]
+    return found
+
+
+@pytest.mark.parametrize("client", EACH)
+def test_a_header_whose_name_is_not_utf8_is_a_fault_of_its_message_alone(
+    kafka: Any, make_topic: Callable[..., str], client: str
+) -> None:
+    topic = make_topic()
+    with producing(kafka) as producer:
+        for number in range(5):
+            names = [("trace", b"1"), (NotUtf8(), b"2")] if number in (1, 3) else [("trace", b"1")]
+            producer.send(topic, GOOD, headers=names)
+    with reading(kafka.bootstrap, topic, client) as reader:
+        found = read(reader, 5)
+    assert [(offset, value) for offset, value, _ in found] == [(offset, GOOD) for offset in range(5)]
+    assert [bool(fault and fault.startswith("header")) for *_, fault in found] == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("client", EACH)
+@pytest.mark.parametrize("codec", ["gzip", "lz4", "snappy", "zstd"])
+def test_what_is_too_large_once_decompressed_is_passed_over_as_such(
+    kafka: Any, make_topic: Callable[..., str], client: str, codec: str
+) -> None:
+    topic = make_topic()
+    one_batch(kafka, topic, "gzip", [GOOD] * 2)
+    one_batch(kafka, topic, codec, [bytes(20_000_000)])
+    one_batch(kafka, topic, codec, [GOOD] * 2)
+    with reading(kafka.bootstrap, topic, client, properties=SMALL) as reader:
+        found = read(reader, 5)
+    assert [(offset, value) for offset, value, _ in found] == [(0, GOOD), (1, GOOD), (2, None), (3, GOOD), (4, GOOD)]
+    assert [fault[:9] if fault else None for *_, fault in found] == [None, None, "too-large", None, None]
+
+
+@pytest.mark.parametrize("client", EACH)
+@pytest.mark.parametrize("begin", [0, 9])
+def test_of_a_batch_that_is_too_large_each_offset_has_its_fault_wherever_the_reading_begins(
+    kafka: Any, make_topic: Callable[..., str], client: str, begin: int
+) -> None:
+    topic = make_topic()
+    one_batch(kafka, topic, "gzip", [GOOD] * 2)
+    one_batch(kafka, topic, "zstd", [bytes(900_000)] * 21)
+    one_batch(kafka, topic, "zstd", [GOOD])
+    with reading(kafka.bootstrap, topic, client, begin, properties=SMALL) as reader:
+        found = read(reader, 24, limit=8)
+    assert [offset for offset, *_ in found] == list(range(begin, 24))
+    assert {offset for offset, _, fault in found if fault and fault.startswith("too-large")} == set(
+        range(max(begin, 2), 23)
+    )
+
+
+class Damaging(Proxy):
+    """Damages all values that ask for it on their way to the client, while it is told to."""
+
+    damages = True
+
+    def _spoiled(self, chunk: bytes) -> bytes:
+        return chunk.replace(b"damage me", b"damaged!!") if self.damages else chunk
+
+
+class TestAWrongChecksum:
+    """It may be of the way from the broker: the batch is fetched again, and only what stays damaged is passed over."""
+
+    @pytest.fixture
+    def topic(self, kafka: Any, make_topic: Callable[..., str]) -> str:
+        """One with three batches of three messages, of which that in the middle is damaged."""
+        topic: str = make_topic()
+        for value in (GOOD, b"damage me", GOOD):
+            with producing(kafka, linger_ms=5_000) as producer:
+                for _ in range(3):
+                    producer.send(topic, value)
+        return topic
+
+    @pytest.mark.parametrize("client", EACH)
+    def test_that_stays_is_passed_over_offset_by_offset(
+        self, kafka: Any, topic: str, client: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in ("kafka", "confluent"):
+            monkeypatch.setattr(f"ingest.{module}.CORRUPT_SECONDS", 0.0)
+        with Damaging(kafka.bootstrap) as proxy, reading(proxy.address, topic, client) as reader:
+            found = read(reader, 9)
+        assert [offset for offset, *_ in found] == list(range(9))
+        assert {offset for offset, _, fault in found if fault and fault.startswith("corrupt")} == {3, 4, 5}
+
+    @pytest.mark.parametrize("client", EACH)
+    def test_that_goes_away_loses_nothing(self, kafka: Any, topic: str, client: str) -> None:
+        with Damaging(kafka.bootstrap) as proxy, reading(proxy.address, topic, client) as reader:
+            found = read(reader, 3)
+            for _ in range(2):
+                with pytest.raises(BrokerError):
+                    read(reader, 9)
+            proxy.damages = False
+            found += read(reader, 9)
+        assert [(offset, fault) for offset, _, fault in found] == [(offset, None) for offset in range(9)]
+        assert [value for _, value, _ in found[3:6]] == [b"damage me"] * 3
