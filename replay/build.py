@@ -189,7 +189,8 @@ def _most_events(capacity: int, slots: int, row_bytes: int, setting: str, step: 
             "beside those for events"
         )
     if k < capacity:
-        log.warning("replay.%s holds %d events of %d bytes, not %d", setting, k, row_bytes, capacity)
+        sentence = "replay.%s holds %d events, not %d: of its %d places, %d are needed beside those of events"
+        log.warning(sentence, setting, k, capacity, slots, slots - k)
     return k
 
 

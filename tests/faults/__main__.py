@@ -1,7 +1,7 @@
 """`python -m tests.faults [--quick] [--minutes M] [--json FILE] [--only PART ...]`: what faults cost, in figures.
 
-It takes the broker that ANABRANCH_TEST_KAFKA_START starts, else the embedded one. The exit code is 1 when a target is
-missed.
+It takes the broker that ANABRANCH_TEST_KAFKA_START starts, else the embedded one. A part that fails is reported, and
+the others run. The exit code is 1 when a part failed or a target is missed.
 """
 
 import argparse
@@ -25,6 +25,8 @@ PARTS: dict[str, Callable[..., None]] = {
     "overload": overload.run,
 }
 
+log = logging.getLogger(__name__)
+
 
 def main() -> int:
     """Run the parts that were asked for, one after the other."""
@@ -38,13 +40,22 @@ def main() -> int:
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
     figures = Figures(quick=chosen.quick)
     for name in chosen.only or PARTS:
-        with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
-            with broker(Path(folder) / "kafka") as bootstrap:
-                PARTS[name](Path(folder) / name, bootstrap, figures, quick=chosen.quick, minutes=chosen.minutes)
+        try:
+            _run(name, figures, quick=chosen.quick, minutes=chosen.minutes)
+        except Exception as exc:
+            log.exception("part %s failed", name)
+            figures.fail(name, exc)
     figures.write(chosen.json)
     if figures.missed:
         print(f"missed: {', '.join(figures.missed)}")
     return 1 if figures.missed else 0
+
+
+def _run(name: str, figures: Figures, *, quick: bool, minutes: float) -> None:
+    """Run a part with a folder and a broker of its own."""
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+        with broker(Path(folder) / "kafka") as bootstrap:
+            PARTS[name](Path(folder) / name, bootstrap, figures, quick=quick, minutes=minutes)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Figures:
         }
         self._begin = time.monotonic()
         self.missed: list[str] = []
-        """Keys whose target was not reached."""
+        """Keys whose target was not reached, and parts that failed."""
 
     def title(self, name: str, what: str) -> None:
         """Begin a part, and keep how busy the machine is before it."""
@@ -62,6 +62,12 @@ class Figures:
             if not met and not spared:
                 self.missed.append(key)
         print(f"  {key:34} {_short(value):>10}  {verdict:18} {note}".rstrip(), flush=True)
+
+    def fail(self, part: str, error: Exception) -> None:
+        """Keep under `failed_PART` why a part did not come to its end."""
+        self.found[f"failed_{part}"] = f"{type(error).__name__}: {error}"
+        self.missed.append(part)
+        print(f"  {part} failed: {type(error).__name__}", flush=True)
 
     def write(self, path: Path | None) -> None:
         """Write all keys as one JSON object, if there is a place for it."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ingest.producer import EventProducer
+from replay.disk import DiskTier
 from tests.faults.figures import Figures
 from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
 from tests.pipelines import total
@@ -49,8 +50,13 @@ _ROWS_A_MESSAGE = 50
 _AHEAD = 10_000
 _READY = "learner is ready and stands by"
 _ALONE = {"ANABRANCH__LEARNER__STANDBY": "false"}
-_ROOM = 1.3
-"""Bytes of the file for each of what is stored: places that were left wait for cuts before they are written again."""
+_PLACES = 1.12
+"""Records of the file for each event: places that were left wait for cuts before they are written again."""
+
+
+def disk_bytes(rows: int) -> int:
+    """Return the bytes of a file that holds so many events."""
+    return int(rows * _PLACES) * DiskTier.bytes_of(ROW_BYTES)
 
 
 def seconds_to_next_step(
@@ -63,7 +69,7 @@ def seconds_to_next_step(
     """
     rows = stored_bytes // ROW_BYTES
     topic = make_topic(bootstrap, "recovery")
-    text = TEXT.format(capacity=rows, disk_bytes=int(stored_bytes * _ROOM))
+    text = TEXT.format(capacity=rows, disk_bytes=disk_bytes(rows))
     pipeline = Pipeline(folder, bootstrap, topic, CODE, text)
     dice, done = random.Random(seed), threading.Event()
     with contextlib.ExitStack() as stack:
