@@ -67,6 +67,9 @@ class KafkaPythonClient:
         self._incarnations: dict[tuple[str, int], TopicPartition] = {}
         self._positions: dict[Any, int] = {}
         self._behind: list[Any] = []
+        self._still: set[Any] = set()
+        """Those of them that have not moved between the last two looks at the lag."""
+        self._before: dict[Any, int] = {}
         self._topic_ids: dict[str, str] = {}
         self._undecodable: CodecError | None = None
         self._corrupt: dict[Any, float] = {}
@@ -147,10 +150,12 @@ class KafkaPythonClient:
             removed = self._pass_gap(exc.args[0])
             batches = {tp: [] for tp in removed}
         self._refuse_recreated()
-        if not batches and self._behind:
+        if self._behind:
             # Markers and aborted records at the end of a partition move its position without a record. Asking for a
-            # position costs 0.4 ms, so that only partitions are asked for that lag while nothing comes.
-            batches = {tp: [] for tp in self._behind if self._position(tp) != self._positions[tp]}
+            # position costs 0.4 ms, so that only partitions are asked for that lag while nothing comes, or of which
+            # nothing came for a second.
+            asked = [tp for tp in self._behind if not batches or (tp in self._still and tp not in batches)]
+            batches |= {tp: [] for tp in asked if self._position(tp) != self._positions[tp]}
             self._behind = []
         return [self._messages(tp, records, removed.get(tp, 0)) for tp, records in batches.items()]
 
@@ -190,8 +195,10 @@ class KafkaPythonClient:
             gone = [topic for topic in self._settings.topics if not self._consumer.partitions_for_topic(topic)]
             return Lag({}, gone_topic(gone[0], servers) if gone else silent(servers, _brief(exc)))
         self._behind = [tp for tp, end in ends.items() if end > self._positions[tp]]
+        self._still = {tp for tp in self._behind if self._positions[tp] == self._before.get(tp)}
+        self._before = dict(self._positions)
         # A broker may report less than it has already delivered, so what was delivered counts as well.
-        return Lag({p: max(int(ends[_theirs(p)]), self._consumer.highwater(_theirs(p)) or 0) for p in partitions})
+        return Lag({p: max(int(ends[_theirs(p)]), self._positions[_theirs(p)]) for p in partitions})
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:
         """Commit in a thread of its own, for lag tools; skipped while the commit before is not done.

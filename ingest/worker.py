@@ -7,7 +7,7 @@ from the last block it received.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -36,6 +36,7 @@ from ingest.messages import (
     send,
 )
 from ingest.ring import Ring
+from ingest.stalls import Stalls
 
 _PAUSE_SECONDS = 0.01
 """Pause after a poll that brought little: a thin stream costs at most a hundred polls and blocks a second."""
@@ -44,6 +45,8 @@ _LITTLE = 8
 _LETTER_TIMEOUT = timedelta(seconds=10)
 _LAG_SECONDS = 1.0
 _PARTITIONS_SECONDS = 5.0
+_BUSY_SHARE = 0.1
+"""How much time counts towards a stall while all that is read comes in plenty: partitions may have to take turns."""
 _MOST_UNHEARD = 8
 """Reports that are sent to a learner that says nothing: a connection that is full would block both sides for good."""
 _LONGEST_BACKOFF_SECONDS = 10.0
@@ -95,6 +98,13 @@ class Worker:
         self._fault: str | None = None
         self._fault_until = 0.0
         self._next_lag = 0.0
+        self._stalls = Stalls()
+        self._stall: str | None = None
+        self._looked = time.monotonic()
+        self._waited = 0.0
+        """Seconds since the last look at stalls in which the learner was waited for."""
+        self._brought_little = False
+        """Whether a poll since then brought little: no partition then waits for its turn behind others."""
         self._dropped: Counter[str] = Counter()
         """Dead letters that were not written, by reason, and that no block has told of yet."""
         self._dropped_log = 0.0
@@ -120,8 +130,7 @@ class Worker:
         next_partitions, backoff = time.monotonic() + _PARTITIONS_SECONDS, 0.0
         while True:
             while self._paused or not self._free:
-                self._listen(wait=True)
-                self._report_lag_if_due()
+                self._wait_for_learner()
             self._listen(wait=False)
             try:
                 if self._passing:
@@ -130,6 +139,7 @@ class Worker:
                 fetched = self._client.poll(timedelta(0), self._ring.rows)
                 backoff = 0.0
             except BrokerError as exc:
+                self._brought_little = True
                 backoff = self._back_off(backoff, str(exc))
                 continue
             except RecreatedError:
@@ -137,8 +147,10 @@ class Worker:
                     raise
                 continue
             self._take(fetched)
+            brought_little = sum(map(len, fetched)) * _LITTLE < self._ring.rows
+            self._brought_little |= brought_little
             self._report_lag_if_due()
-            if sum(map(len, fetched)) * _LITTLE < self._ring.rows:
+            if brought_little:
                 time.sleep(_PAUSE_SECONDS)
             if time.monotonic() >= next_partitions and not self._ill:
                 self._take_up("earliest")
@@ -239,6 +251,12 @@ class Worker:
         send(self._connection, Passed())
         self._passing = False
 
+    def _wait_for_learner(self) -> None:
+        began = time.monotonic()
+        self._listen(wait=True)
+        self._waited += time.monotonic() - began
+        self._report_lag_if_due()
+
     def _listen(self, *, wait: bool) -> None:
         """Hear what the learner says; with `wait`, until it says something, or for a second."""
         while self._connection.poll(_LAG_SECONDS if wait else 0):
@@ -298,8 +316,7 @@ class Worker:
             return
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
-                self._listen(wait=True)
-                self._report_lag_if_due()
+                self._wait_for_learner()
             slot = self._free.pop()
             self._ring.write(slot, assembled.columns, begin, end)
             coverage = tuple(self._cover(incoming, assembled, begin, end, last=end == total))
@@ -347,8 +364,20 @@ class Worker:
         """Lag is told also while nothing is read: that is when it grows."""
         if time.monotonic() >= self._next_lag:
             asked = time.monotonic()
-            self._report(self._client.lag(), asked)
+            lag = self._client.lag()
+            if not lag.ill:
+                self._stall = self._stalled(lag.ends)
+            self._report(lag, asked)
             self._next_lag = time.monotonic() + _LAG_SECONDS
+
+    def _stalled(self, ends: Mapping[TopicPartition, int]) -> str | None:
+        """Return one sentence if a partition that is read stands still."""
+        now = time.monotonic()
+        seconds = max(0.0, now - self._looked - self._waited)
+        if not self._brought_little:
+            seconds *= _BUSY_SHARE
+        self._looked, self._waited, self._brought_little = now, 0.0, False
+        return self._stalls.look({self._table[place]: self._next[place] for place in self._read}, ends, seconds)
 
     def _report(self, lag: Lag, asked: float | None = None) -> None:
         if lag.ill != self._ill and lag.ill is None:
@@ -361,7 +390,10 @@ class Worker:
         self._unheard += 1
         ends = [(index, lag.ends[partition]) for index, partition in enumerate(self._table) if partition in lag.ends]
         fault = self._fault if time.monotonic() < self._fault_until else None
-        send(self._connection, Broker(ends, lag.ill or fault, time.monotonic() if asked is None else asked))
+        send(
+            self._connection,
+            Broker(ends, lag.ill or self._stall or fault, time.monotonic() if asked is None else asked),
+        )
 
 
 def _portions(fetched: Sequence[Messages]) -> Iterator[list[Messages]]:

@@ -4,14 +4,17 @@ import contextlib
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ingest import stalls
 from ingest import worker as worker_module
 from ingest.assembler import Assembler
 from ingest.block import Block, BlockLayout, Coverage, Outcome, TopicPartition
@@ -145,6 +148,44 @@ def test_pause_stops_the_reading_and_resume_goes_on() -> None:
         partition.append(message(0, 1))
         assert end.block()[0].columns["offset"].tolist() == [0]
     assert client.committed == {P0: 7}
+
+
+class Stuck(FakeClient):
+    """Never hands out what partition 0 has, as a client does that cannot read a batch and says nothing of it."""
+
+    def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
+        return [messages for messages in super().poll(timeout, limit) if messages.partition != P0]
+
+
+class TestStandingStill:
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.01)
+        monkeypatch.setattr(worker_module, "_BUSY_SHARE", 1.0)
+        monkeypatch.setattr(stalls, "STALLED_SECONDS", 0.1)
+
+    def test_a_position_that_does_not_move_though_the_topic_goes_on_is_ill(self) -> None:
+        partition, other = FakePartition(), FakePartition()
+        partition.append(message(0, 1))
+        with learner(Stuck({P0: partition, P1: other})) as end:
+            while not end.hear(lambda each: isinstance(each, Broker)).ill:
+                send(end.connection, Resume())  # it reports on as long as the learner says something
+                other.append(message(0, 1))
+            assert end.broker[-1].ill.startswith("events[0] stands still at offset 0, while it ends at 1: the broker")
+
+    def test_one_that_waits_for_a_learner_that_takes_nothing_is_not_told_so(self) -> None:
+        partition = FakePartition()
+        with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
+            rows = end.ring.rows
+            for _ in range(end.ring.slots + 3):
+                partition.append(message(0, rows))
+            for _ in range(end.ring.slots):
+                end.block()
+            begin = time.monotonic()
+            while time.monotonic() < begin + 0.5:
+                end.hear(lambda each: isinstance(each, Broker))
+                send(end.connection, Resume())
+        assert [each.ill for each in end.broker] == [None] * len(end.broker)
 
 
 class Held(FakeClient):
