@@ -72,8 +72,18 @@ def stop_on_signals() -> Iterator[threading.Event]:
     """Set the event on the first SIGTERM or SIGINT; a second one has its usual effect. Restores the handlers.
 
     SIGHUP, which is a terminal that was closed, is one of them unless it is ignored, as `nohup` does.
+
+    A handler runs in the middle of whatever the main thread does, which may be holding the event's own lock: so it
+    writes into a pipe, and a thread that reads it sets the event.
     """
     stop = threading.Event()
+    reading, writing = os.pipe()
+
+    def watch() -> None:
+        if os.read(reading, 1):
+            stop.set()
+        os.close(reading)
+
     signals = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signals.append(signal.SIGHUP)
@@ -85,16 +95,20 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         restore()
-        stop.set()
+        os.write(writing, b"\n")
         with contextlib.suppress(OSError):  # a terminal that is gone
             os.write(sys.stderr.fileno(), f"anabranch: stopping on {signal.Signals(number).name}\n".encode())
 
+    watching = threading.Thread(target=watch, name="stop-on-signals", daemon=True)
+    watching.start()
     for number in signals:
         signal.signal(number, on_signal)
     try:
         yield stop
     finally:
         restore()
+        os.close(writing)
+        watching.join()
 
 
 def wait_for_parent(stop: threading.Event) -> bool:
