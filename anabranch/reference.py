@@ -130,6 +130,7 @@ The design fixes the names that users build on. These were added to it:
   `learner.profile.steps`, `share.fraction`, `share.yield_at`, `share.stream_priority`,
   `share.mps_percentage`, `share.sms`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
+  `anabranch_learner_raised_rows_total`,
   `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
   `anabranch_replay_capacity_rows`, `anabranch_replay_read_rows_total`, `anabranch_replay_lost_rows_total`,

@@ -43,6 +43,7 @@ class SkipReason(IntEnum):
     FORGOTTEN = 3
     TOMBSTONE = 4
     BEHIND = 5
+    MODEL = 6
 
     @property
     def label(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import IDENTITY_COLUMNS, Array, Block, Fingerprint, Outcome
+from ingest.block import IDENTITY_COLUMNS, Array, Block, Fingerprint, Outcome, SkipReason
 from ingest.messages import Position
 
 PATIENCE = timedelta(milliseconds=100)
@@ -81,6 +81,18 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.new["offset"]) if self.new else 0
+
+    def skip(self, rows: NDArray[np.bool_], reason: SkipReason) -> None:
+        """Take new events, bool `[B]`, out of the batch, and settle them as skipped."""
+        begin = 0
+        for span in self.spans:
+            places = np.flatnonzero(span.trained)
+            left = places[rows[begin : begin + len(places)]]
+            begin += len(places)
+            span.columns["outcome"][left] = np.uint8(Outcome.SKIPPED)
+            span.columns["reason"][left] = np.uint8(reason)
+            span.trained[left] = False
+        self.new = {} if rows.all() else {name: column[~rows] for name, column in self.new.items()}
 
 
 Rows = tuple[Mapping[str, Array], NDArray[np.intp]]

@@ -5,19 +5,20 @@ Legend: G held-out events, C classes.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from ingest.block import Array
 from ingest.schema import Schema
 from learner.guard import YOUNG, GuardRows
 from learner.memory import out_of_memory, release
 from learner.model import forward
+from learner.raised import Check, may_be_of_events, raising, works_on_zeros
 from learner.task import Task
 
 _FEWEST = 10
@@ -100,18 +101,27 @@ def score_each(
     columns: Mapping[str, Array],
     device: torch.device,
     chunk: Chunk | None = None,
+    raised: dict[int, str] | None = None,
 ) -> NDArray[np.float64]:
     """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode.
 
-    NaN where the output has one, whatever the task makes of it. `chunk` is what earlier calls have found to fit.
+    NaN where the output has one, whatever the task makes of it, and where model or task raises: what they raise is put
+    into `raised` by the place of the event. `chunk` is what earlier calls have found to fit.
+
+    Raises:
+        Exception: every event raises, and so do events of zeros.
     """
     chunk = chunk or Chunk()
     total, most, begin = len(columns["label"]), chunk.rows, 0
-    scores_G = np.empty(total)
+    scores_G, found = np.full(total, np.nan), dict[int, str]()
+
+    def check(first: int, last: int) -> None:
+        scores_G[first:last] = _scores(model, task, schema, columns, slice(first, last), device)
+
     while begin < total:
         end = min(total, begin + chunk.rows)
         try:
-            scores_G[begin:end] = _scores(model, task, schema, columns, slice(begin, end), device)
+            found |= _raising_in(begin, end, check)
         except RuntimeError as exc:
             if not out_of_memory(exc) or end - begin == 1:
                 raise
@@ -123,7 +133,32 @@ def score_each(
         chunk.rows = (end - begin) // 2
     if chunk.rows < most:
         log.warning("%s ran out of memory: from now on %d held-out events are scored at once", device, chunk.rows)
+    if found and len(found) == total and not works_on_zeros(_scoring(model, task), schema, device):
+        check(0, total)
+    if raised is not None:
+        raised |= found
     return scores_G
+
+
+def _raising_in(begin: int, end: int, check: Check) -> dict[int, str]:
+    """Return what model or task raises on the events of a part, by their places."""
+    try:
+        check(begin, end)
+    except Exception as exc:  # the user's own code may raise anything
+        if not may_be_of_events(exc):
+            raise
+    else:
+        return {}
+    found = raising(end - begin, lambda first, last: check(begin + first, begin + last))
+    return {begin + place: said for place, said in found.items()}
+
+
+def _scoring(model: nn.Module, task: Task) -> Callable[[Mapping[str, Tensor], Tensor], object]:
+    def run(features: Mapping[str, Tensor], label_B: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return task.score(forward(model, features), label_B)
+
+    return run
 
 
 def _scores(

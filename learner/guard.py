@@ -43,6 +43,12 @@ class GuardRows:
         """The events as columns, each `[G, ...]`; none when there is no event."""
         return trimmed(joined(self._parts), self._most, classes=self._classes)
 
+    def without(self, hashes: NDArray[np.uint64]) -> "GuardRows":
+        """Return these events without those of these hashes."""
+        stays = ~np.isin(self.columns["hash"].astype(np.uint64), hashes)
+        columns = {name: column[stays] for name, column in self.columns.items()}
+        return GuardRows([columns] if stays.any() else [], self._most, classes=self._classes)
+
     @property
     def hashes(self) -> NDArray[np.uint64]:
         """Hashes of the identities of these events, and of those still to be trimmed."""
@@ -131,6 +137,17 @@ class GuardSet:
         covered = forgotten.covers(bases, columns)
         self._hold({name: column[~covered] for name, column in columns.items()} if covered.any() else columns)
         return int(np.count_nonzero(covered))
+
+    def remove(self, hashes: NDArray[np.uint64]) -> Mapping[str, Array]:
+        """Let the events of these hashes leave, and return the columns of those that were held."""
+        columns = joined(self._take_in())
+        if not columns:
+            return {}
+        leaves = np.isin(columns["hash"].astype(np.uint64), hashes)
+        left = {name: column[leaves] for name, column in columns.items()}
+        stays = {name: column[~leaves] for name, column in columns.items()}
+        self._hold({} if leaves.all() else stays)
+        return left
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The set, for a cut, with what is still to be trimmed; later events do not change it."""

@@ -30,6 +30,7 @@ from learner.metrics import LearnerMetrics
 from learner.prequential import Prequential, Scored
 from learner.probe import Probe
 from learner.publisher import Progress, Publisher, Snapshot
+from learner.raised import Raised, RaisingEventsError
 from learner.rates import Rates
 from learner.ratio import Tally, make_ratio
 from learner.rehearsal import rehearsal
@@ -104,6 +105,7 @@ class Loop:
         self.rows_new = 0
         self.rows_replay = 0
         self.non_finite_in_a_row = 0
+        self.raised = Raised()
         self._told_of_score = False
 
     def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
@@ -124,6 +126,7 @@ class Loop:
             self._parts.forgetting.look_if_due()
             self._parts.publisher.publish_if_due(self._progress, self._snapshot)
             self._parts.publisher.watch_if_due(lambda: self._parts.guard.held)
+            self._hold_out_no_more()
             self._cut_if_due()
             self._commit_if_due()
             at_boundary()
@@ -135,7 +138,7 @@ class Loop:
         Weights that are spoiled are not cut: the next start goes on from before, and learns the events since again.
         """
         self._parts.forgetting.look()
-        if self._parts.forgetting.settled and not self.spoiled:
+        if self._parts.forgetting.settled and not self.spoiled and not self.raised.is_all:
             self._parts.cutter.cut_last(self._moment, deadline, self._standing)
         else:
             self._parts.cutter.wait(deadline)
@@ -152,7 +155,8 @@ class Loop:
 
         1. Write down what tombstones forget, which alone is durable, and leave out what is forgotten.
         2. Take the old events that were chosen some steps ago: no event is replayed in the step that learns it.
-        3. Test, then train. A step that is not finite leaves the weights as they were.
+        3. Test, then train. A step that is not finite leaves the weights as they were; events on which the model raises
+           are skipped, and the others learned.
         4. Offer the events to the store: after the step, and only if they were learned. Choose for a later step.
         5. Put held-out events into the guard set.
         6. Settle outcomes and positions: from here on a version says that it has learned them.
@@ -162,7 +166,7 @@ class Loop:
         outcome, reason = Outcome.TRAINED, SkipReason.NONE
         if len(batch):
             result = self._step(batch)
-            if not result.finite:
+            if result is not None and not result.finite:
                 outcome, reason = Outcome.SKIPPED, SkipReason.NON_FINITE
         if self._parts.clerk is not None:
             stored_only = _not_known(batch.stored_only, self._parts.clerk.fields)
@@ -182,15 +186,18 @@ class Loop:
         self.ledger.count()
         self._counters.move(self.ledger.partitions)
 
-    def _step(self, batch: Batch) -> StepResult:
+    def _step(self, batch: Batch) -> StepResult | None:
+        """Learn a batch; the events on which the model raises leave it. None: all did."""
         begin = time.perf_counter()
-        trainer = self._parts.trainer
         old, draw, probed = self._drawn(len(batch))
-        trainer.scale_learning_rate(self.drift.lr_factor)
-        result = trainer.step(trainer.examples(batch.new), old)
+        self._parts.trainer.scale_learning_rate(self.drift.lr_factor)
+        result, draw = self._tried(batch, old, draw)
         self.steps += 1
         self._metrics.learner.steps.inc()
         self._metrics.learner.step.observe(time.perf_counter() - begin)
+        if result is None:
+            self.raised.steps_in_a_row += 1
+            return None
         if not result.finite:
             self._metrics.learner.non_finite.inc()
             self.non_finite_in_a_row += 1
@@ -199,7 +206,7 @@ class Loop:
                 *(self.steps, result.loss, self._ranges(batch.new)),
             )
             return result
-        self.non_finite_in_a_row = 0
+        self.non_finite_in_a_row = self.raised.steps_in_a_row = 0
         self.rows_new += len(batch)
         self.rows_replay += result.replayed
         self._trained_new.inc(len(batch))
@@ -207,6 +214,57 @@ class Loop:
         self._measure(Scored(len(batch), result.score, result.loss_new), probed)
         self._tell_store(batch, draw, result)
         return result
+
+    def _tried(self, batch: Batch, old: Sequence[Examples], draw: Draw | None) -> tuple[StepResult | None, Draw | None]:
+        """Step without the events on which the model raises, as if they had not come; return what is left of a draw."""
+        trainer = self._parts.trainer
+        while len(batch):
+            try:
+                return trainer.step(trainer.examples(batch.new), old), draw
+            except RaisingEventsError as exc:
+                error = exc
+            draws, raised = [len(each) for each in old], np.zeros(len(batch) + sum(map(len, old)), np.bool_)
+            raised[error.places] = True
+            new, replayed = raised[: len(batch)], raised[len(batch) :]
+            if draw is not None and replayed.any():
+                draw = self._replay_no_more(draw, replayed, error.said)
+                old = rehearsal(draw, draws) if len(draw) else ()
+            if new.any():
+                self._skip(batch, new, error.said)
+        return None, draw
+
+    def _skip(self, batch: Batch, raised: NDArray[np.bool_], said: str) -> None:
+        """Settle new events on which the model raised."""
+        left, count = {name: batch.new[name][raised] for name in ("partition", "offset")}, int(raised.sum())
+        batch.skip(raised, SkipReason.MODEL)
+        self._metrics.learner.raised.labels("new").inc(count)
+        self.raised.add(self.rows_new + self.raised.new + count, count, said)
+        self.raised.tell("which are skipped", self._names(left), said)
+
+    def _replay_no_more(self, draw: Draw, raised: NDArray[np.bool_], said: str) -> Draw:
+        """Take old events on which the model raised out of the store, and return the rest of a draw."""
+        assert self._parts.clerk is not None
+        records = draw.records[raised]
+        self._parts.clerk.remove(draw.slots[raised], records)
+        self._metrics.learner.raised.labels("replay").inc(len(records))
+        self.raised.tell("which are replayed no more", self._names(records), said)
+        return draw.of(~raised)
+
+    def _hold_out_no_more(self) -> None:
+        """Take events on which the model raised out of the held-out set."""
+        for found in (self._parts.publisher.raised, self._probe.raised):
+            while found:
+                hashes, said = found.popleft()
+                left = self._parts.guard.remove(hashes)
+                if left and (count := len(left["offset"])):
+                    self._metrics.learner.raised.labels("held_out").inc(count)
+                    self.raised.tell("which are held out no more", self._names(left), said)
+
+    def _names(self, columns: Mapping[str, Array] | NDArray[np.void]) -> list[str]:
+        """Name events as `topic[partition]@offset`."""
+        places = zip(columns["partition"].tolist(), columns["offset"].tolist(), strict=True)
+        accounts = self.ledger.partitions
+        return [f"{accounts[at].name.topic}[{accounts[at].name.partition}]@{offset}" for at, offset in places]
 
     def _drawn(self, new: int) -> tuple[Sequence[Examples], Draw | None, Tally | None]:
         """Draw what the step replays, and score some old events first in a step that measures how much is forgotten."""
@@ -333,6 +391,11 @@ class Loop:
         return self.non_finite_in_a_row >= _MANY_NON_FINITE
 
     @property
+    def too_many_raised(self) -> str | None:
+        """One sentence when the model raises on too many of the new events. Any thread may ask."""
+        return self.raised.ill(self.rows_new + self.raised.new)
+
+    @property
     def note(self) -> str | None:
         """One sentence on what the learner did to go on, though it is not ill."""
         return self._parts.trainer.note
@@ -403,8 +466,11 @@ class Loop:
         )
 
     def _cut_if_due(self) -> None:
-        """Cut when it is time, but not while steps are not finite: it may be the weights, and the good cuts go."""
-        if self._parts.forgetting.settled and not self.non_finite_in_a_row:
+        """Cut when it is time, but not while steps are not finite: it may be the weights, and the good cuts go.
+
+        Nor while the model raises on everything: when it was corrected, the events since are learned after all.
+        """
+        if self._parts.forgetting.settled and not self.non_finite_in_a_row and not self.raised.is_all:
             self._parts.cutter.cut_if_due(self._moment, self._standing)
         else:
             self._parts.cutter.end_if_written()

@@ -62,6 +62,12 @@ class LearnerMetrics:
         self.non_finite = Counter(
             "anabranch_learner_non_finite_steps", "Steps skipped for a loss or gradient not finite.", registry=registry
         )
+        self.raised = Counter(
+            "anabranch_learner_raised_rows",
+            "Events left out because the model or its task raised on them, by where they came from.",
+            ["source"],
+            registry=registry,
+        )
         self.micro_batch = Gauge(
             "anabranch_learner_micro_batch_rows",
             "Events that go through the model at once at most; 0: all of a step.",

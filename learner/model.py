@@ -33,7 +33,9 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
     try:
         model = build(**args)
     except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        raise ModelError(f'model.factory = "{factory}" fails with model.args = {dict(args)}: {_told(exc)}') from exc
+        raise ModelError(
+            f'model.factory = "{factory}" fails with model.args = {dict(args)}: {in_one_line(exc)}'
+        ) from exc
     if not isinstance(model, nn.Module):
         raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
     lazy = next((name for name, value in _weights(model) if is_lazy(value)), None)
@@ -64,7 +66,7 @@ def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
             f'{key} = "{reference}": no module named {exc.name} in {folder} or on the Python path'
         ) from exc
     except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        raise ModelError(f'{key} = "{reference}": importing {module_name} fails: {_told(exc)}') from exc
+        raise ModelError(f'{key} = "{reference}": importing {module_name} fails: {in_one_line(exc)}') from exc
     found = getattr(module, name, None)
     if not callable(found):
         raise ModelError(f'{key} = "{reference}": {module.__file__} has no function {name}')
@@ -102,7 +104,7 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
         raise
     except Exception as exc:  # the user's own code may raise anything
         shapes = ", ".join(f"{each.name} {[_CHECK_ROWS, *each.shape]} torch.{each.dtype}" for each in schema.features)
-        raise ModelError(f"model.factory: the model fails on {shapes}: {_told(exc)}") from exc
+        raise ModelError(f"model.factory: the model fails on {shapes}: {in_one_line(exc)}") from exc
     finally:
         model.train(was_training)
         model.load_state_dict(before)
@@ -147,7 +149,7 @@ def _refusal(
                 found = task.score(output_B, label_B)
     except Exception as exc:  # noqa: BLE001 the user's own code may raise anything
         shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {dtype} of 0 and of 1"
-        return _Refusal(f"fails on {shapes}: {_told(exc)}")
+        return _Refusal(f"fails on {shapes}: {in_one_line(exc)}")
     told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
     if not isinstance(found, Tensor) or found.shape != (_CHECK_ROWS,):
         return _Refusal(f"returned {told} for {_CHECK_ROWS} events; return one number an event, [B]", is_shape=True)
@@ -172,7 +174,7 @@ def make_task(name: str, folder: Path = Path()) -> Task:
     try:
         task = build()
     except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        raise ModelError(f'model.task = "{name}" fails: {_told(exc)}') from exc
+        raise ModelError(f'model.task = "{name}" fails: {in_one_line(exc)}') from exc
     lacking = [method for method in METHODS if not callable(getattr(task, method, None))]
     if lacking:
         raise ModelError(f'model.task = "{name}": {type(task).__name__} has no method {lacking[0]}')
@@ -196,7 +198,7 @@ def tensor_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _told(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """What was raised, on one line, and the innermost line of the user's own code, if it went through any."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     users = [(name, line) for name, line in frames if not name.startswith(_OTHERS)]

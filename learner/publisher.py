@@ -4,10 +4,12 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ingest.messages import Position
@@ -103,6 +105,11 @@ class Publisher:
         self.skipped = 0
 
     @property
+    def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
+        """Hashes of held-out events on which the model raised, and what it raised: for the loop's thread to take."""
+        return self._scorer.raised
+
+    @property
     def ill(self) -> str | None:
         """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
         return self._background.overdue(self._versions.path, self._every) or self._ill
@@ -185,8 +192,8 @@ class Publisher:
 
     def _publish(self, snapshot: Snapshot) -> None:
         """Score, judge, write, and delete what is old. A disk that is full costs this version, not the training."""
-        scores_G = self._score(snapshot)
-        verdict = self.jury.judge(scores_G, snapshot.guard)
+        scores_G, guard = self._score(snapshot)
+        verdict = self.jury.judge(scores_G, guard)
         number = self._highest = self._highest + 1  # a number that failed is not used again
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         metrics = now | dict(self.evaluation.windows)
@@ -219,7 +226,7 @@ class Publisher:
             self._progress = None  # so that it is tried again, also when nothing more is learned
             return
         self._learned = RecordTimes()
-        self.jury.take(number, weights, scores_G, snapshot.guard, verdict)
+        self.jury.take(number, weights, scores_G, guard, verdict)
         self.number, self.verdict = number, verdict.verdict
         self.published += 1
         self._metrics.published.inc()
@@ -232,17 +239,24 @@ class Publisher:
         else:
             self._ill = None
 
-    def _score(self, snapshot: Snapshot) -> Scores:
-        """Score a version on the guard set, and the one before it on what has come since."""
+    def _score(self, snapshot: Snapshot) -> tuple[Scores, GuardRows]:
+        """Score a version on the guard set, and the one before it on what has come since.
+
+        Returns:
+            The scores, and the events that they are of: those on which the model raises are left out.
+        """
         begin = time.thread_time()  # not of the clock: where others have the cores, it costs no more
         self._score_near_future(snapshot.guard)
-        scores_G = self._scorer.score(snapshot.weights, snapshot.guard.columns)
-        self._scored = snapshot.guard, snapshot.weights
-        self.evaluation = evaluation_of(scores_G, self._schema, snapshot.guard)
+        guard = snapshot.guard
+        scores_G, raised = self._scorer.score_and_find(snapshot.weights, guard.columns)
+        if len(raised):
+            scores_G, guard = scores_G[~np.isin(guard.columns["hash"].astype(np.uint64), raised)], guard.without(raised)
+        self._scored = guard, snapshot.weights
+        self.evaluation = evaluation_of(scores_G, self._schema, guard)
         if self.evaluation.windows:
             self.retention = self.retention.followed_by(self.evaluation)
         self._rested_at = time.monotonic() + (_SCORING_SHARE - 1) * (time.thread_time() - begin)
-        return scores_G
+        return scores_G, guard
 
     def _score_near_future(self, guard: GuardRows) -> None:
         """Score the version before on held-out events that came after it."""
@@ -251,9 +265,11 @@ class Publisher:
         rows, weights = self._scored
         fresh = newcomers(guard, rows)
         if fresh and len(fresh["label"]):
-            total = float(np.sum(self._scorer.score(weights, fresh)))
-            if math.isfinite(total):
-                self.retention = self.retention.with_near(len(fresh["label"]), total)
+            scores, raised = self._scorer.score_and_find(weights, fresh)
+            stays = ~np.isin(fresh["hash"].astype(np.uint64), raised)
+            total = float(np.sum(scores[stays]))
+            if math.isfinite(total) and stays.any():
+                self.retention = self.retention.with_near(int(np.count_nonzero(stays)), total)
 
     def _prune(self) -> None:
         """Delete what is stale, and beyond `keep` and `keep_hourly`, never what serving needs."""

@@ -89,6 +89,7 @@ class Reporter:
             replay,
             self._ill,
             self._spoiled(),
+            self._loop.too_many_raised,
             self._absent,
         )
         return [sentence for sentence in parts if sentence]

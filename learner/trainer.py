@@ -6,6 +6,7 @@ Legend: B new events, R replayed ones.
 import contextlib
 import logging
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, TypeVar
@@ -27,9 +28,10 @@ from learner.memory import Dice, note, out_of_memory, release, smaller
 from learner.micro import idle, micro_batches
 from learner.model import forward, tensor_dtype
 from learner.precision import Precision
+from learner.raised import error_of, may_be_of_events, raising, works_on_zeros
 from learner.ranks import Alone, Ranks
 from learner.rng import restore_rng, rng_tensors, rng_values
-from learner.strategy import Examples, Learner, Strategy, Tensors, Whole, twice
+from learner.strategy import Examples, Learner, Strategy, Tensors, Whole, joined, twice
 from learner.task import Task
 from learner.transfer import Transfer
 from learner.update import Update
@@ -74,6 +76,7 @@ class Trainer:
         self._fixed = settings.deterministic
         self._steps = 0
         self._embedding = embedding
+        self._schema = schema
         self._features = [feature.name for feature in schema.features]
         self._classes = schema.label.one_of
         self._precision = precision
@@ -108,16 +111,32 @@ class Trainer:
 
         Returns:
             How many have a label, and so many times their mean score, each counted by its importance.
+
+        Raises:
+            RaisingEventsError: model or task raises on some of them.
         """
-        self.model.eval()
+        before, dice = self._buffers.saved(), Dice(self.device)
+
+        def scored(part: Examples) -> Tensor:
+            self.model.eval()
+            try:
+                with torch.no_grad(), self._precision.autocast(self.device):
+                    return self._fitting(lambda: self._scored(part), len(part), before, dice)
+            finally:
+                self.model.train()
+
         try:
-            with torch.no_grad(), self._precision.autocast(self.device):
-                sums = self._fitting(lambda: self._scored(old), len(old), self._buffers.saved())
-            labelled, score, weight = sums
-            mean = score / weight.clamp_min(torch.finfo(torch.float32).tiny)
-            rows, mean_score = torch.stack([labelled, mean]).tolist()
-        finally:
-            self.model.train()
+            labelled, score, weight = scored(old)
+        except Exception as exc:  # the user's own code may raise anything
+            if not may_be_of_events(exc):
+                raise
+            self._buffers.put_back(before)
+            dice.put_back()
+            if found := raising(len(old), lambda begin, end: scored(old[begin:end])):
+                raise error_of(found) from exc
+            raise
+        mean = score / weight.clamp_min(torch.finfo(torch.float32).tiny)
+        rows, mean_score = torch.stack([labelled, mean]).tolist()
         return int(rows), mean_score * rows
 
     def _scored(self, old: Examples) -> Tensor:
@@ -141,26 +160,58 @@ class Trainer:
         The predictions that are scored are those of the forward pass that the gradient comes from: the model has not
         seen the events before it, and a second pass would cost a third of the step. So dropout, where the model has
         it, is on.
+
+        Raises:
+            RaisingEventsError: model or task raises on some of the events; nothing has changed, so that the caller may
+                step again without them. Any other error that they raise is none of these events'.
         """
         with self.lane():
             return self._step(new, old, rows)
 
     def _step(self, new: Examples, old: Sequence[Examples], rows: int | None) -> StepResult:
         rows, drawn = len(new) if rows is None else rows, [len(each) for each in old]
+        given = new, *old
         if len(new) == 1 and not sum(drawn):
             # Batch norm needs two: the event stands for another one of no weight.
             new = twice(new)
         self.update.begin(self._steps)
-        before = self._buffers.saved()
-        picked = self._pick(new, old, before)
+        before, dice = self._buffers.saved(), Dice(self.device)
+        try:
+            found = self._passes(new, old, rows, before, dice)
+        except Exception as exc:  # the user's own code may raise anything
+            if self._ranks.size > 1 or not may_be_of_events(exc):
+                raise
+            self._name_events(exc, given, before, dice)
+            raise
+        heard, picked, finite, (total, score, loss_new) = found
+        self._steps += 1
+        output_B = cat(heard.output)
+        if finite:
+            self.strategy.learned(new, output_B)
+        old_R, embedding_N = dealt(heard, drawn, picked, rows)
+        replayed = sum(drawn) if picked is None else sum(map(len, picked))
+        return StepResult(finite, total, score, loss_new, old_R, embedding_N, output_B[:rows], replayed)
+
+    def _passes(
+        self, new: Examples, old: Sequence[Examples], rows: int, before: Saved, dice: Dice
+    ) -> tuple[Heard, Sequence[Tensor] | None, bool, tuple[float, float, float]]:
+        """Compute the gradient of a step and, if all is finite, change the weights; nothing else of it lasts.
+
+        Returns:
+            What the micro-batches said, which old events were picked, whether all is finite, and the loss of the step,
+            the score and the loss of the new events.
+        """
+        picked = self._pick(new, old, before, dice)
         if picked is not None:
-            old = [each[places] for each, places in zip(old, picked, strict=True)]
+            old, dice = [each[places] for each, places in zip(old, picked, strict=True)], Dice(self.device)
         taken, whole = old, self._whole(new, old)
         scaler = self.update.scaler
         # fp16 waits for the device here and where scaled: the scale before says what an overflow is to be blamed on.
         scale, scaled = scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
-        for _ in range(_SCALE_RETRIES if scaled else 1):
-            heard = self._fitting(lambda: self._backward(new, taken, whole), len(new) + sum(map(len, taken)), before)
+        for attempt in range(_SCALE_RETRIES if scaled else 1):
+            dice = Dice(self.device) if attempt else dice
+            backward = lambda: self._backward(new, taken, whole)  # noqa: E731
+            heard = self._fitting(backward, len(new) + sum(map(len, taken)), before, dice)
             total, norm, spoiled, score, loss_new = self._numbers(heard, new, rows, before)
             finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
             if not finite:
@@ -175,14 +226,61 @@ class Trainer:
         if not finite and scaled:
             # The events are to blame, not the scale.
             self.update.rescale(scale)
-        self._steps += 1
-        output_B = cat(heard.output)
-        if finite:
-            self.strategy.learned(new, output_B)
-        old_R, embedding_N = dealt(heard, drawn, picked, rows)
-        return StepResult(finite, total, score, loss_new, old_R, embedding_N, output_B[:rows], sum(map(len, old)))
+        return heard, picked, finite, (total, score, loss_new)
 
-    def _pick(self, new: Examples, old: Sequence[Examples], before: Saved) -> Sequence[Tensor] | None:
+    def _name_events(self, error: Exception, given: Sequence[Examples], before: Saved, dice: Dice) -> None:
+        """Undo a step that raised, and find the events that raise, by passes of parts of it that learn nothing.
+
+        Raises:
+            RaisingEventsError: these are the events.
+            Exception: they raise in none of these passes, or all do and so do events of zeros: it is not the events.
+        """
+        traceback.clear_frames(error.__traceback__)  # which hold on to what the pass had made
+        release(self.device)
+        everything = joined(given)
+
+        def learn(events: Examples) -> None:
+            try:
+                self._try(twice(events) if len(events) == 1 else events)
+            finally:
+                self.update.give_up()
+                self._buffers.put_back(before)
+                dice.put_back()
+
+        def learn_zeros(features: Tensors, label_B: Tensor) -> None:
+            learn(Examples(dict(features), label_B, torch.ones(len(label_B), device=self.device)))
+
+        self.update.give_up()
+        self._buffers.put_back(before)
+        dice.put_back()
+        found = raising(len(everything), lambda begin, end: learn(everything[begin:end]))
+        if found and (len(found) < len(everything) or works_on_zeros(learn_zeros, self._schema, self.device)):
+            raise error_of(found) from error
+
+    def _try(self, events: Examples) -> None:
+        """Compute the gradient and the score of events, as of new ones, on this rank alone and without the compiler."""
+
+        def backward() -> None:
+            self.update.gradients.clear()
+            self.strategy.start()
+            weight, present = events.weight_B.sum(), self._present(events)
+            for part in self._parts(events):
+                if self._embedding is not None:
+                    self._embedding.listen()
+                with self._precision.autocast(self.device):
+                    loss = self.strategy.loss(
+                        lambda features: forward(self.model, features), part, [], Whole(weight, [], present)
+                    )
+                if self.strategy.learns_gradient:
+                    self.strategy.backward(loss, self.update.scaler.scale)
+                if self._embedding is not None:
+                    self._embedding.heard()
+                with torch.no_grad():
+                    self.task.score(loss.output_B, part.label_B)
+
+        self._fitting(backward, len(events), self._buffers.saved(), Dice(self.device))
+
+    def _pick(self, new: Examples, old: Sequence[Examples], before: Saved, dice: Dice) -> Sequence[Tensor] | None:
         """Let the strategy choose among the old events, which leaves the model as it was."""
         if not self.strategy.picks or not any(map(len, old)):
             return None
@@ -191,7 +289,7 @@ class Trainer:
             with self._precision.autocast(self.device):
                 return self.strategy.pick(lambda features: forward(self.model, features), new, old)
 
-        picked = self._fitting(pick, max(map(len, (new, *old))), before)
+        picked = self._fitting(pick, max(map(len, (new, *old))), before, dice)
         if picked is not None:
             self._buffers.put_back(before)
         return picked
@@ -203,20 +301,23 @@ class Trainer:
             together = torch.stack(weights)
             self._ranks.average([together])
             weights = list(together)
-        present = None
-        if self._classes is not None and self.strategy.sees_classes:
-            # One place more takes the labels that do not count: to leave them out would be to wait for the device.
-            found = torch.zeros(self._classes + 1, dtype=torch.bool, device=self.device)
-            found.index_fill_(0, torch.where(new.weight_B > 0, new.label_B, self._classes), True)
-            present = self._ranks.any(found[: self._classes])
-        return Whole(weights[0], weights[1:], present)
+        present = self._present(new)
+        return Whole(weights[0], weights[1:], None if present is None else self._ranks.any(present))
 
-    def _fitting(self, passes: Callable[[], _T], rows: int, before: Saved) -> _T:
+    def _present(self, new: Examples) -> Tensor | None:
+        """Return which classes are among new events of this rank, bool `[C]`, where the strategy looks at that."""
+        if self._classes is None or not self.strategy.sees_classes:
+            return None
+        # One place more takes the labels that do not count: to leave them out would be to wait for the device.
+        found = torch.zeros(self._classes + 1, dtype=torch.bool, device=self.device)
+        found.index_fill_(0, torch.where(new.weight_B > 0, new.label_B, self._classes), True)
+        return found[: self._classes]
+
+    def _fitting(self, passes: Callable[[], _T], rows: int, before: Saved, dice: Dice) -> _T:
         """Run passes of at most so many rows, in smaller micro-batches where memory runs out, as if so from the start.
 
-        The strategy leaves the weights as they were when one of its passes fails.
+        The strategy leaves the weights as they were when one of its passes fails. `dice` are those before it.
         """
-        dice = Dice(self.device)
         while True:
             try:
                 return passes()

@@ -119,6 +119,11 @@ class Clerk:
         """Hear what a step said of the events of its draw, as `Store.learned` does."""
         self._jobs.append(partial(self._store.learned, draw, losses, embedding))
 
+    def remove(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> None:
+        """Let events of a draw leave, as `Store.remove` does."""
+        self._jobs.append(partial(self._store.remove, slots, records))
+        self._due = True
+
     def seek(self, step: int, embedding: NDArray[np.float32]) -> None:
         """Look for old events that are near to new ones, as `Store.seek` does."""
         self._jobs.append(partial(self._store.seek, step, embedding))

@@ -72,6 +72,12 @@ class Draw(msgspec.Struct, frozen=True, eq=False):
         columns = {name: column[:n] for name, column in self.columns.items()}
         return Draw(columns, self.importance[:n], self.slots[:n], self.records[:n])
 
+    def of(self, which: NDArray[np.bool_]) -> "Draw":
+        """Return the events that are marked, bool `[n]`, in arrays of their own."""
+        marks = torch.from_numpy(which).to(self.importance.device)
+        columns = {name: column[marks] for name, column in self.columns.items()}
+        return Draw(columns, self.importance[marks], self.slots[which], self.records[which])
+
     def copy(self) -> "Draw":
         """Return it with columns of its own."""
         columns = {name: column.clone() for name, column in self.columns.items()}

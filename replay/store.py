@@ -221,6 +221,14 @@ class Store:
             told = still & ~np.isnan(embedding).any(axis=1)
             self._whereabouts.move(draw.slots[told], embedding[told])
 
+    def remove(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> None:
+        """Let those of n events of draws leave that are held still; plans that name them keep them."""
+        self.take_in()
+        gone = np.zeros(self.tiers.slots, np.bool_)
+        gone[slots[(slots >= 0) & self.entries.are(slots, records)]] = True
+        if gone.any():
+            self._keep(~gone[self.entries.slots])
+
     @property
     def neighbours(self) -> Neighbours | None:
         """The index of embeddings, for policies that ask for it."""

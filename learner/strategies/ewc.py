@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from learner.model import forward as run
+from learner.raised import may_be_of_events
 from learner.strategy import Examples, NoReplay, Tensors, evaluated
 
 
@@ -63,9 +64,14 @@ class ElasticWeights(NoReplay):
             self._sum = [torch.zeros_like(weight) for weight in weights] + [weights[0].new_zeros(())]
         if not len(event):
             return
-        with evaluated(self.learner.model):
-            loss = self.learner.task.loss(run(self.learner.model, event.features), event.label_B).sum()
-            gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        try:
+            with evaluated(self.learner.model):
+                loss = self.learner.task.loss(run(self.learner.model, event.features), event.label_B).sum()
+                gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        except Exception as exc:  # the user's own code may raise anything, in evaluation alone too
+            if not may_be_of_events(exc):
+                raise
+            return  # it was learned already; another event tells as much
         counts = (event.weight_B[0] > 0).to(weights[0])
         for sum_, gradient in zip(self._sum, [*gradients, counts], strict=True):
             # An overflow of one event would make the penalty infinite for good.

@@ -447,13 +447,13 @@ def test_events_are_scored_once_by_the_versions_that_others_are_compared_with(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[int] = []
-    score = Scorer.score
+    score = Scorer.score_and_find
 
     def count(self: Scorer, weights: Weights, columns: Mapping[str, Any]) -> Any:
         scored.append(len(columns["label"]))
         return score(self, weights, columns)
 
-    monkeypatch.setattr(Scorer, "score", count)
+    monkeypatch.setattr(Scorer, "score_and_find", count)
     bench.hold_out(8)
     bench.publish(BAD)
     assert sorted(scored) == [8, 8, 8, 208], "near future, the served one, the best, and the candidate"
