@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -14,7 +14,7 @@ from ingest.errors import SettingsError
 from ingest.schema import Schema
 from learner.errors import VersionError
 from learner.trained import format_trained_through
-from learner.version import Manifest, RegistryState, Verdict, Versions
+from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions, other_model, reference_to
 
 _STYLES = {"pass": "green", "fail": "red", "abstain": "yellow"}
 
@@ -55,9 +55,9 @@ def list_versions(config: Config, limit: int | None) -> list[Listed]:
         VersionError: `state.json` cannot be read.
     """
     versions = _versions(config)
-    digest, state = Schema(config.pipeline.events).digest, versions.state()
+    wanted, state = _wanted(config), versions.state()
     newest = versions.numbers()[::-1]
-    listed = [_look(versions, number, state, digest) for number in newest[:limit]]
+    listed = [_look(versions, number, state, wanted) for number in newest[:limit]]
     still = versions.numbers()
     return [one for one in listed if one.number in still]  # the learner deletes old ones meanwhile
 
@@ -69,14 +69,14 @@ def show_version(config: Config, which: Which) -> Listed:
         SettingsError: there is no such version.
     """
     versions = _versions(config)
-    digest, state, numbers = Schema(config.pipeline.events).digest, versions.state(), versions.numbers()
+    state, numbers = versions.state(), versions.numbers()
     if which == "served" and state.serving is None:
         raise SettingsError(f"serving has taken no version of {versions.path} yet")
     number = state.serving if which == "served" else max(numbers, default=None) if which == "latest" else which
     if not isinstance(number, int) or number not in numbers:
         there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "there is none yet"
         raise SettingsError(f"there is no version {which if number is None else number} in {versions.path}; {there}")
-    listed = _look(versions, number, state, digest)
+    listed = _look(versions, number, state, _wanted(config))
     if listed.manifest is None:
         return listed
     try:
@@ -157,7 +157,18 @@ def _versions(config: Config) -> Versions:
     return Versions(config.state_dir / "versions")
 
 
-def _look(versions: Versions, number: int, state: RegistryState, digest: str) -> Listed:
+class _Wanted(NamedTuple):
+    """What serving wants a version to be of."""
+
+    schema: str
+    model: ModelReference
+
+
+def _wanted(config: Config) -> _Wanted:
+    return _Wanted(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
+
+
+def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted) -> Listed:
     marks = {"served": state.serving, "previous": state.previous, "pinned": state.pinned, "promoted": state.promoted}
     found = [mark for mark, marked in marks.items() if marked == number]
     found += ["rolled back"] if number in state.rolled_back else []
@@ -168,11 +179,11 @@ def _look(versions: Versions, number: int, state: RegistryState, digest: str) ->
     except VersionError as exc:
         refused = str(exc)
     else:
-        refused = _refusal(manifest, verdict, digest, state)
+        refused = _refusal(manifest, verdict, wanted, state)
     return Listed(number, manifest, verdict, _bytes(versions, number), found, refused)
 
 
-def _refusal(manifest: Manifest, verdict: Verdict | None, digest: str, state: RegistryState) -> str | None:
+def _refusal(manifest: Manifest, verdict: Verdict | None, wanted: _Wanted, state: RegistryState) -> str | None:
     """Say why serving does not take a version whose files are whole, as `serving.swap` decides it."""
     if manifest.number in state.rolled_back:
         return "it was rolled back, or left out by a rollback"
@@ -180,9 +191,9 @@ def _refusal(manifest: Manifest, verdict: Verdict | None, digest: str, state: Re
         return "it has no verdict yet"
     if verdict.verdict == "fail" and manifest.number not in (state.promoted, state.pinned):
         return f"the gate failed it: {'; '.join(verdict.reasons) or 'no reason is given'}"
-    if manifest.schema != digest:
+    if manifest.schema != wanted.schema:
         return "it was learned under another schema than [schema] describes"
-    return None
+    return other_model(manifest.model, wanted.model)
 
 
 def _bytes(versions: Versions, number: int) -> int:

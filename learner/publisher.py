@@ -15,7 +15,7 @@ from torch import Tensor
 from ingest.messages import Position
 from ingest.schema import Schema
 from learner.background import Background
-from learner.config import ModelSettings, VersionsSettings
+from learner.config import VersionsSettings
 from learner.deadline import Deadline
 from learner.errors import VersionError
 from learner.evaluation import Evaluation, evaluation_of, newcomers
@@ -306,8 +306,3 @@ def _remembered(versions: Versions) -> tuple[int | None, ...]:
         log.warning("%s; numbers go on from the versions that are there; put it back, or remove it", exc)
         return ()
     return (state.serving, state.previous, state.pinned, *state.rolled_back)
-
-
-def reference_to(model: ModelSettings) -> ModelReference:
-    """Return how a version names the model that its weights belong to."""
-    return ModelReference(model.factory, dict(model.args), model.task)

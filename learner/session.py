@@ -31,7 +31,7 @@ from learner.loop import Loop, Metrics, Parts
 from learner.memory import note
 from learner.metrics import LearnerMetrics
 from learner.precision import check_scaling, choose_device, without_denormals
-from learner.publisher import Publisher, reference_to
+from learner.publisher import Publisher
 from learner.replicas import Place, Replicas
 from learner.reporter import Reporter
 from learner.resumed import Resumed
@@ -41,7 +41,7 @@ from learner.status import serve_status
 from learner.team import Leader
 from learner.tracing import Tracing
 from learner.trainer import Trainer
-from learner.version import Versions
+from learner.version import Versions, reference_to
 from learner.workbench import Deployment, Workbench, prepare
 from replay.clerk import Clerk
 from replay.forgotten import Forgotten

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
+from learner.config import ModelSettings
 from learner.errors import VersionError
 from learner.files import replace_file
 from learner.storage import MANIFEST, LocalStorage, Storage
@@ -36,6 +37,9 @@ VERDICT = "verdict.json"
 STATE = "state.json"
 STATE_LOCK = "state.lock"
 WEIGHTS = "model.safetensors"
+_MOST_KEYS = 5
+_LONGEST_KEY = 50
+"""Of a manifest's `model.args`, in a sentence: anybody may have written it."""
 
 
 class ModelReference(msgspec.Struct, frozen=True):
@@ -44,6 +48,31 @@ class ModelReference(msgspec.Struct, frozen=True):
     factory: str
     args: dict[str, Any]
     task: str
+
+
+def reference_to(model: ModelSettings) -> ModelReference:
+    """Return what versions say of the model that `[model]` describes: the values that JSON makes of its args."""
+    return ModelReference(model.factory, msgspec.json.decode(msgspec.json.encode(model.args)), model.task)
+
+
+def other_model(found: ModelReference, wanted: ModelReference) -> str | None:
+    """Say how a version's model differs from that of `[model]`; None when it does not.
+
+    A factory may do anything with its arguments, so they are taken from the config alone, never from a version.
+    """
+    if (found.factory, found.task) != (wanted.factory, wanted.task):
+        return f"it is of {found.factory} for {found.task}, but [model] names {wanted.factory} for {wanted.task}"
+    absent = object()
+    differ = [
+        key for key in {**wanted.args, **found.args} if found.args.get(key, absent) != wanted.args.get(key, absent)
+    ]
+    if not differ:
+        return None
+    named = ", ".join(key[:_LONGEST_KEY] for key in differ[:_MOST_KEYS]) + (", ..." if len(differ) > _MOST_KEYS else "")
+    return (
+        f"it was learned with other model.args ({named}) than [model] has now; "
+        "set them back to serve it, or wait for a version that is learned with the new ones"
+    )
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,14 +5,12 @@ Legend: B rows of a batch. Arrays are numpy on the host; the module lies on the 
 
 import contextlib
 import copy
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ from learner.errors import ModelError, VersionError
 from learner.model import build_model, check_model, forward, make_task
 from learner.task import Embeds, Task
 from learner.trained import format_trained_through
-from learner.version import Manifest, Versions
+from learner.version import Manifest, Versions, other_model, reference_to
 from serving.protocol import EMBEDDING
 from serving.tensor import Array, TensorSpec
 
@@ -54,7 +52,6 @@ class Deployment:
     device: torch.device
     stream_priority: bool = True
     """Whether a CUDA device is to take serving's work first."""
-    _patterns: dict[str, "_Pattern"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def versions(self) -> Versions:
@@ -100,25 +97,22 @@ class Deployment:
         """Build the configured model once; raises ModelError when that fails, before any version exists."""
         assert self._output_shape is not None
 
-    def pattern(self, args: Mapping[str, Any]) -> "_Pattern":
-        """Return the model that the factory makes of `args`, built and checked once; used by one thread at a time.
+    @cached_property
+    def pattern(self) -> "_Pattern":
+        """The configured model, built and checked once.
 
         Raises:
             ModelError: it cannot be built, fails, or its output does not fit the task.
         """
-        key = json.dumps(args, sort_keys=True, default=str)
-        if key not in self._patterns:
-            module = build_model(self.model.factory, args, self.folder).to(self.device)
-            shape = check_model(module, self.task, self.schema, self.device)
-            self.embedding_of(copy.deepcopy(module))
-            self._patterns.clear()  # one is enough: versions of one pipeline seldom differ in it
-            self._patterns[key] = _Pattern(module.cpu().eval().requires_grad_(False), shape)
-        return self._patterns[key]
+        module = build_model(self.model.factory, self.model.args, self.folder).to(self.device)
+        shape = check_model(module, self.task, self.schema, self.device)
+        self.embedding_of(copy.deepcopy(module))
+        return _Pattern(module.cpu().eval().requires_grad_(False), shape)
 
     @property
     def _output_shape(self) -> tuple[int, ...]:
         """The shape of the configured model's output for one event."""
-        return self.pattern(self.model.args).output_shape
+        return self.pattern.output_shape
 
 
 @dataclass(frozen=True)
@@ -189,15 +183,12 @@ def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> 
         VersionError: a file lacks its digest, another model than `[model]` names, weights that do not fit, or a module
             that fails on zeros.
     """
-    number, reference, configured = manifest.number, manifest.model, deployment.model
-    if (reference.factory, reference.task) != (configured.factory, configured.task):
-        raise VersionError(
-            f"version {number}: it is of {reference.factory} for {reference.task}, "
-            f"but [model] names {configured.factory} for {configured.task}"
-        )
+    number = manifest.number
+    if (other := other_model(manifest.model, reference_to(deployment.model))) is not None:
+        raise VersionError(f"version {number}: {other}")
     weights = deployment.versions.weights(manifest)
     try:
-        pattern = deployment.pattern(reference.args)
+        pattern = deployment.pattern
         module = copy.deepcopy(pattern.module)
         module.load_state_dict(weights, strict=True)
         version = ServedVersion(manifest, module.to(deployment.device), deployment)

@@ -28,7 +28,7 @@ def publish(config):
     """Publishes a version: `publish(7, verdict="fail", schema="other")`."""
     versions = Versions(config.state_dir / "versions")
 
-    def write(number, verdict="pass", reasons=(), schema=None):
+    def write(number, verdict="pass", reasons=(), schema=None, args=None):
         manifest = Manifest(
             number=number,
             epoch=2,
@@ -39,7 +39,7 @@ def publish(config):
             metrics={"now": 0.875},
             schema=schema or Schema(config.pipeline.events).digest,
             encoders={},
-            model=ModelReference("my_model:build", {"hidden": 128}, "classification"),
+            model=ModelReference("my_model:build", {"hidden": 128} if args is None else args, "classification"),
             files={},
         )
         versions.write({"w": torch.zeros(100_000)}, manifest, Verdict(verdict, list(reasons), {"drop_new": 0.25}))
@@ -104,6 +104,13 @@ class TestShow:
         said = screen(render_one(show_version(config, 1)))
         for fact in ("1, served", "epoch 2", "my_model:build", "drop_new 0.25", "whole; serving may take it"):
             assert fact in said
+
+    def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(self, config, publish):
+        publish(1, args={"hidden": 128, "pretrained": "evil.pt"})
+        assert show_version(config, 1).refused == (
+            "it was learned with other model.args (pretrained) than [model] has now; set them back to serve it, or "
+            "wait for a version that is learned with the new ones"
+        )
 
     def test_a_flipped_bit_is_found(self, config, publish):
         versions = publish(1)

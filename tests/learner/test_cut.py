@@ -52,7 +52,7 @@ from learner.lock import EPOCH, check_epoch
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
 from learner.precision import choose_precision
-from learner.publisher import Publisher, reference_to
+from learner.publisher import Publisher
 from learner.replay_cut import unpack
 from learner.room import most_offered
 from learner.scorer import Scorer
@@ -64,7 +64,7 @@ from learner.strategies.der import DarkReplayPlus
 from learner.strategy import Examples, Strategy, kept
 from learner.task import Classification
 from learner.trainer import Trainer
-from learner.version import Versions
+from learner.version import Versions, reference_to
 from learner.workbench import Deployment
 from replay.build import build_store
 from replay.clerk import Clerk

@@ -24,12 +24,12 @@ from learner.gate import compare
 from learner.guard import GuardSet
 from learner.jury import WATCH_ENOUGH, WATCH_ROWS, Jury
 from learner.metrics import LearnerMetrics
-from learner.publisher import Publisher, Snapshot, reference_to
+from learner.publisher import Publisher, Snapshot
 from learner.record_times import RecordTimes
 from learner.scorer import Scorer
 from learner.task import Classification, MultiLabel, Task
 from learner.trained import Trained
-from learner.version import RegistryState, Verdict, Versions
+from learner.version import RegistryState, Verdict, Versions, reference_to
 
 Weights = Mapping[str, Tensor]
 GOOD = {"weight": torch.eye(3), "bias": torch.zeros(3)}

@@ -28,12 +28,12 @@ from learner.guard import GuardSet
 from learner.jury import Jury
 from learner.lock import EPOCH, check_epoch
 from learner.metrics import LearnerMetrics
-from learner.publisher import Publisher, Snapshot, reference_to
+from learner.publisher import Publisher, Snapshot
 from learner.record_times import RecordTimes
 from learner.scorer import Scorer
 from learner.task import Classification
 from learner.trained import Learned, Trained
-from learner.version import STATE, ModelReference, RegistryState, Verdict, Versions
+from learner.version import STATE, ModelReference, RegistryState, Verdict, Versions, reference_to
 
 SOON = timedelta(seconds=20)
 

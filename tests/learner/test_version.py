@@ -6,17 +6,20 @@ import os
 import pickle
 import shutil
 import threading
+from datetime import date
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from learner import files
+from learner.config import ModelSettings
 from learner.errors import VersionError
 from learner.trained import Trained, format_trained_through, parse_trained_through
-from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions, other_model, reference_to
 
 PASS = Verdict("pass", ["better"], {"drop": -0.1})
 
@@ -422,3 +425,15 @@ class TestTrainedThrough:
     def test_what_is_written_is_read_back(self, offsets):
         trained = {name: Trained(offset) for name, offset in offsets.items()}
         assert parse_trained_through(format_trained_through(trained)) == offsets
+
+
+def test_a_version_of_the_configured_model_is_one_whose_arguments_are_equal_after_json() -> None:
+    settings = ModelSettings(factory="m:build", args={"sizes": (8, 1.0), "since": date(2026, 1, 2)})
+    wanted = reference_to(settings)
+    read = msgspec.json.decode(msgspec.json.encode(wanted), type=ModelReference)
+    assert other_model(read, wanted) is None
+    for args in ({}, {**wanted.args, "x" * 1000: 1}, {**wanted.args, "sizes": None}):
+        said = other_model(ModelReference("m:build", args, "classification"), wanted)
+        assert said is not None
+        assert "set them back to serve it" in said
+        assert len(said) < 300

@@ -392,7 +392,7 @@ def test_a_directory_without_manifest_does_not_exist(numbers: Any, watched: Watc
         ({"model": ModelReference("anabranch_serving_test_models:number", {}, "classification")}, "for classification"),
         (
             {"model": ModelReference("anabranch_serving_test_models:number", {"a": 1}, "regression")},
-            "unexpected keyword",
+            r"other model.args \(a\) than \[model\] has now; set them back to serve it, or wait",
         ),
     ],
 )
@@ -630,7 +630,7 @@ def test_a_slow_model_is_served_before_all_sizes_are_warm_which_go_on_with_the_n
     numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served, "_WARM_UP", timedelta(0))
-    pattern = numbers.deployment.pattern({})
+    pattern = numbers.deployment.pattern
     for number in range(1, 8):
         numbers.publish(number)
         assert watched.look() == number
