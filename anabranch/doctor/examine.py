@@ -62,7 +62,7 @@ def report(path: Path, timeout: float, *, as_json: bool) -> Exit:
     console = Console()
     watched = sys.stderr.isatty() and not as_json
     diagnoses = []
-    for diagnosis in examine(path, timeout, _spinner if watched else contextlib.nullcontext):
+    for diagnosis in examine(path, timeout, _spinner if watched else contextlib.nullcontext, CHECKS):
         diagnoses.append(diagnosis)
         if not as_json:
             show(console, diagnosis)

@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -68,20 +69,23 @@ def check_alone(patient: Patient) -> Iterator[Finding]:
                 yield found("learner.alone", f"learner.{key} = {shown} has no effect with one replica.", key=key)
 
 
-def check_model(patient: Patient) -> Iterator[Finding]:
-    """Import torch, find the device, build the model and what learns with it, and go on from the newest cut."""
-    pipeline = patient.config.pipeline
-    asked = Asked(
-        pipeline.events.model_dump_json(),
-        pipeline.model.model_dump_json(),
-        pipeline.learner.model_dump_json(),
-        _without_secret(pipeline.replay),
-        pipeline.serving.device,
-        pipeline.share.model_dump_json(),
-        str(patient.config.folder),
-        str(patient.config.state_dir),
-    )
-    doing, code, words = "starting Python", None, b""
+class Told(NamedTuple):
+    """What came of a probe."""
+
+    messages: Sequence[Step | Said | Size]
+    code: int | None
+    """The exit code of its process; None when it was still at work at the end of its time."""
+    words: str
+    """What it wrote to stderr."""
+
+
+Launcher: TypeAlias = Callable[[Asked, float], Told]
+"""Has a probe look for so many seconds at most."""
+
+
+def in_a_process(asked: Asked, seconds: float) -> Told:
+    """Start `anabranch.doctor.probe`: what crashes or hangs there does so alone."""
+    code, words = None, b""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as said:
         command = [sys.executable, "-P", "-m", "anabranch.doctor.probe", str(writing)]
@@ -97,15 +101,32 @@ def check_model(patient: Patient) -> Iterator[Finding]:
             os.close(writing)
         with child:
             try:
-                _, words = child.communicate(msgspec.json.encode(asked), timeout=patient.timeout * _SHARE)
+                _, words = child.communicate(msgspec.json.encode(asked), timeout=seconds)
                 code = child.returncode
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
         os.set_blocking(said.fileno(), False)  # a grandchild may hold the other end
         lines = (said.read() or b"").splitlines()
-    for line in lines:
-        message = msgspec.json.decode(line, type=Step | Said | Size)
+    messages = [msgspec.json.decode(line, type=Step | Said | Size) for line in lines]
+    return Told(messages, code, words.decode(errors="replace"))
+
+
+def check_model(patient: Patient, launch: Launcher = in_a_process) -> Iterator[Finding]:
+    """Import torch, find the device, build the model and what learns with it, and go on from the newest cut."""
+    pipeline, seconds = patient.config.pipeline, patient.timeout * _SHARE
+    asked = Asked(
+        pipeline.events.model_dump_json(),
+        pipeline.model.model_dump_json(),
+        pipeline.learner.model_dump_json(),
+        _without_secret(pipeline.replay),
+        pipeline.serving.device,
+        pipeline.share.model_dump_json(),
+        str(patient.config.folder),
+        str(patient.config.state_dir),
+    )
+    told, doing = launch(asked, seconds), "starting Python"
+    for message in told.messages:
         match message:
             case Step(doing):
                 pass
@@ -114,10 +135,10 @@ def check_model(patient: Patient) -> Iterator[Finding]:
             case Said(kind, matter, key):
                 yield found(kind, matter, key=key) if kind else Finding("ok", matter)
     module = pipeline.model.factory.partition(":")[0]
-    if code is None:
-        yield found("model.hang", f"After {patient.timeout * _SHARE:.0f} s the model's process was still {doing}.")
-    elif code != 0:
-        end = f"signal {-code}" if code < 0 else f"exit code {code}"
-        last = words.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+    if told.code is None:
+        yield found("model.hang", f"After {seconds:.0f} s the model's process was still {doing}.")
+    elif told.code != 0:
+        end = f"signal {-told.code}" if told.code < 0 else f"exit code {told.code}"
+        last = told.words.strip().splitlines()[-1:] or ["nothing"]
         matter = f"The model's process ended with {end} while {doing}; it said: {last[0][:_LAST_WORDS]}."
         yield found("model.crash", matter, module=module)

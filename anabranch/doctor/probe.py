@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,13 +32,18 @@ def main() -> int:
             message.matter = message.matter[:_LONGEST_MATTER]  # a pipe takes so much without a reader
         os.write(descriptor, msgspec.json.encode(message) + b"\n")
 
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+    look(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), say)
+    return 0
+
+
+def look(asked: Asked, say: Callable[[Step | Said | Size], None]) -> None:
+    """Try torch, the device and the model, and say what is found, and before each step what it is."""
     say(Step("importing torch"))
     try:
         import torch
     except (ImportError, OSError) as exc:
         say(Said("install.torch", f"torch cannot be imported: {exc}."))
-        return 0
+        return
     say(Said("", f"torch {torch.__version__} can be imported."))
     from anabranch.doctor.trial import try_device, try_model
     from serving.served import pick_device
@@ -59,7 +64,6 @@ def main() -> int:
     if learner.strategy.replays and wanted > free:
         matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
         say(Said("device.memory", matter))
-    return 0
 
 
 def _share(share: ShareSettings, device: "torch.device") -> Iterator[Said]:

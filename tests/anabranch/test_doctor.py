@@ -4,6 +4,8 @@
 """
 
 import contextlib
+import functools
+import importlib
 import json
 import os
 import re
@@ -36,7 +38,8 @@ from anabranch.doctor import examine as examination
 from anabranch.doctor.examine import CHECKS, examine, exit_code, summary
 from anabranch.doctor.finding import FINDINGS, Patient, found, ok
 from anabranch.doctor.machine import check_install
-from anabranch.doctor.probe import _share
+from anabranch.doctor.model import Asked, Told, check_model
+from anabranch.doctor.probe import _share, look
 from ingest.schema import Schema
 from learner.config import ShareSettings
 from learner.cut import Cut, Cuts
@@ -52,13 +55,41 @@ EVENT = {"x": [0.5] * 64, "y": 7}
 
 
 @pytest.fixture
-def diagnose(example, request):
-    """Runs one check on the example and returns its findings: `diagnose("ports", timeout=20)`."""
+def in_this_process(monkeypatch):
+    """Has the probe look at the model in the tests' own process, which has torch: a launcher of `check_model`."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+    def launch(asked, _seconds):
+        sys.modules.pop("my_model", None)
+        importlib.invalidate_caches()
+        messages = []
+        try:
+            look(msgspec.json.decode(msgspec.json.encode(asked), type=Asked), messages.append)
+        finally:
+            sys.modules.pop("my_model", None)
+        return Told(messages, 0, "")
+
+    return launch
+
+
+@pytest.fixture
+def checks(in_this_process):
+    """All checks, that of the model in this process."""
+    model = functools.partial(check_model, launch=in_this_process)
+    return [check._replace(run=model) if check.name == "model" else check for check in CHECKS]
+
+
+@pytest.fixture
+def diagnose(example, request, checks):
+    """Runs one check on the example and returns its findings: `diagnose("ports", timeout=20)`.
+
+    The model is looked at in this process, unless it is to be `alone`.
+    """
     seen = set()
 
-    def run(name, timeout=60.0):
-        checks = [check for check in CHECKS if check.name == name]
-        diagnoses = list(examine(example / "pipeline.toml", timeout, checks=checks))
+    def run(name, timeout=60.0, *, alone=False):
+        chosen = [check for check in (CHECKS if alone else checks) if check.name == name]
+        diagnoses = list(examine(example / "pipeline.toml", timeout, checks=chosen))
         seen.update(finding.kind for _, finding in diagnoses)
         return [finding for check, finding in diagnoses if check == name]
 
@@ -186,7 +217,7 @@ class TestInstallation:
         (tmp_path / "torch").mkdir()
         (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: cannot open')")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        (finding,) = diagnose("model")
+        (finding,) = diagnose("model", alone=True)
         assert finding.matter == "torch cannot be imported: libtorch.so: cannot open."
 
     @pytest.mark.finds("install.crc32c")
@@ -352,19 +383,19 @@ class TestModel:
         (example / "my_model.py").write_text(
             "import os, sys\nsys.stderr.write('oh no\\n')\nsys.stderr.flush()\nos.abort()\n"
         )
-        crash = only(diagnose("model"), "model.crash")
+        crash = only(diagnose("model", alone=True), "model.crash")
         assert crash.matter == "The model's process ended with signal 6 while building my_model:build; it said: oh no."
 
     @pytest.mark.slow
     @pytest.mark.finds("model.hang")
     def test_a_factory_that_hangs(self, diagnose, example):
         (example / "my_model.py").write_text("import threading\nthreading.Event().wait()\n")
-        assert "still building my_model:build" in only(diagnose("model", timeout=20), "model.hang").matter
+        assert "still building my_model:build" in only(diagnose("model", timeout=20, alone=True), "model.hang").matter
 
-    def test_what_a_model_prints_is_no_finding(self, diagnose, example):
+    def test_what_a_model_prints_in_a_process_of_its_own_is_no_finding(self, diagnose, example):
         path = example / "my_model.py"
         path.write_text(path.read_text() + "\nprint('x' * 100_000)\n")
-        assert kinds(diagnose("model")) == []
+        assert kinds(diagnose("model", alone=True)) == []
 
 
 @pytest.fixture
@@ -905,8 +936,9 @@ class TestTls:
 
 class TestCommand:
     @pytest.fixture
-    def doctor(self, example, capsys, setting, free_port):
-        """Runs the command without the model, which takes long, and returns exit code and stdout."""
+    def doctor(self, example, capsys, setting, free_port, monkeypatch, checks):
+        """Runs the command, which looks at the model in this process, and returns exit code and stdout."""
+        monkeypatch.setattr(examination, "CHECKS", checks)
         setting("stream.bootstrap_servers", f"127.0.0.1:{free_port()}")
         setting("serving.port", 0)
         setting("learner.status", "127.0.0.1:0")
