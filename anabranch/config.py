@@ -26,6 +26,11 @@ from serving.config import ServingSettings
 
 ENVIRONMENT_PREFIX = "ANABRANCH__"
 _TESTS_PREFIX = "ANABRANCH_TEST_"
+_TOLD = ("model", "args")
+_NOTHING_HIDDEN = (
+    "arguments of the factory stand in every version and in errors, so they hold no secrets; "
+    "have the factory read {} itself"
+)
 
 
 class Pipeline(Section):
@@ -259,7 +264,10 @@ def _resolve(
     secrets: dict[tuple[str, ...], str],
     faults: list[Fault],
 ) -> Any:
-    """Replace `{env = "NAME"}` and `{file = "path"}` by what they name, and note where that happened."""
+    """Replace `{env = "NAME"}` and `{file = "path"}` by what they name, and note where that happened.
+
+    Below `model.args` they are a fault: who writes them means a secret, and versions tell the arguments.
+    """
     if isinstance(value, list):
         items = enumerate(value)
         return [_resolve(item, (*place, str(i)), folder, environment, secrets, faults) for i, item in items]
@@ -267,6 +275,9 @@ def _resolve(
         return value
     if value.keys() == {"env"} or value.keys() == {"file"}:
         ((kind, name),) = value.items()
+        if isinstance(name, str) and place[:2] == _TOLD:
+            faults.append(Fault(place, f"{'.'.join(place)}: {_NOTHING_HIDDEN.format(name)}"))
+            return ""
         if isinstance(name, str):
             try:
                 secrets[place] = environment[name] if kind == "env" else (folder / name).read_text("utf-8").strip()

@@ -42,7 +42,7 @@ Every name that is seen from outside. This page is written from the code by
 Unknown keys are errors that name the nearest known key. A duration is written as `"250ms"`, `"30s"`, `"10m"`, `"2h"` or
 `"1d"`, a size as `"256MB"` (10^6) or `"256MiB"` (2^20). Instead of any string, `{env = "NAME"}` takes the value of a
 variable of the environment and `{file = "path"}` the contents of a file, relative to the config's folder; such values,
-tokens and properties are never printed.
+tokens and properties are never printed. Below `model.args`, which stands in every version, both are refused.
 """
 
 _PROPERTIES = """\

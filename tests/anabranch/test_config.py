@@ -229,6 +229,21 @@ class TestValues:
     def test_that_are_wrong_are_told_with_place_value_and_rule(self, refused, tmp_path, section, body, sentence):
         assert refused({section: body}).startswith(f"{tmp_path / 'pipeline.toml'}: {sentence}")
 
+    @pytest.mark.parametrize(
+        ("args", "key", "name"),
+        [
+            ('{hub = {token = {env = "HUB_TOKEN"}}}', "model.args.hub.token", "HUB_TOKEN"),
+            ('{keys = ["a", {file = "token"}]}', "model.args.keys.1", "token"),
+            ('{env = "ARGS"}', "model.args", "ARGS"),
+        ],
+    )
+    def test_arguments_of_the_factory_take_no_secrets(self, refused, monkeypatch, args, key, name):
+        monkeypatch.setenv("HUB_TOKEN", "hunter-2")
+        assert refused({"model": f'factory = "m:b"\nargs = {args}'}) == (
+            f"{key}: arguments of the factory stand in every version and in errors, so they hold no secrets; "
+            f"have the factory read {name} itself"
+        )
+
     def test_the_nearest_of_the_values_is_named(self, refused):
         assert refused({"learner": 'strategy = "a-gem"'}).endswith('; the nearest known value is "agem"')
 
