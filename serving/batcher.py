@@ -169,15 +169,16 @@ class Batcher:
 
 
 def _run(batch: Sequence[_Waiting], max_batch: int) -> None:
-    """Set the outcome of each request; one that makes the model fail does not harm the others."""
+    """Set the outcome of each request; one that makes the model fail, found by halves, does not harm the others."""
     version = batch[0].version
     embed = any(waiting.embed for waiting in batch)
     try:
         outputs = _run_in_pieces(version, _joined(batch), sum(waiting.rows for waiting in batch), max_batch, embed)
     except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
         if len(batch) > 1:
-            for waiting in batch:
-                _run([waiting], max_batch)
+            half = len(batch) // 2
+            _run(batch[:half], max_batch)
+            _run(batch[half:], max_batch)
         else:
             batch[0].outcome = _failure(version, exc)
         return

@@ -5,14 +5,14 @@ Legend: B rows of a request. Nothing here knows of HTTP beyond the one header th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from ingest.schema import Feature, Schema
 from learner.trained import parse_trained_through
-from serving.errors import BadRequestError, TooLargeError
+from serving.errors import BadRequestError, TooLargeError, shorten
 from serving.tensor import DATATYPES, Array, TensorSpec, read_binary, read_json, write_binary, write_json
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -24,6 +24,22 @@ EMBEDDING = "embedding"
 _LONGEST_TIMEOUT_MS = 86_400_000
 """`serving.timeout` decides long before; this keeps numbers of any length out of the clock's arithmetic."""
 
+_MOST_PARAMETERS = 64
+_LONGEST_PARAMETERS = 131_072
+_LONGEST_THROUGH = 65_536
+"""Bytes, or characters, of JSON: what is longer is refused before objects are made of it."""
+_LONGEST_DIMENSION = 24
+"""Characters of one number of a shape, with the blanks around it."""
+_LONGEST_OUTPUT = 1024
+"""Bytes of JSON that ask for one output."""
+_LONGEST_ID = 1024
+_MOST_OTHER_BYTES = 1_000_000
+"""Bytes of a request's JSON beside the elements of its inputs."""
+_NONE = (b"", b"null")
+
+_T = TypeVar("_T")
+_Text = bytes | memoryview | msgspec.Raw
+
 Scalar = bool | int | float | str | None
 Parameters = dict[str, Scalar]
 
@@ -32,9 +48,9 @@ class InputTensor(msgspec.Struct, frozen=True, gc=False):
     """One element of a request's `inputs`."""
 
     name: str
-    shape: list[int]
+    shape: msgspec.Raw
     datatype: str
-    parameters: Parameters | None = None
+    parameters: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
     data: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
 
 
@@ -46,12 +62,15 @@ class WantedOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class InferBody(msgspec.Struct, frozen=True, gc=False):
-    """The JSON of a request; members that the protocol does not know are ignored, as it asks."""
+    """The JSON of a request; members that the protocol does not know are ignored, as it asks.
+
+    What may have any number of elements stays text until its length is known.
+    """
 
     inputs: list[InputTensor]
     id: str | None = None
-    parameters: Parameters | None = None
-    outputs: list[WantedOutput] | None = None
+    parameters: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
+    outputs: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
 
 
 class OutputTensor(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -107,6 +126,8 @@ class Signature:
         self._max_rows = max_rows
         self._embeds = embeds
         self._decoder = msgspec.json.Decoder(InferBody)
+        self._shape_decoder = msgspec.json.Decoder(list[int])
+        self._outputs_decoder = msgspec.json.Decoder(list[WantedOutput])
         self._encoder = msgspec.json.Encoder()
 
     def decode(self, body: bytes, header_length: int | None) -> Request:
@@ -121,11 +142,11 @@ class Signature:
         if header_length is not None and not 0 <= header_length <= len(body):
             raise BadRequestError(f"{HEADER_LENGTH} is {header_length}, but the body has {len(body)} bytes")
         view = memoryview(body)
-        document = self._parse(view[:header_length])
+        text_bytes = len(body) if header_length is None else header_length
+        document = self._parse(view[:text_bytes])
+        _check_sizes(document, text_bytes)
         rows = self._rows(document)
-        arrays = _read_tensors(
-            self.inputs, document.inputs, view[len(body) if header_length is None else header_length :]
-        )
+        arrays = _read_tensors(self.inputs, document.inputs, rows, view[text_bytes:])
         return self._request(arrays, rows, document)
 
     def encode(
@@ -153,12 +174,7 @@ class Signature:
         return Request(features, rows, None, dict.fromkeys(self.outputs, True), {}, None)
 
     def _parse(self, text: memoryview) -> InferBody:
-        try:
-            return self._decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise BadRequestError(f"the body is not an inference request: {exc}") from exc
-        except RecursionError as exc:
-            raise BadRequestError("the body is not an inference request: it is nested too deeply") from exc
+        return _decode(self._decoder, text, "the body is not an inference request")
 
     def _rows(self, document: InferBody) -> int:
         """Check names, datatypes and shapes, and return the rows that the inputs agree on."""
@@ -167,17 +183,18 @@ class Signature:
         for tensor in document.inputs:
             spec = self.inputs.get(tensor.name)
             if spec is None:
-                raise BadRequestError(f"there is no input {tensor.name!r}; inputs are {', '.join(self.inputs)}")
+                name = shorten(tensor.name)
+                raise BadRequestError(f"there is no input {name!r}; inputs are {', '.join(self.inputs)}")
             if tensor.name in seen:
                 raise BadRequestError(f"input {tensor.name!r} is given twice")
             seen.add(tensor.name)
             if tensor.datatype != spec.datatype:
-                raise BadRequestError(f"input {tensor.name!r} has datatype {spec.datatype}, not {tensor.datatype!r}")
-            if tuple(tensor.shape[1:]) != spec.shape or not tensor.shape:
-                raise BadRequestError(f"input {tensor.name!r} has shape {[-1, *spec.shape]}, not {tensor.shape}")
-            if rows is not None and tensor.shape[0] != rows:
-                raise BadRequestError(f"input {tensor.name!r} has {tensor.shape[0]} rows, but another has {rows}")
-            rows = tensor.shape[0]
+                found = shorten(tensor.datatype)
+                raise BadRequestError(f"input {tensor.name!r} has datatype {spec.datatype}, not {found!r}")
+            own = self._own_rows(spec, tensor)
+            if rows is not None and own != rows:
+                raise BadRequestError(f"input {tensor.name!r} has {own} rows, but another has {rows}")
+            rows = own
         if rows is None:
             raise BadRequestError(f"the request has no inputs; inputs are {', '.join(self.inputs)}")
         self._check_rows(rows)
@@ -186,6 +203,17 @@ class Signature:
                 raise BadRequestError(f"input {name!r} is missing")
         return rows
 
+    def _own_rows(self, spec: TensorSpec, tensor: InputTensor) -> int:
+        """Check a tensor's shape, and return its rows."""
+        text = bytes(tensor.shape)
+        if len(text) > _LONGEST_DIMENSION * (2 + len(spec.shape)):
+            found = text[:_LONGEST_DIMENSION].decode("ascii", "replace")
+            raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {found}...")
+        shape: list[int] = _decode(self._shape_decoder, text, f"the shape of input {spec.name!r} is not one")
+        if tuple(shape[1:]) != spec.shape or not shape:
+            raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {shape}")
+        return shape[0]
+
     def _check_rows(self, rows: int) -> None:
         if rows < 1:
             raise BadRequestError(f"the request has {rows} rows; it needs one at least")
@@ -193,7 +221,7 @@ class Signature:
             raise TooLargeError(f"the request has {rows} rows; this server takes {self._max_rows} at once")
 
     def _request(self, arrays: Mapping[str, Array], rows: int, document: InferBody) -> Request:
-        parameters = document.parameters or {}
+        parameters = _parameters(document.parameters)
         features = {
             name: _column(feature, arrays[name]) if name in arrays else _default(feature, rows)
             for name, feature in self.features.items()
@@ -207,7 +235,7 @@ class Signature:
     def _embed(self, parameters: Parameters) -> bool:
         embed = parameters.get("return_embedding", False)
         if not isinstance(embed, bool):
-            raise BadRequestError(f"return_embedding is {embed!r}; write true or false")
+            raise BadRequestError(f"return_embedding is {shorten(repr(embed))}; write true or false")
         if embed and not self._embeds and EMBEDDING not in self.outputs:
             raise BadRequestError(
                 "return_embedding: this model has no embedding; name one of its modules in model.embedding, "
@@ -215,13 +243,19 @@ class Signature:
             )
         return embed
 
-    def _wanted(self, wanted: list[WantedOutput] | None, binary: bool, embed: bool) -> dict[str, bool]:
+    def _wanted(self, text: msgspec.Raw, binary: bool, embed: bool) -> dict[str, bool]:
         outputs = {EMBEDDING: binary} if embed else {}
+        if bytes(text) in _NONE:
+            return dict.fromkeys(self.outputs, binary) | outputs
+        if len(text) > _LONGEST_OUTPUT * (2 + len(self.outputs)):
+            raise BadRequestError(f"outputs has {len(text)} bytes, for a model that has {len(self.outputs)} outputs")
+        wanted = _decode(self._outputs_decoder, text, "outputs is not a list of outputs")
         if not wanted:
             return dict.fromkeys(self.outputs, binary) | outputs
         for output in wanted:
             if output.name not in self.outputs and output.name not in outputs:
-                raise BadRequestError(f"there is no output {output.name!r}; outputs are {', '.join(self.outputs)}")
+                name = shorten(output.name)
+                raise BadRequestError(f"there is no output {name!r}; outputs are {', '.join(self.outputs)}")
             outputs[output.name] = bool((output.parameters or {}).get("binary_data", binary))
         return outputs
 
@@ -239,28 +273,62 @@ def input_spec(feature: Feature) -> TensorSpec:
     return TensorSpec(feature.name, None if feature.is_string else feature.dtype, feature.shape)
 
 
+_PARAMETERS = msgspec.json.Decoder(Parameters)
+
+
+def _parameters(text: msgspec.Raw) -> Parameters:
+    """Read the parameters of a request or of one input; none where there are none."""
+    if bytes(text) in _NONE:
+        return {}
+    if len(text) > _LONGEST_PARAMETERS:
+        raise BadRequestError(f"parameters has {len(text)} bytes; it may have {_LONGEST_PARAMETERS}")
+    parameters = _decode(_PARAMETERS, text, "the body is not an inference request: parameters are not scalars by name")
+    if len(parameters) > _MOST_PARAMETERS:
+        raise BadRequestError(f"there are {len(parameters)} parameters; there may be {_MOST_PARAMETERS}")
+    return parameters
+
+
+def _check_sizes(document: InferBody, text_bytes: int) -> None:
+    """Check what a request says beside its data."""
+    other = text_bytes - sum(len(tensor.data) for tensor in document.inputs)
+    if other > _MOST_OTHER_BYTES:
+        raise TooLargeError(f"the request's JSON has {other} bytes beside its data; it may have {_MOST_OTHER_BYTES}")
+    if document.id is not None and len(document.id) > _LONGEST_ID:
+        raise BadRequestError(f"id has {len(document.id)} characters; it may have {_LONGEST_ID}")
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], text: _Text, otherwise: str) -> _T:
+    """Decode JSON, or raise BadRequestError with the sentence that begins with `otherwise`."""
+    try:
+        return decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadRequestError(f"{otherwise}: {shorten(str(exc))}") from exc
+    except RecursionError as exc:
+        raise BadRequestError(f"{otherwise}: it is nested too deeply") from exc
+
+
 def _read_tensors(
-    specs: Mapping[str, TensorSpec], tensors: Sequence[InputTensor], binary: memoryview
+    specs: Mapping[str, TensorSpec], tensors: Sequence[InputTensor], rows: int, binary: memoryview
 ) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     place = 0
     for tensor in tensors:
         spec = specs[tensor.name]
         data = bytes(tensor.data)
-        size = (tensor.parameters or {}).get("binary_data_size")
+        size = _parameters(tensor.parameters).get("binary_data_size")
         if size is None:
             if not data:
                 raise BadRequestError(f"input {tensor.name!r} has neither data nor binary_data_size")
-            arrays[tensor.name] = read_json(spec, data, tensor.shape[0])
+            arrays[tensor.name] = read_json(spec, data, rows)
             continue
         if data:
             raise BadRequestError(f"input {tensor.name!r} has both data and binary_data_size")
         if type(size) is not int or not 0 <= size <= len(binary) - place:
             raise BadRequestError(
-                f"input {tensor.name!r} has binary_data_size {size!r}, but {len(binary) - place} bytes are left after "
-                f"the JSON (whose length {HEADER_LENGTH} tells)"
+                f"input {tensor.name!r} has binary_data_size {shorten(repr(size))}, but {len(binary) - place} bytes "
+                f"are left after the JSON (whose length {HEADER_LENGTH} tells)"
             )
-        arrays[tensor.name] = read_binary(spec, binary[place : place + size], tensor.shape[0])
+        arrays[tensor.name] = read_binary(spec, binary[place : place + size], rows)
         place += size
     if place != len(binary):
         raise BadRequestError(f"{len(binary) - place} bytes of binary data belong to no input")
@@ -284,12 +352,14 @@ def _freshness(parameters: Parameters) -> tuple[dict[str, int], float | None]:
     through = parameters.get("min_trained_through")
     timeout_ms = parameters.get("timeout_ms")
     if through is not None and not isinstance(through, str):
-        raise BadRequestError(f'min_trained_through is {through!r}; write it like "events:0=4711"')
+        raise BadRequestError(f'min_trained_through is {shorten(repr(through))}; write it like "events:0=4711"')
+    if through is not None and len(through) > _LONGEST_THROUGH:
+        raise BadRequestError(f"min_trained_through has {len(through)} characters; it may have {_LONGEST_THROUGH}")
     if timeout_ms is not None and (isinstance(timeout_ms, bool | str) or timeout_ms < 0):
-        raise BadRequestError(f"timeout_ms is {timeout_ms!r}; write a number of milliseconds")
+        raise BadRequestError(f"timeout_ms is {shorten(repr(timeout_ms))}; write a number of milliseconds")
     if timeout_ms is not None:
         timeout_ms = min(timeout_ms, _LONGEST_TIMEOUT_MS)
     try:
         return parse_trained_through(through) if through is not None else {}, timeout_ms
     except ValueError as exc:
-        raise BadRequestError(f"min_trained_through: {exc}") from exc
+        raise BadRequestError(f"min_trained_through: {shorten(str(exc))}") from exc

@@ -31,6 +31,7 @@ from serving.tensor import Array, TensorSpec
 _LONGEST_SENTENCE = 400
 _MOST_SIZES = 256
 _WARM_UP = timedelta(seconds=1)
+_WORKS_FOR = timedelta(seconds=1)
 _HIGHEST = -100
 """Of the priorities of CUDA streams: torch takes the highest that the device has for any beyond it."""
 
@@ -136,6 +137,7 @@ class ServedVersion:
         self._module = module
         self._embedding = deployment.embedding_of(module)
         self._deployment = deployment
+        self._works, self._works_until = True, float("-inf")
 
     def has_learned(self, offsets: Mapping[str, int]) -> bool:
         """Whether it has learned, on each of these partitions, at least so far."""
@@ -166,7 +168,17 @@ class ServedVersion:
         }
 
     def works(self) -> bool:
-        """Whether it answers a row of zeros: tells a bad input from a broken model after a failure."""
+        """Whether it answers a row of zeros: tells a bad input from a broken model after a failure.
+
+        Tried once a second at most: bad inputs may come often.
+        """
+        now = time.monotonic()
+        if now >= self._works_until:
+            self._works_until = now + _WORKS_FOR.total_seconds()
+            self._works = self._answers_zeros()
+        return self._works
+
+    def _answers_zeros(self) -> bool:
         try:
             return all(is_finite(array) for array in self.run(self.zeros(1)).values())
         except Exception:  # noqa: BLE001 - the module is the user's code, which may raise anything

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
 
 from learner.version import RegistryState
 from serving.batcher import Batcher
@@ -19,6 +20,13 @@ log = logging.getLogger("anabranch.serving")
 
 _LONGEST_NUMBER = 15
 """Digits."""
+_LARGE_BYTES = 262_144
+"""Of a body: what is longer is decoded in a thread."""
+_LARGE_ELEMENTS = 65_536
+"""Of a reply: what is more is encoded in a thread."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Service:
@@ -109,10 +117,13 @@ class Service:
             RequestError: it gets no prediction; the sentence says why.
         """
         self.check_name(name)
-        request = self.signature.decode(body, header_length)
+        request = await _run(len(body) > _LARGE_BYTES, self.signature.decode, body, header_length)
         chosen = await self._choose(request, version)
         answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed)
-        reply = self.signature.encode(request, answers, self.name, chosen.name, chosen.trained_through)
+        large = sum(answer.size for answer in answers.values()) > _LARGE_ELEMENTS
+        reply = await _run(
+            large, self.signature.encode, request, answers, self.name, chosen.name, chosen.trained_through
+        )
         if self._shadow.chooses():
             # In the loop's next turn, after this one's in which the reply is sent.
             asyncio.get_running_loop().call_soon(self._shadow.offer, chosen, request.features, answers)
@@ -157,6 +168,13 @@ class Service:
         """Say how far the served version has learned, for a request that waited for more in vain."""
         current = self.version
         return f"the time is over; the served version has learned {current.trained_through if current else 'nothing'}"
+
+
+async def _run(in_thread: bool, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Return what `work` returns, done in a thread where it would keep the event loop from others."""
+    if in_thread:
+        return await asyncio.to_thread(work, *args, **kwargs)
+    return work(*args, **kwargs)
 
 
 def _check_topics(offsets: Mapping[str, int], version: ServedVersion) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.errors import BadRequestError
+from serving.errors import BadRequestError, shorten
 
 Array = NDArray[np.generic]
 BYTES = "BYTES"
@@ -53,13 +53,17 @@ class TensorSpec:
 def read_json(spec: TensorSpec, data: bytes, rows: int) -> Array:
     """Read `data`, flat or nested, into `[rows, *spec.shape]`; strings come as an object array.
 
-    The commas are counted first, so that no memory is spent on data that does not fit the declared shape.
+    The commas are counted first, so that no memory is spent on data that does not fit the declared shape; of strings,
+    which may have commas in them, the quotes that no backslash comes before: there are no more of them than twice the
+    strings.
 
     Raises:
         BadRequestError: other elements, or another number of them, than the tensor has.
     """
     expected = rows * spec.row_elements
     found = data.count(b",") + 1
+    if spec.dtype is None and (data.count(b'"') - data.count(b'\\"')) > 2 * expected:
+        raise BadRequestError(f"input {spec.name!r} has more elements than its shape asks for, which is {expected}")
     if found < expected or (found > expected and spec.dtype is not None):
         raise BadRequestError(f"input {spec.name!r} has {found} elements, but its shape asks for {expected}")
     nested = _OPENS_TWICE.match(data) is not None
@@ -145,5 +149,5 @@ def _finite(spec: TensorSpec, array: Array) -> Array:
 
 def _cause(exc: Exception) -> str:
     if isinstance(exc, msgspec.DecodeError | OverflowError | UnicodeDecodeError):
-        return str(exc)
+        return shorten(str(exc))
     return "its rows differ in length"

@@ -193,6 +193,29 @@ def test_an_input_on_which_the_model_fails_is_the_clients_fault_and_harms_no_oth
     batching(test)
 
 
+def test_a_bad_input_among_many_is_found_by_halves() -> None:
+    version = FakeVersion()
+    attempts: list[int] = []
+    run = version.run
+
+    def counted(features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
+        attempts.append(len(features["x"]))
+        return run(features, embed)
+
+    version.run = counted  # type: ignore[method-assign]
+
+    async def test(batcher: Batcher) -> None:
+        rows = [np.array([-1 if n == 40 else n], np.float32) for n in range(64)]
+        answers = await asyncio.gather(
+            *(batcher.predict(version, {"x": row}, 1) for row in rows),  # type: ignore[arg-type]
+            return_exceptions=True,
+        )
+        assert [type(answer) for answer in answers] == [BadRequestError if n == 40 else dict for n in range(64)]
+        assert len(attempts) == 1 + 2 * 6
+
+    batching(test)
+
+
 def test_an_answer_that_is_not_finite_is_refused_alone() -> None:
     version = FakeVersion()
 

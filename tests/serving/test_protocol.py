@@ -202,6 +202,40 @@ def test_what_does_not_fit_is_refused_in_a_sentence_that_says_where(content: byt
         SIGNATURE.decode(content, None)
 
 
+WORD = {"name": "word", "shape": [1], "datatype": "BYTES", "data": ["a,b"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (changed(shape=[0] * 100_000), r"has shape \[-1, 2, 2\], not \[0, 0, 0.*\.\.\."),
+        (body(parameters={f"p{n}": n for n in range(65)}), "65 parameters; there may be 64"),
+        (body(parameters={f"p{n}": n for n in range(20_000)}), "parameters has .* bytes; it may have 131072"),
+        (changed(parameters={f"p{n}": n for n in range(65)}), "65 parameters; there may be 64"),
+        (body(parameters={"min_trained_through": "e:0=1," * 20_000}), "120000 characters; it may have 65536"),
+        (body(parameters={"min_trained_through": "e" * 60_000}), "min_trained_through: 'e{99}\\.\\.\\."),
+        (body(outputs=[{"name": "prediction"}] * 200), "outputs has 4800 bytes, for a model that has 2 outputs"),
+        (body(id="i" * 1025), "id has 1025 characters; it may have 1024"),
+        (body(zz=[1] * 400_000), "bytes beside its data; it may have 1000000"),
+        (body(inputs=[X, {**WORD, "data": [""] * 1000}]), "more elements than its shape asks for, which is 1"),
+        (body(inputs=[X, {**WORD, "data": ["\\"] * 1000}]), "'word' (is not|has data|has more)"),
+        (changed(name="\1" * 100_000), "no input"),
+        (changed(datatype="\1" * 100_000), "datatype FP32, not"),
+    ],
+)
+def test_what_is_long_without_need_is_refused_in_a_short_sentence(content: bytes, sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence) as caught:
+        SIGNATURE.decode(content, None)
+    assert len(str(caught.value)) < 700
+
+
+def test_strings_may_have_commas_quotes_and_backslashes() -> None:
+    texts = ["red", 'a","b', "\\", '\\"', ""]
+    tensor = {**WORD, "shape": [5], "data": texts}
+    found = read_json(TensorSpec("word", None, ()), json.dumps(tensor["data"]).encode(), 5)
+    assert found.tolist() == texts
+
+
 @pytest.mark.parametrize(
     ("size", "tail", "sentence"),
     [
