@@ -182,6 +182,16 @@ RECREATED = (
     'created again; move the state directory away to begin anew, or set stream.on_gap = "earliest" to go on with it'
 )
 
+TRUNCATED = "the log lost its end: records that were read are no longer there"
+
+
+def overwritten(name: str) -> str:
+    """Say that records which were not read lie below an offset, and the way out."""
+    return (
+        f"{name}: the log lost its end and has grown again, so that records at offsets before it were not read; set "
+        'stream.on_gap = "earliest" to go on without them'
+    )
+
 
 @dataclass
 class Lag:
@@ -220,6 +230,10 @@ class Client(Protocol):
         """Return where to begin: `start` is `earliest` or `latest`, or `moment` is given."""
         ...
 
+    def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        """Return the offset after the last record of each partition, committed or not; asks the broker."""
+        ...
+
     def assign(self, positions: Mapping[TopicPartition, int]) -> None:
         """Read exactly these partitions from these offsets on."""
         ...
@@ -229,7 +243,8 @@ class Client(Protocol):
 
         Raises:
             GapError: offsets to be read are gone, and `on_gap` is `fail`.
-            RecreatedError: the topic is another one of the same name.
+            RecreatedError: the topic is another one of the same name; TruncatedError where the client says that it is
+                the same, and lost the end of its log.
             BrokerError: the topic or the right to read it is gone.
         """
         ...

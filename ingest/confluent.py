@@ -16,6 +16,7 @@ from ingest.block import TopicPartition
 from ingest.client import (
     CORRUPT_SECONDS,
     RECREATED,
+    TRUNCATED,
     DeadLetter,
     Lag,
     Messages,
@@ -32,7 +33,7 @@ from ingest.client import (
     unreadable,
 )
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, RecreatedError
+from ingest.errors import BrokerError, RecreatedError, TruncatedError
 from ingest.librdkafka import LetterProducer, brief, headers_of, make
 
 _OPEN_SECONDS = 8.0
@@ -126,6 +127,13 @@ class ConfluentClient:
         except KafkaException as exc:
             raise BrokerError(f"cannot look up offsets: {brief(exc)}") from exc
         return {partition: ends[partition] if offset < 0 else offset for partition, offset in found.items()}
+
+    def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        """Ask whatever the isolation level of the consumer is."""
+        try:
+            return self._offsets(partitions, OffsetSpec.latest(), "read_uncommitted")
+        except KafkaException as exc:
+            raise BrokerError(f"cannot look up the ends of partitions: {brief(exc)}") from exc
 
     def assign(self, positions: Mapping[TopicPartition, int]) -> None:
         """Read exactly these partitions from these offsets on."""
@@ -231,11 +239,13 @@ class ConfluentClient:
             self._recreated |= str(found[topic].topic_id) != str(self._topics[topic].topic_id)
         self._topics = {**self._topics, **found}
 
-    def _offsets(self, partitions: Sequence[TopicPartition], spec: Any) -> dict[TopicPartition, int]:
+    def _offsets(
+        self, partitions: Sequence[TopicPartition], spec: Any, isolation_level: str = ""
+    ) -> dict[TopicPartition, int]:
         level = {
             "read_committed": IsolationLevel.READ_COMMITTED,
             "read_uncommitted": IsolationLevel.READ_UNCOMMITTED,
-        }[self._settings.isolation_level]
+        }[isolation_level or self._settings.isolation_level]
         asked = {KafkaPartition(p.topic, p.partition): spec for p in partitions}
         futures = self._admin.list_offsets(asked, isolation_level=level, request_timeout=_REQUEST_SECONDS)
         found = {(tp.topic, tp.partition): future.result().offset for tp, future in futures.items()}
@@ -340,7 +350,7 @@ class ConfluentClient:
     def _judge(self, error: KafkaError) -> None:
         """Raise for what ends the reading; librdkafka itself tries again after all else."""
         if error.code() == KafkaError._LOG_TRUNCATION:
-            raise RecreatedError(RECREATED)
+            raise TruncatedError(TRUNCATED)
         if error.fatal() or error.code() in _FORBIDDEN:
             raise BrokerError(f"cannot read the topics: {error.str()}")
         log.debug("librdkafka: %s", error.str())

@@ -4,6 +4,7 @@
     |-- SettingsError            the configuration or the input is wrong: mend it, then start again (exit 2)
     |   |-- GapError             offsets that were not read yet are gone from the broker
     |   |   `-- RecreatedError   a topic was deleted and created again
+    |   |       `-- TruncatedError   a partition's log lost its end, and reading goes on with a new account
     |   `-- SecondLearnerError   another learner holds the state directory
     `-- DependencyError          something outside cannot be reached: wait or mend it, then start again (exit 3)
         |-- StateBusyError       a command works on the state directory
@@ -28,7 +29,11 @@ class GapError(SettingsError):
 
 
 class RecreatedError(GapError):
-    """A topic was deleted and created again, or its log cut short: offsets are no longer what was read there."""
+    """A topic was deleted and created again: offsets are no longer what was read there."""
+
+
+class TruncatedError(RecreatedError):
+    """A partition's log lost its end: whoever finds partitions opens a new account from there on, whatever `on_gap`."""
 
 
 class SecondLearnerError(SettingsError):

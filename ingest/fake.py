@@ -69,6 +69,10 @@ class FakeClient:
         self._reach()
         return {p: self._of(p).end if start == "latest" else 0 for p in partitions}
 
+    def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        """The end of each partition; there are no transactions."""
+        return {p: self._of(p).end for p in partitions}
+
     def assign(self, positions: Mapping[TopicPartition, int]) -> None:
         """Read from these offsets on."""
         self._positions = dict(positions)

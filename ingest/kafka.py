@@ -11,12 +11,14 @@ from typing import Any
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, OffsetAndMetadata
 from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
+from kafka.admin import OffsetSpec
 
 from ingest.block import TopicPartition
 from ingest.client import (
     BAD_HEADER,
     CORRUPT_SECONDS,
     RECREATED,
+    TRUNCATED,
     DeadLetter,
     Lag,
     Messages,
@@ -33,7 +35,7 @@ from ingest.client import (
     unreadable,
 )
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedError, SettingsError
+from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedError, SettingsError, TruncatedError
 from ingest.kafka_records import ReplacedNames, UnreadableError, bound
 from ingest.properties import DEFAULTS, check, kafka_python_options
 
@@ -123,6 +125,15 @@ class KafkaPythonClient:
             else:
                 offsets = ends if start == "latest" else self._consumer.beginning_offsets(list(theirs))
         return {theirs[tp]: int(offset) for tp, offset in offsets.items()}
+
+    def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        """Ask by an admin client, since the consumer asks by its isolation level."""
+        theirs = {_theirs(partition): partition for partition in partitions}
+        with _translated("cannot look up the ends of partitions"):
+            admin = connect(KafkaAdminClient, self._settings)
+            with contextlib.closing(admin):
+                found = admin.list_partition_offsets(dict.fromkeys(theirs, OffsetSpec.LATEST))
+        return {theirs[tp]: int(each.offset) for tp, each in found.items()}
 
     def assign(self, positions: Mapping[TopicPartition, int]) -> None:
         """Read exactly these partitions from these offsets on."""
@@ -415,7 +426,7 @@ def _translated(what: str) -> Iterator[None]:
     except (kafka_errors.OffsetOutOfRangeError, UnreadableError):
         raise
     except kafka_errors.LogTruncationError as exc:
-        raise RecreatedError(RECREATED) from exc
+        raise TruncatedError(TRUNCATED) from exc
     except kafka_errors.UnsupportedCodecError as exc:
         raise undecodable(exc) from exc
     except kafka_errors.KafkaError as exc:

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from ingest.absent import PATIENCE, Absent, Received
 from ingest.block import Block, TopicPartition
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import BrokerError, RecreatedError
+from ingest.errors import BrokerError, RecreatedError, TruncatedError
 from ingest.messages import Mark, Position
 from ingest.shares import far_off, share_out
 from ingest.source import Partition, Source
@@ -177,11 +177,15 @@ class Sources:
     def _poll(self, reader: Source) -> Block | None:
         try:
             return reader.poll(_NOW)
-        except RecreatedError:
-            if reader is self._first or self._stream.on_gap == "fail":
+        except RecreatedError as exc:
+            if reader is self._first or self._ends_reading(exc):
                 raise
         self._read_alone(self._end())
         return None
+
+    def _ends_reading(self, exc: RecreatedError) -> bool:
+        """Whether the reading ends with what another host tells of a topic, or this one takes it up."""
+        return self._stream.on_gap == "fail" and not isinstance(exc, TruncatedError)
 
     def _read_alone(self, received: Received) -> None:
         """Have that of this host read the whole topic, as it has to where it was made anew, to take that up."""
@@ -219,8 +223,8 @@ class Sources:
                 continue
             try:
                 reader.open(positions, self._stop, PATIENCE, marks, elsewhere, alone=False)
-            except RecreatedError:
-                if self._stream.on_gap == "fail":
+            except RecreatedError as exc:
+                if self._ends_reading(exc):
                     raise
                 self._close()
                 self._read_alone(received)

@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 
 from ingest.assembler import Assembled, Assembler, Incoming
 from ingest.block import Coverage, TopicPartition, current
-from ingest.client import RECREATED, Client, DeadLetter, Lag, Messages
+from ingest.client import RECREATED, TRUNCATED, Client, DeadLetter, Lag, Messages, overwritten
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, RecreatedError
-from ingest.fingerprint import fingerprint, recreated
+from ingest.errors import BrokerError, GapError, RecreatedError, TruncatedError
+from ingest.fingerprint import compare, fingerprint
 from ingest.jitter import jittered
 from ingest.messages import (
     Broker,
@@ -142,9 +142,11 @@ class Worker:
                 self._brought_little = True
                 backoff = self._back_off(backoff, str(exc))
                 continue
-            except RecreatedError:
+            except RecreatedError as exc:
                 if not self._take_up("earliest", due=True):
-                    raise
+                    if not isinstance(exc, TruncatedError):
+                        raise
+                    backoff = self._back_off(backoff, str(exc))  # nothing that was read is lost
                 continue
             self._take(fetched)
             brought_little = sum(map(len, fetched)) * _LITTLE < self._ring.rows
@@ -187,9 +189,11 @@ class Worker:
         if not added and not due:
             return False
         anew = self._made_anew()
+        recreated = [partition for partition, start in anew.items() if start is None]
         moment = self._stream.start_time if start == self._stream.start else None
         offsets = self._client.first_offsets(added, start, moment) if added else {}
-        offsets |= self._client.first_offsets(anew, "earliest", None) if anew else {}
+        offsets |= self._client.first_offsets(recreated, "earliest", None) if recreated else {}
+        offsets |= {partition: start for partition, start in anew.items() if start is not None}
         self._table = [*self._table, *added, *anew]
         self._next += [Position(offsets[partition]) for partition in (*added, *anew)]
         self._marks += [Mark()] * len([*added, *anew])
@@ -213,24 +217,40 @@ class Worker:
         send(self._connection, Opened(self._table, starts, [mark.topic_id for mark in self._marks]))
         return bool(added or anew)
 
-    def _made_anew(self) -> list[TopicPartition]:
-        """Return the partitions that have taken the place of others that were read.
+    def _made_anew(self) -> dict[TopicPartition, int | None]:
+        """Return the partitions that have taken the place of others that were read, and where to begin, if known.
+
+        One whose log lost its end is such a one from there on: its offsets come again, with other records.
 
         Raises:
-            RecreatedError: there are some, and `stream.on_gap` is `fail`, or another one takes up what is new.
+            RecreatedError: a topic was created again, and `stream.on_gap` is `fail`, or another one takes it up.
+            TruncatedError: a log lost its end, and another one takes that up.
+            GapError: records below where a log goes on were not read, and `stream.on_gap` is `fail`.
         """
         places = [
             place
             for name, place in current(self._table).items()
             if name[0] in self._stream.topics and (self._alone or place not in self._elsewhere)
         ]
-        known = {self._table[place]: self._marks[place] for place in places}
-        found = recreated(self._client, known)
-        for partition in found:
+        changed = compare(
+            self._client, {self._table[place]: (self._marks[place], self._next[place].offset) for place in places}
+        )
+        for partition in changed.recreated:
+            name = f"{partition.topic}[{partition.partition}]"
             if self._stream.on_gap == "fail" or not self._alone:
-                raise RecreatedError(f"{partition.topic}[{partition.partition}]: {RECREATED}")
-            log.warning("%s[%d] is not what was read: it is read anew", partition.topic, partition.partition)
-        return [partition.anew for partition in found]
+                raise RecreatedError(f"{name}: {RECREATED}")
+            log.warning("%s is not what was read: it is read anew", name)
+        for partition, start in changed.truncated.items():
+            name = f"{partition.topic}[{partition.partition}]@{start}"
+            if partition in changed.overwritten and self._stream.on_gap == "fail":
+                raise GapError(overwritten(name))
+            if not self._alone:
+                raise TruncatedError(f"{name}: {TRUNCATED}")
+            read_to = self._next[self._table.index(partition)].offset
+            log.warning(
+                "%s: the log lost its end, %d offsets after it were read; reading goes on", name, read_to - start
+            )
+        return {p.anew: None for p in changed.recreated} | {p.anew: start for p, start in changed.truncated.items()}
 
     def _pass_over(self) -> None:
         """Go on at the end of each partition, and tell what that leaves unread; a torn message is read to its end."""

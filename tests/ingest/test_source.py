@@ -499,6 +499,30 @@ def test_aborted_and_open_transactions_are_gaps(
     assert [offset for _, offset, *_ in seen] == [0, 1, 6, 7]
 
 
+def test_the_end_of_a_log_does_not_depend_on_what_is_committed(kafka: Any, make_topic: Callable[..., str]) -> None:
+    topic = make_topic()
+    named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [topic]}
+    settings = StreamSettings.model_validate(named).resolved("test")
+    transaction = {} if kafka.kind == "embedded" else {"transactional_id": topic}
+    partition = TopicPartition(topic, 0)
+    with contextlib.ExitStack() as stack:
+        producer = stack.enter_context(
+            contextlib.closing(KafkaProducer(bootstrap_servers=kafka.bootstrap, **transaction))
+        )
+        if transaction:
+            producer.init_transactions()
+            producer.begin_transaction()
+        for _ in range(3):
+            producer.send(topic, b"{}")
+        producer.flush()
+        client = CLIENTS[settings.client](settings)
+        stack.callback(client.close)
+        client.open()
+        assert client.log_ends([partition]) == {partition: 3}
+        if transaction:
+            assert client.first_offsets([partition], "latest", None) == {partition: 0}
+
+
 def test_an_aborted_transaction_at_the_end_is_not_waited_for(kafka: Any, make_topic: Callable[..., str]) -> None:
     if kafka.kind == "embedded":
         pytest.skip("the embedded broker has no transactions")

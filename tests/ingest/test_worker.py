@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from ingest import stalls
 from ingest import worker as worker_module
 from ingest.assembler import Assembler
-from ingest.block import Block, BlockLayout, Coverage, Outcome, TopicPartition
+from ingest.block import Block, BlockLayout, Coverage, Fingerprint, Outcome, TopicPartition
 from ingest.client import Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.decoded import Decoded
-from ingest.errors import RecreatedError
+from ingest.errors import GapError, RecreatedError
 from ingest.fake import FakeClient, FakePartition
 from ingest.messages import (
     Broker,
@@ -57,7 +57,13 @@ STREAM = StreamSettings.model_validate({"topics": ["events"], "format": "rows"})
 class Learner:
     """The other end of a worker that runs in a thread."""
 
-    def __init__(self, client: FakeClient, ring: Ring, positions: list[tuple[TopicPartition, Position]]) -> None:
+    def __init__(
+        self,
+        client: FakeClient,
+        ring: Ring,
+        positions: list[tuple[TopicPartition, Position]],
+        marks: list[Mark],
+    ) -> None:
         ours, theirs = socket.socketpair()
         self.connection, connection = Connection(ours.detach()), Connection(theirs.detach())
         self.ring = ring
@@ -67,7 +73,7 @@ class Learner:
 
         def run() -> None:
             with pytest.raises(StoppedError):
-                worker.run(positions)
+                worker.run(positions, marks)
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
@@ -91,10 +97,13 @@ class Learner:
 
 @contextmanager
 def learner(
-    client: FakeClient, buffer_bytes: int = 1_000_000, positions: list[tuple[TopicPartition, Position]] | None = None
+    client: FakeClient,
+    buffer_bytes: int = 1_000_000,
+    positions: list[tuple[TopicPartition, Position]] | None = None,
+    marks: list[Mark] | None = None,
 ) -> Iterator[Learner]:
     ring = Ring(BlockLayout(SCHEMA), buffer_bytes)
-    end = Learner(client, ring, positions or [])
+    end = Learner(client, ring, positions or [], marks or [])
     try:
         yield end
     finally:
@@ -366,6 +375,33 @@ def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> Non
         assert end.hear(lambda each: isinstance(each, Opened)) == Opened([P1, P0], [0, 0], [None, None])
         block, _ = end.block()
         assert sorted(block.columns["partition"].tolist()) == [0, 1]
+
+
+def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> None:
+    partition = FakePartition()
+    for _ in range(5):
+        partition.append(message(0, 1))
+    client = FakeClient({P0: partition})
+    client.ids = {"events": "one"}
+    mark = Mark("one", Fingerprint(6, 1, "of a record that is lost"))
+    assert STREAM.on_gap == "fail"
+    with learner(client, positions=[(P0, Position(7))], marks=[mark]) as end:
+        opened = end.hear(lambda each: isinstance(each, Opened))
+        assert opened == Opened([P0, P0.anew], [7, 5], ["one", "one"])
+        partition.append(message(9, 1))
+        block, _ = end.block()
+        assert block.coverage[0].partition == 1
+        assert block.columns["offset"].tolist() == [5]
+    # Where records that were not read lie below, that is a gap.
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(Connection(ours.detach())), contextlib.closing(Connection(theirs.detach())) as there:
+        ring = Ring(BlockLayout(SCHEMA), 1_000_000)
+        worker = Worker(STREAM, client, Assembler(SCHEMA, STREAM, HoldOut(fraction=0, seed=0)), ring, there)
+        with (
+            contextlib.closing(ring),
+            pytest.raises(GapError, match=r"events\[0\]@2: the log lost its end and has gro"),
+        ):
+            worker.run([(P0, Position(2))], [Mark("one", Fingerprint(1, 1_700_000_000_001, "of one that is lost"))])
 
 
 def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_reads_nothing_of_it() -> None:
