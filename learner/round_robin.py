@@ -3,15 +3,18 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from ingest.block import Block
+from ingest.block import Block, Outcome, SkipReason
 from ingest.errors import SettingsError
 from ingest.source import Partition
 from learner.batches import PATIENCE, PENDING, Batch, Blocks, Parts
 
+_DEAD_LETTERED, _SKIPPED = np.uint8(Outcome.DEAD_LETTERED), np.uint8(Outcome.SKIPPED)
+_TOMBSTONE = np.uint8(SkipReason.TOMBSTONE)
 MOST_ROWS = 1_000_000
 """How many events may wait for their turn."""
 
@@ -34,10 +37,21 @@ class _Queue:
         self.trainable = 0
         self.read_to = 0
 
-    def add(self, block: Block) -> None:
+    def add(self, block: Block) -> bool:
+        """Take in a block; return False where nothing waits before it, and it may be settled at once."""
+        (cover,) = block.coverage
+        self.read_to = max(self.read_to, cover.end)
+        if not self.blocks and not _matters(block):
+            return False
+        if self.blocks and not len(block) and not cover.removed and not cover.passed:
+            # Markers and aborted records: one block is kept however many of them come.
+            (before,) = self.blocks[-1].coverage
+            merged = replace(before, end=cover.end, last=cover.last or before.last)
+            self.blocks[-1] = Block(self.blocks[-1].columns, (merged,))
+            return True
         self.blocks.append(block)
         self.trainable += _trainable(block)
-        self.read_to = max(self.read_to, *(cover.end for cover in block.coverage))
+        return True
 
     def give(self, count: int, parts: Parts) -> None:
         """Move so many events to train on, and all others that lie before the last of them."""
@@ -69,6 +83,9 @@ class RoundRobin:
     def next(self, stop: threading.Event) -> Batch | None:
         """Return the next batch, or None when it is not full yet and nothing came for a moment.
 
+        One without events moves positions over what no step depends on: offsets without an event, and events that are
+        skipped or dead-lettered, where nothing of their partition waits.
+
         Raises:
             SettingsError: too many events wait for a partition that has none.
         """
@@ -83,8 +100,10 @@ class RoundRobin:
             block = self._source.poll(PATIENCE)
             if block is None:
                 return None
-            self._sort(block)
+            settled = self._sort(block)
             self._source.release(block)
+            if settled is not None:
+                return settled
         return None
 
     def state(self) -> dict[str, Any]:
@@ -120,13 +139,19 @@ class RoundRobin:
         read_to = max(self._queues[index].read_to, self._settled(index), partition.start)
         return partition.end is not None and read_to >= partition.end
 
-    def _sort(self, block: Block) -> None:
-        """Copy a block's rows to the queues of their partitions, of which there may be more since the last look."""
+    def _sort(self, block: Block) -> Batch | None:
+        """Copy a block's rows to the queues of their partitions, of which there may be more since the last look.
+
+        Return what is settled at once, if there is any.
+        """
+        settled = Parts()
         self._queues += [_Queue() for _ in range(len(self._source.partitions) - len(self._queues))]
         for cover in block.coverage:
             mine = block.columns["partition"] == cover.partition
             rows = {name: column[mine] for name, column in block.columns.items()}
-            self._queues[cover.partition].add(Block(rows, (cover,)))
+            part = Block(rows, (cover,))
+            if not self._queues[cover.partition].add(part):
+                settled.take(part, 0, 1)
         waiting = sum(len(each) for queue in self._queues for each in queue.blocks)
         if waiting > MOST_ROWS + self._batch_size:
             empty = [self._source.partitions[i].name for i, queue in enumerate(self._queues) if not queue.trainable]
@@ -135,6 +160,14 @@ class RoundRobin:
                 f"learner.deterministic = true: {waiting} events wait for the turn of {empty[0].topic}"
                 f"[{empty[0].partition}], which has none to train on; spread the events evenly, or set it to false"
             )
+        return settled.batch() if settled.spans else None
+
+
+def _matters(block: Block) -> bool:
+    """Whether a step may depend on a block: not if all of its events, if any, are skipped or dead-lettered."""
+    outcome, reason = block.columns["outcome"], block.columns["reason"]
+    without = (outcome == _DEAD_LETTERED) | ((outcome == _SKIPPED) & (reason != _TOMBSTONE))
+    return not bool(without.all())
 
 
 def _trainable(block: Block) -> int:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.block import Block, Coverage, TopicPartition
+from ingest.block import Block, Coverage, Outcome, TopicPartition
 from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
@@ -56,6 +56,63 @@ class Topic:
 
     def release(self, block: Block) -> None:
         self.released += 1
+
+
+class Markers(Topic):
+    """A topic of which partition 0 holds nothing but offsets without an event, or ones that are dead-lettered."""
+
+    def __init__(self, schema: Schema, blocks: int, outcome: Outcome | None, before: Outcome | None = None) -> None:
+        super().__init__(schema, [blocks, 8 * blocks], [])
+        self.outcome = outcome
+        self.blocks = iter(range(2 * blocks))
+        self.before = before
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        number = next(self.blocks, None)
+        if number is None:
+            return None
+        offset, partition = number // 2, number % 2
+        outcome = self.before if offset == 0 and self.before is not None else self.outcome
+        offsets = range(8 * offset, 8 * offset + 8) if partition else [offset]
+        columns = fake_columns(self.schema, offsets, partition=partition)
+        if not partition and outcome is None:
+            columns = {name: column[:0] for name, column in columns.items()}
+        if not partition and outcome is not None:
+            columns["outcome"][:] = outcome
+        end = 8 * offset + 8 if partition else offset + 1
+        return Block(columns, (Coverage(partition, end - (8 if partition else 1), end),))
+
+
+@pytest.mark.parametrize("outcome", [None, Outcome.DEAD_LETTERED, Outcome.SKIPPED])
+def test_a_partition_without_events_to_train_on_moves_and_keeps_nothing(
+    schema: Schema, outcome: Outcome | None
+) -> None:
+    topic = Markers(schema, 100, outcome)
+    reader, stop = RoundRobin(topic, 8, topic.settled), threading.Event()
+    found, ends = [], [0, 0]
+    while (batch := reader.next(stop)) is not None:
+        found.append(batch)
+        for span in batch.spans:
+            for index, position in span.positions.items():
+                assert position.offset >= ends[index]
+                ends[index] = position.offset
+        assert len(reader._queues[0].blocks) == 0
+    assert ends == [100, 800]
+    assert [events(batch) for batch in found if len(batch)] == [
+        [(1, offset) for offset in range(8 * number, 8 * number + 8)] for number in range(100)
+    ]
+
+
+def test_what_waits_for_its_turn_is_not_overtaken_and_offsets_without_an_event_are_folded_into_it(
+    schema: Schema,
+) -> None:
+    """A held-out event goes with the next one to train on, so that steps depend on no moment at which it comes."""
+    topic = Markers(schema, 100, None, before=Outcome.HELD_OUT)
+    reader, stop = RoundRobin(topic, 8, topic.settled), threading.Event()
+    while (batch := reader.next(stop)) is not None:
+        assert not [span for span in batch.spans if 0 in span.positions]
+    (waiting,) = reader._queues[0].blocks
+    assert waiting.coverage == (Coverage(0, 0, 100),)
 
 
 def batches(topic: Topic, size: int) -> list[Batch]:
