@@ -368,7 +368,7 @@ class ConfluentClient:
             offsets=[record.offset() for record in records],
             times_ms=[record.timestamp()[1] for record in records],
             keys=[record.key() for record in records],
-            # What is too large is not copied once more.
+            # A letter could not carry what is too large either.
             values=[record.value() if len(record) <= self._most else None for record in records],
             headers=headers,
             end=self._positions[partition],

@@ -2,12 +2,13 @@
 
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ingest.source import Source
 from ingest.sources import Sources
+from learner.counting import LetterCounters
 from learner.cutter import Cutter
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
@@ -70,7 +71,7 @@ class Reporter:
         self._launcher = os.getppid() if launched else None
         self._started = time.time()
         self._ill: str | None = None
-        self._letters_dropped: Counter[str] = Counter()
+        self._letters = LetterCounters(metrics.ingest.letters_dropped)
         self._due = 0.0
         self._heartbeat = Heartbeat(metrics.learner.heartbeat)
         self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_RATE_MARKS)
@@ -219,10 +220,7 @@ class Reporter:
         self._metrics.ingest.behind.set(report.behind)
         for reason, rows in report.skipped.items():
             self._metrics.ingest.skipped.labels(reason).set(rows)
-        dropped = self._source.letters_dropped
-        for reason, letters in (dropped - self._letters_dropped).items():
-            self._metrics.ingest.letters_dropped.labels(reason).inc(letters)
-        self._letters_dropped = dropped.copy()
+        self._letters.move(self._source.letters_dropped)
         for window, value in report.accuracy.items():
             self._metrics.learner.accuracy.labels(window).set(value)
         for window, value in report.error.items():

@@ -1,10 +1,10 @@
-"""Counters of events by outcome, against the ledger that they follow."""
+"""Counters of events by outcome, against the ledger that they follow, and of letters that were not written."""
 
 from prometheus_client import CollectorRegistry
 
 from ingest.block import Outcome, TopicPartition
 from ingest.metrics import IngestMetrics
-from learner.counting import OutcomeCounters
+from learner.counting import LetterCounters, OutcomeCounters
 from learner.ledger import PartitionLedger
 
 
@@ -27,3 +27,12 @@ def test_what_a_cut_had_is_not_counted_and_each_outcome_after_it_is_once() -> No
         if sample.name == "anabranch_ingest_rows_total"
     }
     assert {place: value for place, value in told.items() if value} == {("0", "trained"): 3, ("1", "held_out"): 2}
+
+
+def test_each_dead_letter_that_was_not_written_is_counted_once_by_its_reason() -> None:
+    registry = CollectorRegistry()
+    counters = LetterCounters(IngestMetrics(registry).letters_dropped)
+    for told in ({}, {"refused": 2}, {"refused": 2, "loop": 1}, {"refused": 3, "loop": 1}):
+        counters.move(told)
+    name = "anabranch_ingest_letters_dropped_total"
+    assert [registry.get_sample_value(name, {"reason": reason}) for reason in ("refused", "loop")] == [3, 1]
