@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
@@ -44,17 +45,21 @@ def brief(exc: KafkaException) -> str:
     return str(exc.args[0].str())
 
 
+_HEADERS = methodcaller("headers")
+
+
 def headers_of(records: Sequence[Any]) -> tuple[list[Sequence[tuple[str, bytes]]], dict[int, str]]:
     """Return the headers of records, and by their place the faults of those where a name is not UTF-8.
 
     Each record is asked once: confluent-kafka raises where it cannot make a name, and would then return what is half
-    made.
+    made. It is asked through `methodcaller`: where the interpreter calls the method itself it does not look whether an
+    error is set, which then comes up at a record after it.
     """
     headers: list[Sequence[tuple[str, bytes]]] = []
     faults: dict[int, str] = {}
     for place, record in enumerate(records):
         try:
-            headers.append(record.headers() or ())
+            headers.append(_HEADERS(record) or ())
         except (UnicodeDecodeError, SystemError):
             headers.append(())
             faults[place] = BAD_HEADER

@@ -73,15 +73,15 @@ def read(reader: Client, end: int, limit: int = 1000) -> list[tuple[int, bytes |
 def test_a_header_whose_name_is_not_utf8_is_a_fault_of_its_message_alone(
     kafka: Any, make_topic: Callable[..., str], client: str
 ) -> None:
-    topic = make_topic()
+    topic, total, bad = make_topic(), 60, {1, 3, 40, 59}  # so many that the interpreter takes its short ways
     with producing(kafka) as producer:
-        for number in range(5):
-            names = [("trace", b"1"), (NotUtf8(), b"2")] if number in (1, 3) else [("trace", b"1")]
+        for number in range(total):
+            names = [("trace", b"1"), (NotUtf8(), b"2")] if number in bad else [("trace", b"1")]
             producer.send(topic, GOOD, headers=names)
     with reading(kafka.bootstrap, topic, client) as reader:
-        found = read(reader, 5)
-    assert [(offset, value) for offset, value, _ in found] == [(offset, GOOD) for offset in range(5)]
-    assert [bool(fault and fault.startswith("header")) for *_, fault in found] == [False, True, False, True, False]
+        found = read(reader, total)
+    assert [(offset, value) for offset, value, _ in found] == [(offset, GOOD) for offset in range(total)]
+    assert {offset for offset, _, fault in found if fault and fault.startswith("header")} == bad
 
 
 @pytest.mark.parametrize("client", EACH)
