@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import cost, fuzz, kills, overload, recovery, serving_kills, twins
+from tests.faults import cost, fuzz, kills, overload, poison, recovery, serving_kills, twins
 from tests.faults.figures import Figures
 from tests.faults.pipeline import broker
 
@@ -22,6 +22,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "cost": cost.run,
     "serving": serving_kills.run,
     "fuzz": fuzz.run,
+    "poison": poison.run,
     "overload": overload.run,
 }
 

@@ -23,6 +23,9 @@ TARGETS: dict[str, tuple[Callable[[float, float], bool], float]] = {
     "fuzzed": (AT_LEAST, 100_000),
     "crashes": (EXACTLY, 0),
     "not_dead_lettered": (EXACTLY, 0),
+    "poison_without_outcome": (EXACTLY, 0),
+    "poison_wrong_outcome": (EXACTLY, 0),
+    "poison_restarts": (EXACTLY, 0),
     "memory_growth": (AT_MOST, 1.05),
 }
 """What the long form has to reach; the quick form makes fewer kills and fuzzes less."""

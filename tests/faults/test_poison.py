@@ -1,0 +1,16 @@
+"""Events that fit the schema or nearly do end nothing, and cost the good ones among them nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.poison import KINDS, learned
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_each_kind_of_poison_has_its_outcome_and_ends_nothing(kafka: Any, tmp_path: Path, client: str) -> None:
+    found = learned(tmp_path, kafka.bootstrap, client, 400, 2 * len(KINDS), seed=1)
+    assert (found.restarts, found.without_outcome, found.wrong) == (0, 0, 0), f"{found.report} {found.said}"
