@@ -79,8 +79,11 @@ def replay_forget(
 
         from anabranch.config import load_config
         from anabranch.forget import forget
+        from anabranch.private import private_state
 
-        answer = forget(load_config(config), key or [], offsets or [], timedelta(seconds=timeout))
+        loaded = load_config(config)
+        with private_state(loaded):
+            answer = forget(loaded, key or [], offsets or [], timedelta(seconds=timeout))
         if as_json:
             import json
 

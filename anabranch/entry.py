@@ -55,6 +55,7 @@ def enter(
         stop_with_parent,
         wait_for_parent,
     )
+    from anabranch.private import private_state
 
     def work_until_stopped() -> None:
         configure_logging()
@@ -68,6 +69,7 @@ def enter(
             config = load_config(options.config)
             if options.supervised:
                 stop_with_parent(stop)
-            work(config, stop)
+            with private_state(config):
+                work(config, stop)
 
     return run(work_until_stopped)

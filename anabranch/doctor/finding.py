@@ -106,6 +106,9 @@ FINDINGS: dict[str, Kind] = {
     "state.network": Kind("warning", "Set state_dir to a local disk, unless its locks and fsync can be relied upon."),
     "state.sync": Kind("problem", "Set state_dir to a file system that can fsync."),
     "state.lock": Kind("problem", "Set state_dir to a file system that has flock."),
+    "state.exposed": Kind(
+        "warning", "chmod 700 {path}, by its owner; or set state_dir to a folder for the state alone."
+    ),
     "state.held": Kind("note", "Nothing; stop that learner before another is started."),
     "cut.damaged": Kind("warning", "Nothing, when an older cut is whole; else move {path} away to begin anew."),
     "cut.schema": Kind("problem", "Put [schema] back, or begin anew by moving {path} away."),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from anabranch.doctor.finding import Finding, Patient, found, ok
+from anabranch.private import is_exposed, is_own
 from ingest.schema import Schema
 from learner.lock import is_held
 
@@ -38,6 +39,9 @@ def check_state(patient: Patient) -> Iterator[Finding]:
         return
     yield from _check_kind(folder)
     yield from _check_space(patient, folder)
+    if is_exposed(patient.config) and not is_own(patient.config):
+        matter = f"{state_dir} will hold events in clear, and others than its owner may look into it."
+        yield found("state.exposed", matter, path=state_dir)
     if is_held(state_dir):
         yield found("state.held", f"A learner is at work in {state_dir}.")
 

@@ -746,6 +746,14 @@ class TestStateDirectory:
         monkeypatch.setattr(anabranch.doctor.state, "time", SimpleNamespace(time=lambda: time.time() - 60))
         assert "+60 s" in only(diagnose("state"), "clock.files").matter
 
+    @pytest.mark.finds("state.exposed")
+    def test_one_into_which_others_may_look_and_that_no_start_closes(self, diagnose, example, edit):
+        example.chmod(0o755)
+        edit('state_dir = "var"', 'state_dir = "."')
+        assert kinds(diagnose("state")) == ["state.exposed"]
+        example.chmod(0o700)
+        assert kinds(diagnose("state")) == []
+
     @pytest.mark.finds("state.held")
     def test_one_that_a_learner_holds(self, diagnose, example):
         with hold_state_directory(example / "var"):
