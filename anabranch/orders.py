@@ -16,6 +16,7 @@ import msgspec
 
 from anabranch.config import Config
 from ingest.errors import DependencyError, SettingsError
+from ingest.failure import DamagedError, decoded
 from learner.version import RegistryState, Versions
 from serving.errors import RequestError
 from serving.health import SILENT
@@ -87,7 +88,10 @@ def _ask(config: Config, report: ServingReport, action: str, number: int) -> Reg
         connection.close()
     if reply.status != http.HTTPStatus.OK:
         raise SettingsError(_refusal(body) or f"serving at {report.address} answered {reply.status}")
-    return msgspec.json.decode(body, type=RegistryState)
+    try:
+        return decoded(body, RegistryState)
+    except DamagedError as exc:
+        raise DependencyError(f"what answers at {report.address} is not this pipeline's serving: {exc}") from exc
 
 
 def _refusal(body: bytes) -> str | None:

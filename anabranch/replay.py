@@ -17,9 +17,11 @@ from anabranch.config import Config
 from ingest.block import TopicPartition
 from ingest.config import Vocabulary
 from ingest.errors import DependencyError, SettingsError
+from ingest.failure import away_is_dependency
 from ingest.identity import identity_hash, partition_name
 from ingest.schema import Schema
 from learner.cut import RANK, Cut, Cuts
+from learner.errors import CutError, MisfitError
 from learner.forgotten_cut import remembered
 from learner.replay_cut import unpack
 from learner.report import read_report
@@ -160,8 +162,16 @@ def _stored(config: Config) -> Stored:
     log = ForgottenLog(config.state_dir / NAME)
     log.refresh()
     cuts = Cuts(config.state_dir / "cuts", schema.digest, 0)
-    for _ in range(_ATTEMPTS):
-        found = cuts.newest()
+    for attempt in range(_ATTEMPTS):
+        try:
+            with away_is_dependency(f"the cuts in {cuts.path} cannot be read"):
+                found = cuts.newest()
+        except MisfitError:
+            raise
+        except CutError:  # the learner may have replaced them meanwhile
+            if attempt == _ATTEMPTS - 1:
+                raise
+            continue
         if found is not None:
             number, cut = found[0], remembered(found[1], Forgotten(log.records))[0]
             unpacked = unpack(cut)

@@ -23,8 +23,10 @@ import msgspec
 
 from anabranch.config import Config
 from anabranch.daemon import Exit
+from ingest.failure import DamagedError, decoded
 from ingest.jitter import jittered
 from learner.report import REPORT as LEARNER_REPORT
+from replay.files import MOST_BYTES, read_file
 from serving.report import REPORT as SERVING_REPORT
 
 _LOOK_SECONDS = 0.1
@@ -276,8 +278,8 @@ def _has_progressed(report: Path | None, pid: int) -> bool:
     if report is None:
         return False
     try:
-        progress = msgspec.json.decode(report.read_bytes(), type=_Progress)
-    except (OSError, msgspec.MsgspecError):
+        progress = decoded(read_file(report, MOST_BYTES), _Progress)
+    except (OSError, DamagedError):
         return False
     steps = progress.steps_since_start
     return pid in (progress.pid, progress.launcher) and (progress.version is not None if steps is None else steps > 0)

@@ -81,7 +81,7 @@ def show_version(config: Config, which: Which) -> Listed:
         return listed
     try:
         versions.contents(listed.manifest)
-    except VersionError as exc:
+    except (VersionError, OSError) as exc:
         return Listed(number, listed.manifest, listed.verdict, listed.bytes, listed.marks, str(exc))
     return listed
 
@@ -176,7 +176,7 @@ def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted
     try:
         manifest = versions.manifest(number)
         verdict = versions.verdict(number)
-    except VersionError as exc:
+    except (VersionError, OSError) as exc:
         refused = str(exc)
     else:
         refused = _refusal(manifest, verdict, wanted, state)

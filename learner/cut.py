@@ -16,20 +16,22 @@ replaced, then the old file is deleted.
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from learner.errors import CutError
+from ingest.failure import DamagedError, damage_is, decoded
+from learner.errors import CutError, MisfitError
 from learner.storage import MANIFEST, Folder, LocalStorage, Storage
-from learner.tensor_file import Piece, digest_of, pieces_of
+from learner.tensor_file import Piece, TensorFile, digest_of, pieces_of
+from replay.files import MOST_BYTES, check_names
 
 STATE = "state.json"
 FORMAT = 4
@@ -66,30 +68,12 @@ class Cut:
     carried: Mapping[str, int] = field(default_factory=dict)
 
 
-class _Lazy(Mapping[str, Tensor]):
-    """The tensors of a file, each read when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with safe_open(path, "pt") as file:
-            self._names = list(file.keys())
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        with safe_open(self._path, "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 class Cuts:
-    """The directory `var/cuts`, written and read by the learner that holds the lock."""
+    """The directory `var/cuts`, written and read by the learner that holds the lock.
+
+    Whatever reads raises CutError for a cut that is damaged, and OSError where the operating system does not give it,
+    which says nothing of the cut: no other one may take its place, and it must not be deleted.
+    """
 
     def __init__(self, path: Path, schema: str, epoch: int, storage: Storage | None = None) -> None:
         """Take the directory, or where cuts lie instead; the schema's digest; the epoch of the learner."""
@@ -112,48 +96,64 @@ class Cuts:
         return max(found)
 
     def newest(self) -> tuple[int, Cut] | None:
-        """Return the newest cut that is whole, or None when there is none; others are named in the log.
+        """Return the newest cut that is whole, or None when there is no cut; damaged ones are named in the log.
 
         The newest is that of the latest learner: what one wrote that had lost its lock is older, whatever its number.
 
         Raises:
-            CutError: it is whole, but was made under another schema or by another release.
+            CutError: it is whole, but was made under another schema or by another release; or all cuts are damaged.
+            OSError: the newest one that may be whole cannot be read.
         """
-        return self._newest(lenient=False) or self._newest(lenient=True)
+        damage: dict[int, CutError] = {}
+        found = self._newest(damage, lenient=False) or self._newest(damage, lenient=True)
+        if found is None and (left := [number for number in self.numbers() if number in damage]):
+            raise CutError(
+                f"there are cuts in {self.path} ({', '.join(map(str, left))}), and none can be used: "
+                f"{damage[left[-1]]}; put it back from a backup, or begin anew by moving {self.path} away"
+            )
+        return found
 
-    def _newest(self, *, lenient: bool) -> tuple[int, Cut] | None:
-        """Return the newest cut; a lenient look, when there is no other, takes one that has lost stored events."""
+    def _newest(self, damage: dict[int, CutError], *, lenient: bool) -> tuple[int, Cut] | None:
+        """Return the newest cut; a lenient look, when there is no other, takes one that has lost stored events.
+
+        What is wrong with others is added to `damage`.
+        """
         for number in reversed(self._by_age()):
             try:
                 manifest = self.manifest(number)
                 contents = self._verified(manifest, lenient=lenient)
+                self.check(manifest)
+                cut = _parse(manifest, contents)
+            except MisfitError:
+                raise
             except CutError as exc:
-                log.warning("%s; the one before it is taken", exc)
+                if number not in damage:
+                    log.warning("%s; it is not used", exc)
                 self._refused.add(number)
+                damage[number] = exc
                 continue
             self._refused.discard(number)
-            self.check(manifest)
-            return number, _parse(manifest, contents)
+            return number, cut
         return None
 
     def latest(self) -> CutManifest | None:
         """Return what the newest cut says of itself, whose files are not looked at; None where there is no cut.
 
         Raises:
-            CutError: it cannot be read.
+            CutError: it is damaged.
         """
         numbers = self._by_age()
         return self.manifest(numbers[-1]) if numbers else None
 
     def check(self, manifest: CutManifest) -> None:
-        """Raise CutError where a cut was made by another release or under another schema."""
+        """Raise MisfitError where a cut was made by another release or under another schema."""
         if manifest.format != FORMAT:
-            raise CutError(
+            raise MisfitError(
                 f"cut {manifest.number} in {self.path} is of format {manifest.format}, and this release reads "
                 f"{FORMAT}; go on with the release that made it, or begin anew by moving {self.path} away"
             )
         if manifest.schema != self._schema:
-            raise CutError(
+            raise MisfitError(
                 f"cut {manifest.number} in {self.path} was made under another [schema]; put the schema back, or begin "
                 f"anew by moving {self.path} away"
             )
@@ -189,23 +189,19 @@ class Cuts:
     def open(self, manifest: CutManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
         """Return the parts of a cut, whose tensors are read when they are looked at, and its state.
 
-        Segments that cannot be read are left out. Digests are not looked at.
-
-        Raises:
-            CutError: a file cannot be read.
+        Segments that are damaged are left out. Digests are not looked at: reading a tensor may raise DamagedError.
         """
         folder, parts = self._storage.folder(manifest.number), dict[str, Mapping[str, Tensor]]()
-        try:
-            for name in manifest.files:
-                try:
-                    if name.endswith(SUFFIX):
-                        parts[part_of(name)] = _Lazy(folder.local(name))
-                except (OSError, SafetensorError):
-                    if not part_of(name).startswith(SEGMENT):
-                        raise
-            return parts, msgspec.json.decode(folder.read(f"{RANK}/{STATE}"))
-        except (OSError, SafetensorError, msgspec.MsgspecError) as exc:
-            raise CutError(f"cut {manifest.number}: a part of it cannot be read: {exc}") from exc
+        for name in manifest.files:
+            try:
+                if name.endswith(SUFFIX):
+                    with _damage_of(manifest):
+                        parts[part_of(name)] = TensorFile(folder.local(name))
+            except CutError:
+                if not part_of(name).startswith(SEGMENT):
+                    raise
+        with _damage_of(manifest):
+            return parts, decoded(folder.read(f"{RANK}/{STATE}", MOST_BYTES), dict[str, Any])
 
     def replace(
         self, manifest: CutManifest, parts: Mapping[str, Mapping[str, Tensor]], known: dict[str, tuple[int, str, str]]
@@ -256,11 +252,13 @@ class Cuts:
         raise CutError(f"cut {number}: it has no part {part}")
 
     def prune(self, keep: int) -> None:
-        """Delete those that `newest` has refused, and all others but the newest `keep`."""
-        others = [number for number in self._by_age() if number not in self._refused]
-        for number in [*self._refused, *others[:-keep]]:
-            self.delete(number)
-        self._refused.clear()
+        """Delete all but the newest `keep`, and what is newer; those that `newest` has refused do not count."""
+        whole = 0
+        for number in reversed(self._by_age()):
+            if whole >= keep:
+                self.delete(number)
+                self._refused.discard(number)
+            whole += number not in self._refused
 
     def clean(self) -> None:
         """Remove what a crash left half-written or half-deleted."""
@@ -278,11 +276,14 @@ class Cuts:
         return sorted(self.numbers(), key=age)
 
     def manifest(self, number: int) -> CutManifest:
-        """Read what a cut says of itself; raises CutError when it cannot be read."""
-        try:
-            return msgspec.json.decode(self._storage.folder(number).read(MANIFEST), type=CutManifest)
-        except (OSError, msgspec.MsgspecError) as exc:
-            raise CutError(f"cut {number}: {self.path / str(number) / MANIFEST} cannot be read: {exc}") from exc
+        """Read what a cut says of itself; raises CutError when that is damaged."""
+        path = self.path / str(number) / MANIFEST
+        with damage_is(CutError, f"cut {number}: {path} cannot be read"):
+            manifest = decoded(self._storage.folder(number).read(MANIFEST, MOST_BYTES), CutManifest)
+            if manifest.number != number:
+                raise DamagedError(f"it is that of cut {manifest.number}")
+            check_names(manifest.files, f"{RANK}/")
+        return manifest
 
     def _verified(self, manifest: CutManifest, *, lenient: bool) -> dict[str, bytes]:
         contents: dict[str, bytes] = {}
@@ -298,10 +299,8 @@ class Cuts:
     def read(self, manifest: CutManifest, name: str) -> bytes:
         """Read a file of a cut; raises CutError when it does not have its digest."""
         path = self.path / str(manifest.number) / name
-        try:
+        with damage_is(CutError, f"cut {manifest.number}: cannot read {path}"):
             contents = self._storage.folder(manifest.number).read(name)
-        except OSError as exc:
-            raise CutError(f"cut {manifest.number}: cannot read {path}: {exc}") from exc
         if hashlib.sha256(contents).hexdigest() != manifest.files[name]:
             raise CutError(f"cut {manifest.number}: {path} does not have its digest")
         return contents
@@ -310,6 +309,10 @@ class Cuts:
 def part_of(name: str) -> str:
     """Return the part that a file of a cut has, by its name in the manifest."""
     return name.removeprefix(f"{RANK}/").partition(".")[0]
+
+
+def _damage_of(manifest: CutManifest) -> contextlib.AbstractContextManager[None]:
+    return damage_is(CutError, f"cut {manifest.number}: a part of it cannot be read")
 
 
 def _next_name(folder: Folder, part: str) -> str:
@@ -337,6 +340,6 @@ def _parse(manifest: CutManifest, contents: Mapping[str, bytes]) -> Cut:
         for name, payload in contents.items():
             if name.endswith(SUFFIX):
                 tensors[part_of(name)] = load_tensors(payload)
-        return Cut(manifest.step, tensors, msgspec.json.decode(contents[f"{RANK}/{STATE}"]))
-    except (SafetensorError, KeyError, msgspec.MsgspecError) as exc:
+        return Cut(manifest.step, tensors, decoded(contents[f"{RANK}/{STATE}"], dict[str, Any]))
+    except (SafetensorError, KeyError, DamagedError) as exc:
         raise CutError(f"cut {manifest.number}: a part of it cannot be read: {exc}") from exc

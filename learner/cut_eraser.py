@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.errors import SettingsError
+from ingest.errors import DependencyError, SettingsError
+from ingest.failure import DamagedError
 from learner.cut import FORMAT, SEGMENT, CutManifest, Cuts, part_of
 from learner.errors import CutError
 from learner.forgotten_cut import Tensors, named_slots, without
@@ -50,15 +51,21 @@ class Eraser:
             current: id of the file that a store is at work in, which erases there itself what no cut names.
 
         Raises:
-            OSError: something cannot be written.
+            OSError: something cannot be read or written, or all cuts are damaged: one of them may be put back by a
+                person, and without any the next start would begin anew.
         """
-        done = Erased()
+        done, damaged, whole = Erased(), dict[int, Exception](), 0
         for number in self._cuts.numbers():
             try:
                 self._rewrite(self._cuts.manifest(number), done)
-            except CutError as exc:
-                log.error("%s; it is deleted, since what was forgotten may be in it", exc)  # noqa: TRY400
-                self._cuts.delete(number)
+                whole += 1
+            except (CutError, DamagedError) as exc:
+                damaged[number] = exc
+        if damaged and not whole:
+            raise OSError(f"all cuts are damaged, and are deleted once there is a whole one: {max(damaged.items())[1]}")
+        for number, damage in damaged.items():
+            log.error("%s; it is deleted, since what was forgotten may be in it", damage)
+            self._cuts.delete(number)
         for path in sorted(self._folder.glob("*.rows")):
             _erase_unnamed(path, done.named, current)
         return done
@@ -103,6 +110,8 @@ def _erase_unnamed(path: Path, named: Mapping[str, NDArray[np.int64]], current: 
     """Overwrite all slots of a disk tier's file that no cut names, but for the file with the id `current`."""
     try:
         tier = DiskTier.open(path)
+    except DependencyError as exc:
+        raise OSError(str(exc)) from exc
     except SettingsError as exc:
         log.warning("%s", exc)
         return

@@ -2,7 +2,9 @@
 
 SettingsError
 |-- ModelError            the model's factory or its output does not fit (exit 2)
-`-- VersionError          a version directory cannot be used: missing, torn, or another schema's
+|-- VersionError          a version directory cannot be used: missing, torn, or another schema's
+`-- CutError              a cut cannot be used: damaged
+    `-- MisfitError       ... or whole, and of another schema or release
 
 RankLostError             another rank is gone: end, and all ranks begin again from the newest cut
 RankTooLargeError         a device ran out of memory: the same, with fewer events at once on this host
@@ -22,7 +24,11 @@ class VersionError(SettingsError):
 
 
 class CutError(SettingsError):
-    """A cut is refused: torn, made under another schema, or of another model."""
+    """A cut is refused: damaged, made under another schema, or of another model."""
+
+
+class MisfitError(CutError):
+    """A cut is whole, and of another schema or release: a person has to decide, and no other cut takes its place."""
 
 
 class RankLostError(Exception):

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ingest.block import Array
+from ingest.failure import out_of_memory
 from ingest.schema import Schema
 from learner.guard import YOUNG, GuardRows
-from learner.memory import out_of_memory, release
+from learner.memory import release
 from learner.model import forward
 from learner.raised import Check, may_be_of_events, raising, works_on_zeros
 from learner.task import Task

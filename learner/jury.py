@@ -244,7 +244,7 @@ class Jury:
         """Take up what is served after a restart, and what a person has decided since the last look."""
         try:
             state = self._versions.state()
-        except VersionError:  # serving, whose file it is, tells of it
+        except (VersionError, OSError):  # serving, whose file it is, tells of it
             return
         before, self._state = self._state, state
         if before is None:
@@ -263,7 +263,7 @@ class Jury:
         for number in reversed(numbers):
             if number in passed_over:
                 continue
-            with contextlib.suppress(VersionError):
+            with contextlib.suppress(VersionError, OSError):
                 verdict = self._versions.verdict(number)
                 if verdict is None or (verdict.verdict == "fail" and number != state.promoted):
                     failed = failed or verdict is not None
@@ -288,7 +288,7 @@ class Jury:
             manifest = self._versions.manifest(number)
             same = manifest.schema == self._scorer.schema.digest and manifest.model == self._reference
             weights = self._versions.weights(manifest) if same else {}
-        except VersionError as exc:
+        except (VersionError, OSError) as exc:
             log.warning("no version can be compared with version %d: %s", number, exc)
             return None
         return Contender(number, weights, rows.hashes) if same and self._scorer.fits(weights) else None

@@ -1,4 +1,4 @@
-"""A device that is out of memory: how it is told, and what a step is made smaller by."""
+"""A device that is out of memory: what a step is made smaller by; `ingest.failure` says how it is told."""
 
 import logging
 
@@ -8,15 +8,7 @@ from torch import Tensor
 from ingest.errors import SettingsError
 from learner.errors import RankTooLargeError
 
-_WORDS = ("DefaultCPUAllocator", "MPS backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What torch says of memory in errors of no kind of their own."""
-
 log = logging.getLogger(__name__)
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether the error says that there is not enough memory."""
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _WORDS)
 
 
 def smaller(rows: int, most: int | None, device: torch.device, ranks: int, said: str) -> int:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from ingest.errors import SettingsError
+from ingest.errors import DependencyError
 from learner.cut import RANK, Cuts
 from learner.cut_eraser import Eraser
-from learner.errors import CutError
+from learner.errors import MisfitError
 from learner.forgotten_cut import remembered
 from replay.forgotten import Forgotten
 from replay.forgotten_log import Applied, ForgottenLog, now
@@ -24,7 +24,8 @@ def erase(state_dir: Path, schema: str, written: ForgottenLog, *, whole: bool) -
         whole: whether there are no rows elsewhere; else the log says what was removed, and not that it is all.
 
     Raises:
-        SettingsError: something cannot be written; it is done again by the next start of a learner.
+        SettingsError: no cut can be used.
+        DependencyError: something cannot be read or written; it is done again by the next start of a learner.
     """
     cuts = Cuts(state_dir / "cuts", schema, 0)
     through = len(written.records)
@@ -35,9 +36,9 @@ def erase(state_dir: Path, schema: str, written: ForgottenLog, *, whole: bool) -
         done = Applied(time=now(), through=through if whole else written.through, store=store, guard=guard)
         written.append(done)
     except OSError as exc:
-        raise SettingsError(
+        raise DependencyError(
             f"what was forgotten is written down, and cannot be erased yet: {exc.filename or state_dir}: "
-            f"{exc.strerror}; the next start of the learner does it"
+            f"{exc.strerror or exc}; the next start of the learner does it"
         ) from exc
     return done
 
@@ -46,6 +47,6 @@ def _counted(cuts: Cuts, forgotten: Forgotten) -> tuple[int, int]:
     """Return how many events of store and guard set the newest cut loses."""
     try:
         found = cuts.newest()
-    except CutError:
+    except MisfitError:
         return 0, 0  # of another schema or release: it is looked through all the same
     return remembered(found[1], forgotten)[1] if found is not None else (0, 0)

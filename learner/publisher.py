@@ -145,7 +145,7 @@ class Publisher:
             return {}
         try:
             return self._versions.manifest(self.number).trained_through
-        except VersionError:
+        except (VersionError, OSError):
             return {}
 
     def go_on_from(self, progress: Progress, trained_through: Mapping[str, Trained]) -> None:
@@ -158,7 +158,7 @@ class Publisher:
             return False
         try:
             newest = self._versions.manifest(self.number)
-        except VersionError:
+        except (VersionError, OSError):
             return False
         if (newest.schema, newest.model) != (self._schema.digest, self._reference) or newest.step < step:
             return False
@@ -302,7 +302,7 @@ def _remembered(versions: Versions) -> tuple[int | None, ...]:
     """Numbers that were given before, also when their directories are gone, as far as `state.json` can be read."""
     try:
         state = versions.state()
-    except VersionError as exc:
+    except (VersionError, OSError) as exc:
         log.warning("%s; numbers go on from the versions that are there; put it back, or remove it", exc)
         return ()
     return (state.serving, state.previous, state.pinned, *state.rolled_back)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ingest.errors import AnabranchError
+from ingest.failure import out_of_memory
 from ingest.schema import Schema
 from learner.errors import RankLostError, RankTooLargeError, tells_of_a_lost_rank
-from learner.memory import out_of_memory
 from learner.model import in_one_line, sample, tensor_dtype
 
 _DEVICE_WORDS = ("CUDA error", "device-side assert", "HIP error", "MPS error", "NCCL error")

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from ingest.failure import DamagedError, decoded
 from learner.files import replace_file
+from replay.files import MOST_BYTES, read_file
 
 REPORT = "learner.json"
 LAG_STALE = timedelta(seconds=10)
@@ -154,6 +156,6 @@ def write_report(state_dir: Path, report: LearnerReport) -> None:
 def read_report(state_dir: Path) -> LearnerReport | None:
     """Read the newest report; None when no learner has written one that can be read."""
     try:
-        return msgspec.json.decode((state_dir / REPORT).read_bytes(), type=LearnerReport)
-    except (OSError, msgspec.MsgspecError):
+        return decoded(read_file(state_dir / REPORT, MOST_BYTES), LearnerReport)
+    except (OSError, DamagedError):
         return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from ingest.errors import GapError
+from ingest.failure import away_is_dependency
 from ingest.metrics import IngestMetrics
 from ingest.source import Source
 from ingest.sources import Sources
@@ -50,6 +51,10 @@ from replay.forgotten_log import ForgottenLog
 from replay.metrics import ReplayMetrics
 
 _FINISHING_SHARE = 0.8
+_AWAY = (
+    "the cuts in {} cannot be read for now, and no older one takes the place of the newest; start again once its disk "
+    "answers, or move the folder of a cut away that it has lost"
+)
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +97,8 @@ def learn(
         written = ForgottenLog(deployment.state_dir / LOG)
         written.refresh()
         cuts, ranks = Cuts(deployment.state_dir / "cuts", schema.digest, epoch), place.size if place is not None else 1
-        resumed = Resumed.newest(cuts, Forgotten(written.records))
+        with away_is_dependency(_AWAY.format(cuts.path)):
+            resumed = Resumed.newest(cuts, Forgotten(written.records))
         store = resumed.store(deployment, bench, ranks)
         # Metal does not bear that two threads give it work at once.
         clerk = Clerk(store, beside=device.type != "mps") if store is not None else None
@@ -100,7 +106,8 @@ def learn(
             stack.callback(clerk.close)
         if isinstance(trainer, Leader):
             trainer.listens = clerk is not None and clerk.listens
-        cutter = Cutter(cuts, deployment.cuts, clerk, metrics.learner, resumed.segments, alone)
+        with away_is_dependency(_AWAY.format(cuts.path)):
+            cutter = Cutter(cuts, deployment.cuts, clerk, metrics.learner, resumed.segments, alone)
         forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, clerk, guard, cutter)
         forgetting.take_note(*resumed.less)
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
@@ -158,7 +165,8 @@ def learn(
 
 def _latest_epoch(state_dir: Path) -> int:
     """Return the latest epoch of a learner that wrote a version or a cut; 0 when there is none."""
-    return max(Versions(state_dir / "versions").epoch(), Cuts(state_dir / "cuts", schema="", epoch=0).epoch())
+    with away_is_dependency(f"what lies in {state_dir} cannot be read"):
+        return max(Versions(state_dir / "versions").epoch(), Cuts(state_dir / "cuts", schema="", epoch=0).epoch())
 
 
 def _publisher(

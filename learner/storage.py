@@ -5,21 +5,28 @@ reports, locks) and the disk tier are files of the host in any case.
 """
 
 import contextlib
+import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from ingest.failure import DamagedError
 from learner.files import replace_file, write_durably
-from replay.files import sync_directory
+from replay.files import number_of, read_file, sync_directory
 
 MANIFEST = "manifest.json"
 """The file without which a folder does not exist."""
 
 
 class Folder(Protocol):
-    """Files by names, which may have a `/` in them. All raise OSError, FileNotFoundError where a file is missing."""
+    """Files by names, which may have a `/` in them.
+
+    All raise OSError, FileNotFoundError where a file is missing; what reads raises DamagedError where something else
+    than a file is in its place.
+    """
 
     def files(self) -> Mapping[str, int]:
         """Return the names and sizes of all files; none where there is no such folder."""
@@ -29,8 +36,8 @@ class Folder(Protocol):
         """Return what tells a file from the one that takes its place; None where there is none."""
         ...
 
-    def read(self, name: str) -> bytes:
-        """Return the contents of a file."""
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """Return the contents of a file; DamagedError where it has more than `most` bytes."""
         ...
 
     def local(self, name: str) -> Path:
@@ -106,13 +113,17 @@ class LocalFolder:
             return None
         return found.st_mtime_ns, found.st_ino
 
-    def read(self, name: str) -> bytes:
-        """Read a file."""
-        return self.local(name).read_bytes()
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """Read a regular file."""
+        return read_file(self.local(name), most)
 
     def local(self, name: str) -> Path:
-        """Return the file itself."""
-        return self.path / name
+        """Return the file itself; DamagedError where a link leads to another folder."""
+        path = self.path / name
+        for folder in {self.path, path.parent}:
+            if stat.S_ISLNK(os.lstat(folder).st_mode):
+                raise DamagedError(f"{folder} is a link, not a folder")
+        return path
 
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
         """Write a file and fsync it."""
@@ -126,7 +137,7 @@ class LocalFolder:
         except FileNotFoundError:
             raise
         except OSError:  # the file system has no links
-            write_durably(place, there.read_bytes())
+            write_durably(place, read_file(there))
 
     def replace(self, name: str, content: bytes) -> None:
         """Write under another name, and rename."""
@@ -135,7 +146,8 @@ class LocalFolder:
 
     def remove(self, name: str) -> None:
         """Unlink a file."""
-        (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            self.local(name).unlink()
 
     def sync(self) -> None:
         """Have the names of all files that were written survive a crash of the machine."""
@@ -158,7 +170,7 @@ class LocalStorage:
 
     def numbers(self) -> list[int]:
         """Look for directories with a manifest."""
-        return sorted(number for number in self._directories() if (self.path / str(number) / MANIFEST).exists())
+        return sorted(number for number in self._directories() if self._exists(number))
 
     def highest(self) -> int:
         """Look at the names of all directories."""
@@ -192,7 +204,10 @@ class LocalStorage:
         with contextlib.suppress(FileNotFoundError):
             (self.path / str(number)).rename(discarded)
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(discarded)
+            if discarded.is_symlink():
+                discarded.unlink()
+            else:
+                shutil.rmtree(discarded)
 
     def clean(self) -> None:
         """Remove temporary directories, and those without a manifest."""
@@ -202,6 +217,14 @@ class LocalStorage:
 
     def _directories(self) -> list[int]:
         try:
-            return [int(entry.name) for entry in self.path.iterdir() if entry.name.isdigit()]
+            return [number for entry in self.path.iterdir() if (number := number_of(entry.name)) is not None]
         except FileNotFoundError:
             return []
+
+    def _exists(self, number: int) -> bool:
+        """Return whether a folder has a manifest; raises OSError where that cannot be found out."""
+        try:
+            os.lstat(self.path / str(number) / MANIFEST)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True

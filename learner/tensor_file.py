@@ -1,14 +1,22 @@
-"""A file of safetensors in pieces that share the memory of its tensors.
+"""A file of safetensors in pieces: written from the memory of its tensors, read one tensor at a time.
 
-The library copies all tensors into one string, and no other thread runs Python meanwhile: the steps would wait.
+The library copies all tensors into one string, and no other thread runs Python meanwhile: the steps would wait. To read
+some, it maps the file into memory, where a disk that fails ends the process, and takes any error of opening for a
+missing file.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
+
+from ingest.failure import DamagedError, decoded
+from replay.files import MOST_BYTES, open_file
 
 Piece = bytes | memoryview
 
@@ -34,6 +42,7 @@ _KINDS = {
 }
 """What the format calls them; tensors lie in a file in the reverse order of their kinds, the widest first."""
 _ORDER = list(_KINDS)
+_KIND_OF = {name: kind for kind, name in _KINDS.items()}
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
@@ -43,13 +52,73 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
     """
     header, pieces, end = {}, list[Piece](), 0
     for name, tensor in sorted(tensors.items(), key=lambda each: (-_ORDER.index(each[1].dtype), each[0])):
-        piece = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        flat = tensor.detach().reshape(-1)
+        if flat.stride() != (1,):  # of an empty array numpy may say that its stride is 0, which `view` does not take
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        piece = flat.view(torch.uint8).numpy().data
         begin, end = end, end + piece.nbytes
         header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         pieces.append(piece)
     described = msgspec.json.encode(header)
     described += b" " * (-len(described) % 8)
     return [len(described).to_bytes(8, "little") + described, *pieces]
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """The tensors of a file, each read onto the CPU when it is asked for.
+
+    Making it and asking raise DamagedError where the file is not of tensors, and OSError where it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with os.fdopen(open_file(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(size - 8, MOST_BYTES):
+                raise DamagedError(f"{path} is not safetensors: its header has {length} bytes")
+            self._places = decoded(file.read(length), dict[str, _Place])
+        self._begin, self._bytes = 8 + length, size - 8 - length
+        for name, place in self._places.items():
+            self._check(name, place)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a tensor."""
+        place = self._places[name]
+        begin, end = place.data_offsets
+        content = bytearray(end - begin)
+        with os.fdopen(open_file(self._path), "rb") as file:
+            file.seek(self._begin + begin)
+            if file.readinto(content) != len(content):
+                raise DamagedError(f"{self._path} is cut short")
+        kind = _KIND_OF[place.dtype]
+        flat = torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)
+        return flat.reshape(place.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _check(self, name: str, place: "_Place") -> None:
+        begin, end = place.data_offsets
+        kind = _KIND_OF.get(place.dtype)
+        if (
+            kind is None
+            or min([*place.shape, begin], default=0) < 0
+            or not begin <= end <= self._bytes
+            or math.prod(place.shape) * kind.itemsize != end - begin
+        ):
+            raise DamagedError(f"{self._path} is not safetensors: {name[:200]!r} has no tensor's place")
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """What the header says of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 def digest_of(pieces: Iterable[Piece]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ingest.block import Array
+from ingest.failure import out_of_memory
 from ingest.schema import Schema
 from learner.buffers import Buffers, Saved
 from learner.checkpointing import checkpoint_activations
@@ -24,7 +25,7 @@ from learner.confinement import Lane
 from learner.embedding import Embeddings
 from learner.errors import CutError
 from learner.heard import Heard, StepResult, cat, dealt
-from learner.memory import Dice, note, out_of_memory, release, smaller
+from learner.memory import Dice, note, release, smaller
 from learner.micro import idle, micro_batches
 from learner.model import forward, tensor_dtype
 from learner.precision import Precision

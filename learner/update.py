@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ingest.errors import SettingsError
+from ingest.failure import out_of_memory
 from learner.config import LearnerSettings
 from learner.gradients import Gradients
-from learner.memory import out_of_memory
 from learner.optimizer import build_optimizer, load_optimizer, moments, numbers, whose
 from learner.precision import Precision
 from learner.ranks import Ranks

@@ -16,18 +16,19 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
+from ingest.failure import damage_is, decoded
 from learner.config import ModelSettings
 from learner.errors import VersionError
 from learner.files import replace_file
 from learner.storage import MANIFEST, LocalStorage, Storage
 from learner.trained import Learned, Trained
+from replay.files import MOST_BYTES, check_names, read_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,16 +141,18 @@ class Versions:
         return self._storage.highest()
 
     def epoch(self) -> int:
-        """Return the latest epoch of a learner that wrote one; 0 when there is none."""
+        """Return the latest epoch of a learner that wrote one; 0 when there is none. Raises OSError."""
         return max((self._epoch(number) or 0 for number in self.numbers()), default=0)
 
     def stale(self, numbers: Sequence[int]) -> set[int]:
         """Return those of all versions, rising, that a learner wrote that had lost its lock: above a later learner's.
 
-        They count for nothing. Manifests that cannot be read say nothing here.
+        They count for nothing. Manifests that cannot be read say nothing here; those that are away are asked for again.
         """
-        known = self._epochs
-        self._epochs = {number: known[number] if number in known else self._epoch(number) for number in numbers}
+        known, self._epochs = self._epochs, {}
+        for number in numbers:
+            with contextlib.suppress(OSError):
+                self._epochs[number] = known[number] if number in known else self._epoch(number)
         latest, stale = 0, set()
         for number, epoch in self._epochs.items():
             latest = max(latest, epoch or 0)
@@ -158,10 +161,12 @@ class Versions:
         return stale
 
     def manifest(self, number: int) -> Manifest:
-        """Read a manifest; raises VersionError when it is missing or no manifest."""
+        """Read a manifest; raises VersionError when it is missing, damaged or no manifest."""
         manifest = self._document(number, MANIFEST, Manifest)
         if manifest.number != number:
             raise VersionError(f"{self.directory(number) / MANIFEST} is that of version {manifest.number}")
+        with damage_is(VersionError, f"{self.directory(number) / MANIFEST} cannot be used"):
+            check_names(manifest.files)
         return manifest
 
     def verdict(self, number: int) -> Verdict | None:
@@ -179,7 +184,9 @@ class Versions:
     def state(self) -> RegistryState:
         """Read what serving serves; the empty state when nothing was written yet."""
         path = self.path / STATE
-        return _decoded(path, path.read_bytes, RegistryState) if path.exists() else RegistryState()
+        with damage_is(VersionError, f"{path} cannot be read"), contextlib.suppress(FileNotFoundError):
+            return decoded(read_file(path, MOST_BYTES), RegistryState)
+        return RegistryState()
 
     def write_state(self, state: RegistryState) -> None:
         """Replace `state.json` atomically."""
@@ -201,14 +208,12 @@ class Versions:
             os.close(descriptor)
 
     def contents(self, manifest: Manifest) -> dict[str, bytes]:
-        """Read a version's files; raises VersionError unless all are there and have their digests."""
+        """Read a version's files; raises VersionError unless all are there and have their digests, else OSError."""
         directory, folder = self.directory(manifest.number), self._storage.folder(manifest.number)
         contents: dict[str, bytes] = {}
         for name, digest in manifest.files.items():
-            try:
+            with damage_is(VersionError, f"version {manifest.number}: cannot read {directory / name}"):
                 contents[name] = folder.read(name)
-            except OSError as exc:
-                raise VersionError(f"version {manifest.number}: cannot read {directory / name}: {exc}") from exc
             if hashlib.sha256(contents[name]).hexdigest() != digest:
                 raise VersionError(f"version {manifest.number}: {directory / name} does not have its digest")
         if WEIGHTS not in contents:
@@ -258,20 +263,17 @@ class Versions:
             return None
 
     def _document(self, number: int, name: str, kind: type[_T]) -> _T:
-        return _decoded(self.directory(number) / name, partial(self._storage.folder(number).read, name), kind)
+        path = self.directory(number) / name
+        with damage_is(VersionError, f"{path} cannot be read"):
+            try:
+                content = self._storage.folder(number).read(name, MOST_BYTES)
+            except FileNotFoundError as exc:
+                raise VersionError(f"{path} does not exist") from exc
+            return decoded(content, kind)
 
 
 def _pretty(value: msgspec.Struct) -> bytes:
     return json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False).encode()
-
-
-def _decoded(path: Path, read: Callable[[], bytes], kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(read(), type=kind)
-    except FileNotFoundError as exc:
-        raise VersionError(f"{path} does not exist") from exc
-    except (msgspec.MsgspecError, OSError) as exc:
-        raise VersionError(f"{path} cannot be read: {exc}") from exc
 
 
 def _apart(weights: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:

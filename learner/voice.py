@@ -15,6 +15,7 @@ import msgspec
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ingest.errors import SettingsError
+from ingest.failure import DamagedError, decoded
 
 _TICK_SECONDS = 0.25
 SILENT_SECONDS = 10.0
@@ -128,8 +129,8 @@ def read_word(store: Store, host: int) -> Word | None:
     if not store.check([key]):
         return None
     try:
-        return msgspec.json.decode(store.get(key), type=Word)
-    except msgspec.MsgspecError:
+        return decoded(store.get(key), Word)
+    except DamagedError:
         return None
 
 

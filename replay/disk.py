@@ -24,10 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.errors import SettingsError
+from ingest.errors import AnabranchError, DependencyError, SettingsError
+from ingest.failure import DamagedError, Failure, damage_is, decoded, failure_of
 from replay.config import DiskSettings
 from replay.contents import Contents, TierFile
-from replay.files import sync_directory
+from replay.files import check_names, number_of, open_file, sync_directory
 from replay.record import CHECKSUM, row_sums
 from replay.tier import Kind, Site, SlowTier
 
@@ -139,19 +140,24 @@ class DiskTier:
 
     @classmethod
     def open(cls, path: Path, *, pinned: bool = False, writable: bool = True) -> "DiskTier":
-        """Open the file that a cut names; raises SettingsError when it cannot be used."""
+        """Open the file that a cut names.
+
+        Raises:
+            SettingsError: it is not there, or is damaged.
+            DependencyError: it cannot be read for now.
+        """
         try:
-            descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-        except OSError as exc:
-            raise SettingsError(_lost(path, f"cannot be opened: {exc.strerror}")) from exc
+            descriptor = open_file(path, os.O_RDWR if writable else os.O_RDONLY)
+        except (OSError, DamagedError) as exc:
+            raise _kind_of(exc)(_lost(path, f"cannot be opened: {getattr(exc, 'strerror', None) or exc}")) from exc
         try:
-            header = msgspec.json.decode(os.pread(descriptor, _PAGE, 0), type=_Header)
+            header = decoded(os.pread(descriptor, _PAGE, 0), _Header)
             whole = os.fstat(descriptor).st_size >= _PAGE + header.slots * cls.bytes_of(header.row_bytes)
             if header.format != _FORMAT or not whole:
                 raise SettingsError(_lost(path, "is cut short" if not whole else "was written by another release"))
-        except (OSError, msgspec.MsgspecError) as exc:
+        except (OSError, DamagedError) as exc:
             os.close(descriptor)
-            raise SettingsError(_lost(path, f"cannot be read: {exc}")) from exc
+            raise _kind_of(exc)(_lost(path, f"cannot be read: {exc}")) from exc
         except SettingsError:
             os.close(descriptor)
             raise
@@ -322,6 +328,8 @@ class DiskKind(Kind):
         """Open the cut's file."""
         file = contents.standing.file
         assert file is not None
+        with damage_is(SettingsError, f"cut {contents.standing.cut}: the file of its replay contents"):
+            check_names([file.name])
         tier = DiskTier.open(self._folder / file.name, pinned=self._site.pinned, writable=self._site.writable)
         if tier.id != file.id:
             tier.close()
@@ -352,7 +360,7 @@ class DiskKind(Kind):
         return self._site.folder
 
     def _made(self, slots: int) -> DiskTier:
-        numbers = (int(path.stem) for path in self._folder.glob(f"*{_SUFFIX}") if path.stem.isdigit())
+        numbers = (number_of(path.stem) or 0 for path in self._folder.glob(f"*{_SUFFIX}"))
         self._mine = self._folder / f"{max(numbers, default=0) + 1}{_SUFFIX}"
         return DiskTier.create(self._mine, self._site.row_bytes, slots, pinned=self._site.pinned)
 
@@ -366,6 +374,10 @@ def discard_files(folder: Path) -> None:
 def _discard(path: Path) -> None:
     log.info("removing %s, which belongs to no cut", path)
     path.unlink(missing_ok=True)
+
+
+def _kind_of(error: OSError | DamagedError) -> type[AnabranchError]:
+    return SettingsError if failure_of(error) is Failure.DAMAGED else DependencyError
 
 
 def _lost(path: Path, what: str) -> str:

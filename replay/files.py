@@ -1,7 +1,17 @@
-"""Directories that survive a crash of the machine."""
+"""Files of the state directory: read only where they are files, and durable once they are written."""
 
 import os
+import re
+import stat
+from collections.abc import Iterable
 from pathlib import Path
+
+from ingest.failure import DamagedError
+
+MOST_BYTES = 256 * 2**20
+"""Of a document such as a manifest or a report; one that is larger is no such document."""
+_NUMBER = re.compile("0|[1-9][0-9]{0,17}")
+_NAME = re.compile("[A-Za-z0-9._-]+")
 
 
 def sync_directory(path: Path) -> None:
@@ -11,3 +21,56 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, and return its descriptor; never waits, as a FIFO would have it.
+
+    Raises:
+        DamagedError: it is a link, a directory, a FIFO or a device.
+        OSError: it cannot be opened.
+    """
+    _check_regular(path, os.lstat(path))
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(path, os.fstat(descriptor))  # another file may have taken its place
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_file(path: Path, most: int | None = None) -> bytes:
+    """Return the contents of a regular file.
+
+    Raises:
+        DamagedError: it is none, or has more than `most` bytes.
+        OSError: it cannot be read; FileNotFoundError where it is missing.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise DamagedError(f"{path} has {size} bytes, more than {most}")
+        try:
+            return file.read(size)
+        except OSError as exc:
+            exc.filename = str(path)  # which a descriptor does not say
+            raise
+
+
+def number_of(name: str) -> int | None:
+    """Return the number that a folder's name is; None where it is no number."""
+    return int(name) if _NUMBER.fullmatch(name) else None
+
+
+def check_names(names: Iterable[str], folder: str = "") -> None:
+    """Raise DamagedError unless all are names of files in one folder, `folder` (such as "rank-0/") or that itself."""
+    for name in names:
+        last = name.removeprefix(folder)
+        if not name.startswith(folder) or not _NAME.fullmatch(last) or last in (".", ".."):
+            raise DamagedError(f"{name[:200]!r} is not the name of a file below it")
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedError(f"{path} is not a regular file")

@@ -15,7 +15,8 @@ from pathlib import Path
 import crc32c
 import msgspec
 
-from ingest.errors import SettingsError
+from ingest.errors import DependencyError, SettingsError
+from ingest.failure import UNDECODABLE
 from replay.files import sync_directory
 from replay.forgotten import ByKey, ByRange, Record
 
@@ -62,7 +63,8 @@ class ForgottenLog:
         """Read what was appended since, and return whether there was anything.
 
         Raises:
-            SettingsError: the file cannot be read, or is damaged.
+            SettingsError: the file is damaged.
+            DependencyError: it cannot be read.
         """
         try:
             if self.path.stat().st_size == self._bytes:
@@ -73,7 +75,7 @@ class ForgottenLog:
         except FileNotFoundError:
             return False
         except OSError as exc:
-            raise SettingsError(f"{self.path} cannot be read: {exc.strerror}; what it says has to be known") from exc
+            raise DependencyError(f"{self.path} cannot be read: {exc.strerror}; what it says has to be known") from exc
         whole = content[: content.rfind(b"\n") + 1]
         for line in whole.splitlines(keepends=True):
             self._take(line)
@@ -126,7 +128,7 @@ class ForgottenLog:
             raise SettingsError(self._damaged("a line that does not have its checksum"))
         try:
             said = _decoder.decode(text)
-        except msgspec.MsgspecError as exc:
+        except UNDECODABLE as exc:
             raise SettingsError(self._damaged(f"a line of another release: {exc}")) from exc
         if isinstance(said, Applied):
             self.applied.append(said)

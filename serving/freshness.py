@@ -49,7 +49,7 @@ class Unserved:
     def _read(self, number: int) -> None:
         try:
             learned = self._versions.manifest(number).learned
-        except VersionError:  # which is told of when it is to be served
+        except (VersionError, OSError):  # which is told of when it is to be served
             return
         if learned is None:
             return

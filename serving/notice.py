@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from replay.files import number_of
+
 POLL_EVERY = timedelta(milliseconds=50)
 """How often to look where nothing tells of changes."""
 
@@ -73,7 +75,9 @@ class Notices:
             self._inotify = _open_inotify(self._path) if self._is_told else None
         if self._inotify is not None:
             try:
-                self._inotify.follow(entry.name for entry in os.scandir(self._path) if entry.name.isdigit())
+                self._inotify.follow(
+                    entry.name for entry in os.scandir(self._path) if number_of(entry.name) is not None
+                )
             except OSError:  # the directory is gone, or the kernel follows no more
                 self._drop()
 

@@ -44,10 +44,11 @@ class Registry:
         """Return the newest versions, the newest first."""
         numbers = self._versions.numbers()[-NEWEST:]
         known = self._manifests
-        self._manifests = {number: known[number] if number in known else self._manifest(number) for number in numbers}
+        found = {number: known[number] if number in known else self._manifest(number) for number in numbers}
+        self._manifests = {number: manifest for number, manifest in found.items() if manifest is not None}
         taken, refused = set(self._swap.taken.copy()), self._swap.refused
         served = self._swap.current.number if self._swap.current else None
-        lines = (self._line(number, served, taken, refused) for number in reversed(numbers))
+        lines = (self._line(number, served, taken, refused) for number in reversed(self._manifests))
         return [line for line in lines if line is not None]
 
     def _line(self, number: int, served: int | None, taken: set[int], refused: dict[int, str]) -> VersionLine | None:
@@ -58,6 +59,8 @@ class Registry:
             verdict = self._versions.verdict(number)
         except VersionError as exc:
             return VersionLine(number=number, fate="refused", reason=str(exc))
+        except OSError as exc:
+            return VersionLine(number=number, fate="unknown", reason=f"its verdict cannot be read for now: {exc}")
         fate, reason = self._fate(manifest, verdict, served, taken), refused.get(number)
         if fate not in ("served", "pinned", "rolled back") and number not in taken and reason is not None:
             fate = "refused"
@@ -84,8 +87,11 @@ class Registry:
             return "waiting"
         return "superseded" if manifest.time >= self._started else "unknown"
 
-    def _manifest(self, number: int) -> Manifest | str:
+    def _manifest(self, number: int) -> Manifest | str | None:
+        """Return a manifest, why there is none, or None where that cannot be told for now."""
         try:
             return self._versions.manifest(number)
         except VersionError as exc:
             return str(exc)
+        except OSError:
+            return None

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from ingest.failure import DamagedError, decoded
+from replay.files import MOST_BYTES, read_file
+
 REPORT = "serving.json"
 STOPPED = "it has stopped"
 """What the last report says is ill."""
@@ -76,6 +79,6 @@ def write_report(folder: Path, report: ServingReport, name: str = REPORT) -> Non
 def read_report(folder: Path, name: str = REPORT) -> ServingReport | None:
     """Read the newest report; None when no serving process has written one that can be read."""
     try:
-        return msgspec.json.decode((folder / name).read_bytes(), type=ServingReport)
-    except (OSError, msgspec.MsgspecError):
+        return decoded(read_file(folder / name, MOST_BYTES), ServingReport)
+    except (OSError, DamagedError):
         return None

@@ -185,7 +185,7 @@ class Swap:
     def _stays(self, served: int) -> bool:
         try:
             return served not in self._stale and self._choice.may_stay(served, self._state)
-        except VersionError:  # a verdict that is torn says nothing against it
+        except (VersionError, OSError):  # a verdict that cannot be read says nothing against it
             return True
 
     def _read_state(self) -> None:

@@ -1,13 +1,16 @@
 """The newest cut and version: whole, and of this schema. Their files are read as bytes, so that torch is not needed."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from anabranch.doctor.finding import Finding, Patient, found, ok
+from ingest.failure import DamagedError, decoded
 from ingest.schema import Schema
+from replay.files import MOST_BYTES, check_names, number_of, open_file, read_file
 
 _MANIFEST = "manifest.json"
 
@@ -31,12 +34,13 @@ def check_versions(patient: Patient) -> Iterator[Finding]:
 
 def _check_newest(patient: Patient, what: str, made: str) -> Iterator[Finding]:
     folder = patient.config.state_dir / f"{what}s"
-    numbers = [int(path.parent.name) for path in folder.glob(f"*/{_MANIFEST}") if path.parent.name.isdigit()]
+    named = [number_of(path.parent.name) for path in folder.glob(f"*/{_MANIFEST}")]
+    numbers = [number for number in named if number is not None]
     if not numbers:
         yield ok(f"There is no {what} yet.")
         return
     number = max(numbers)
-    damage, schema = _damage(folder / str(number))
+    damage, schema = _damage(folder / str(number), "rank-0/" if what == "cut" else "")
     if damage and not (folder / str(number)).exists():
         yield ok(f"The learner has just replaced {what} {number}.")
     elif damage:
@@ -50,14 +54,18 @@ def _check_newest(patient: Patient, what: str, made: str) -> Iterator[Finding]:
         yield ok(f"The newest {what}, {number}, is whole and of this schema.")
 
 
-def _damage(directory: Path) -> tuple[str | None, str]:
-    """Return what is wrong with a directory's files, and the schema's digest that its manifest names."""
+def _damage(directory: Path, below: str) -> tuple[str | None, str]:
+    """Return what is wrong with a directory's files, and the schema's digest that its manifest names.
+
+    All files lie in the folder `below` of the directory, "" for none.
+    """
     try:
-        manifest = msgspec.json.decode((directory / _MANIFEST).read_bytes(), type=_Manifest)
+        manifest = decoded(read_file(directory / _MANIFEST, MOST_BYTES), _Manifest)
+        check_names(manifest.files, below)
         for name, digest in manifest.files.items():
-            with (directory / name).open("rb") as file:
+            with os.fdopen(open_file(directory / name), "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return f"{name} does not have its digest", manifest.schema
-    except (OSError, msgspec.MsgspecError) as exc:
+    except (OSError, DamagedError) as exc:
         return f"{exc}", ""
     return None, manifest.schema

@@ -10,6 +10,7 @@ from torch import nn
 from anabranch.doctor.model import Asked, Said, Size, Step
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.errors import SettingsError
+from ingest.failure import DamagedError
 from ingest.schema import Schema
 from learner.checkpointing import checkpoint_activations
 from learner.config import LearnerSettings, ModelSettings
@@ -134,12 +135,12 @@ def _go_on(cuts: Cuts, digest: str, trainer: Trainer, output: list[int] | None, 
         if manifest is None or manifest.schema != digest:
             return
         cut = Cut(manifest.step, *cuts.open(manifest))
-    except CutError:
+    except (CutError, OSError):
         return
     cuts.check(manifest)
     if trainer.strategy.replays and "replay" in cut.tensors:
         check_columns(manifest.number, cut, output, strategy)
-    with contextlib.suppress(OSError):  # a learner has just replaced it
+    with contextlib.suppress(OSError, DamagedError):  # a learner has just replaced it, or it is the check of cuts
         trainer.restore(cut.tensors, cut.state["trainer"])
 
 

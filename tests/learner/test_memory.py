@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ingest.errors import SettingsError
+from ingest.failure import out_of_memory
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.checkpointing import checkpoint_activations
 from learner.config import LearnerSettings
-from learner.memory import out_of_memory
 from learner.precision import Precision, choose_precision
 from learner.scorer import Scorer
 from learner.strategies import STRATEGIES

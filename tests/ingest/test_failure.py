@@ -1,0 +1,97 @@
+"""What an error means: damaged, away for now, out of memory, or a bug."""
+
+import errno
+import os
+
+import msgspec
+import pytest
+import torch
+
+from ingest.errors import BrokerError, DependencyError, SettingsError
+from ingest.failure import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
+from learner.errors import CutError, VersionError
+
+AWAY = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES, errno.EROFS, errno.ETIMEDOUT, errno.ENXIO]
+DAMAGED = [errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP]
+
+
+def system_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number), "cuts/1/manifest.json")
+
+
+def chained(outer: Exception, cause: BaseException) -> Exception:
+    outer.__cause__ = cause
+    return outer
+
+
+@pytest.mark.parametrize("number", AWAY, ids=errno.errorcode.get)
+def test_what_the_operating_system_does_not_give_is_away_and_no_damage(number: int) -> None:
+    assert failure_of(system_error(number)) is Failure.AWAY
+    assert failure_of(chained(VersionError("version 1"), system_error(number))) is Failure.AWAY
+    with pytest.raises(OSError, match="manifest"), damage_is(CutError, "cut 1"):
+        raise system_error(number)
+
+
+@pytest.mark.parametrize("number", DAMAGED, ids=errno.errorcode.get)
+def test_a_file_that_is_missing_or_no_file_is_damage(number: int) -> None:
+    assert failure_of(system_error(number)) is Failure.DAMAGED
+    with pytest.raises(CutError, match=r"cut 1: .*manifest"), damage_is(CutError, "cut 1"):
+        raise system_error(number)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
+        MemoryError(),
+        system_error(errno.ENOMEM),
+    ],
+    ids=["torch", "cpu", "driver", "python", "errno"],
+)
+def test_what_runs_out_of_memory_is_no_damage_whatever_wraps_it(error: BaseException) -> None:
+    assert failure_of(error) is Failure.MEMORY
+    assert failure_of(chained(VersionError("version 1: OutOfMemoryError"), error)) is Failure.MEMORY
+
+
+def test_damage_dependencies_and_bugs_are_told_apart() -> None:
+    assert failure_of(DamagedError("no JSON")) is Failure.DAMAGED
+    assert failure_of(SettingsError("another schema")) is Failure.DAMAGED
+    assert failure_of(chained(VersionError("version 1"), RuntimeError("size mismatch"))) is Failure.DAMAGED
+    assert failure_of(BrokerError("no answer")) is Failure.AWAY
+    assert failure_of(RuntimeError("device-side assert")) is None
+    assert failure_of(KeyError("bug")) is None
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a": "\xff"}', b"[" * 100_000, b"{", b"", b'{"a": 1}'], ids=["utf-8", "deep", "cut", "empty", "type"]
+)
+def test_json_that_cannot_be_decoded_is_damage_whatever_is_wrong_with_it(content: bytes) -> None:
+    with pytest.raises(DamagedError):
+        decoded(content, dict[str, str])
+
+
+def test_each_flipped_bit_of_a_document_is_decoded_or_damage() -> None:
+    class Document(msgspec.Struct):
+        name: str
+        files: dict[str, str]
+
+    good = msgspec.json.encode(Document("é", {"a": "0f"}))
+    outcomes = set()
+    for bit in range(8 * len(good)):
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            outcomes.add(type(decoded(bytes(flipped), Document)))
+        except DamagedError as exc:
+            outcomes.add(type(exc.__cause__))
+    assert {Document, UnicodeDecodeError, msgspec.DecodeError, msgspec.ValidationError} == outcomes
+
+
+def test_an_error_of_the_system_that_ends_a_process_is_a_dependency_that_names_the_file() -> None:
+    with (
+        pytest.raises(DependencyError, match=r"^no cut can be read: cuts/1/manifest.json: Input/output error$"),
+        away_is_dependency("no cut can be read"),
+    ):
+        raise system_error(errno.EIO)

@@ -1,0 +1,271 @@
+"""Reading cuts and versions: what is damaged is refused, and what the operating system does not give is left alone."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.cut import Cut, Cuts
+from learner.cut_eraser import Eraser
+from learner.errors import CutError, VersionError
+from learner.resumed import Resumed
+from learner.storage import LocalStorage
+from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+from replay.forgotten import ByKey, Forgotten
+
+ERRORS = pytest.mark.parametrize(
+    "number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES], ids=lambda number: errno.errorcode[number]
+)
+FILES_OF_A_CUT = ["manifest.json", "state.json", "model.safetensors", "guard.safetensors"]
+
+
+@contextmanager
+def failing(path: Path, number: int) -> Iterator[None]:
+    """Have the operating system refuse to open, to look at and to list what lies at `path`."""
+
+    def refusing(real: Callable[..., object]) -> Callable[..., object]:
+        def call(name: object, *args: object, **kwargs: object) -> object:
+            if isinstance(name, str | Path) and Path(name) == path:
+                raise OSError(number, os.strerror(number), str(name))
+            return real(name, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "listdir", "scandir", "lstat"):
+            patch.setattr(os, name, refusing(getattr(os, name)))
+        yield
+
+
+def cut_of(number: int) -> Cut:
+    tensors = {"model": {"w": torch.full((4,), float(number))}, "rng": {}, "guard": {}}
+    return Cut(number, tensors, {"ledger": [], "number": number})
+
+
+@pytest.fixture
+def cuts(tmp_path: Path) -> Cuts:
+    made = Cuts(tmp_path / "var" / "cuts", "schema", 1)
+    for number in (1, 2, 3):
+        made.write(number, cut_of(number), 0.0)
+    return made
+
+
+def forgotten() -> Forgotten:
+    return Forgotten([ByKey(number=1, time=0.0, by="command", key_hash="00" * 8, up_to={})])
+
+
+def path_of(cuts: Cuts, number: int, name: str) -> Path:
+    return cuts.path / str(number) / ("" if name == "manifest.json" else "rank-0") / name
+
+
+@ERRORS
+@pytest.mark.parametrize("name", FILES_OF_A_CUT)
+def test_no_older_cut_takes_the_place_of_one_that_is_away_and_none_is_deleted(
+    cuts: Cuts, name: str, number: int
+) -> None:
+    with failing(path_of(cuts, 3, name), number), pytest.raises(OSError, match=name) as caught:
+        Resumed.newest(cuts, Forgotten([]))
+    assert caught.value.errno == number
+    cuts.write(4, cut_of(4), 0.0)
+    cuts.prune(4)
+    assert cuts.numbers() == [1, 2, 3, 4]
+
+
+@ERRORS
+def test_a_folder_of_cuts_that_cannot_be_listed_is_not_an_empty_one(cuts: Cuts, number: int) -> None:
+    for path in (cuts.path, path_of(cuts, 3, "manifest.json")):
+        with failing(path, number), pytest.raises(OSError, match="cuts"):
+            Resumed.newest(cuts, Forgotten([]))
+    assert cuts.numbers() == [1, 2, 3]
+
+
+@ERRORS
+@pytest.mark.parametrize("name", FILES_OF_A_CUT)
+def test_the_eraser_deletes_no_cut_that_is_away(cuts: Cuts, name: str, number: int, tmp_path: Path) -> None:
+    eraser = Eraser(cuts, tmp_path / "replay", forgotten())
+    with failing(path_of(cuts, 2, name), number), pytest.raises(OSError, match=name):
+        eraser.run()
+    assert cuts.numbers() == [1, 2, 3]
+    eraser.run()
+    assert cuts.numbers() == [1, 2, 3]
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+
+
+def become_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def become_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def become_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def nest(path: Path) -> None:
+    path.write_bytes(b'{"zz":' + b"[" * 100_000)
+
+
+def leave(path: Path) -> None:
+    """Put a name that leads elsewhere into a manifest; of another file, only take it away."""
+    if path.name != "manifest.json":
+        path.unlink()
+        return
+    manifest = json.loads(path.read_bytes())
+    manifest["files"]["rank-0/segment-9./../../../../victim"] = "00"
+    path.write_text(json.dumps(manifest))
+
+
+def of_another(path: Path) -> None:
+    """Put the manifest of another cut in its place; of another file, only cut it short."""
+    if path.name == "manifest.json":
+        path.write_bytes((path.parent.parent / "1" / path.name).read_bytes())
+    else:
+        os.truncate(path, 1)
+
+
+DAMAGES = pytest.mark.parametrize("damage", [flip, become_fifo, become_link, become_directory, nest, leave, of_another])
+
+
+@DAMAGES
+@pytest.mark.parametrize("name", FILES_OF_A_CUT)
+def test_a_damaged_cut_is_refused_and_kept_until_as_many_whole_ones_are_newer(
+    cuts: Cuts, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(path_of(cuts, 3, name))
+    found = cuts.newest()
+    assert found is not None
+    assert (found[0], found[1].state["number"]) == (2, 2)
+    for number, left in ((4, [2, 3, 4]), (5, [4, 5])):
+        cuts.write(number, cut_of(number), 0.0)
+        cuts.prune(2)
+        assert cuts.numbers() == left
+
+
+@DAMAGES
+def test_cuts_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
+    cuts: Cuts, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for number in cuts.numbers():
+        if number != 1:
+            damage(path_of(cuts, number, "manifest.json"))
+    flip(path_of(cuts, 1, "model.safetensors"))
+    sentence = r"there are cuts in .*cuts \(1, 2, 3\), and none can be used: cut 3: .*; put it back .* or begin anew by"
+    with pytest.raises(CutError, match=sentence):
+        Resumed.newest(cuts, Forgotten([]))
+    nest(path_of(cuts, 1, "manifest.json"))
+    with pytest.raises(OSError, match="all cuts are damaged, and are deleted once there is a whole one"):
+        Eraser(cuts, tmp_path / "replay", forgotten()).run()
+    assert cuts.numbers() == [1, 2, 3]
+    cuts.write(4, cut_of(4), 0.0)
+    Eraser(cuts, tmp_path / "replay", forgotten()).run()
+    assert cuts.numbers() == [4]
+    assert victim.read_text() == "precious"
+
+
+def test_a_folder_of_a_cut_that_is_a_link_is_refused_and_nothing_behind_it_is_deleted(
+    cuts: Cuts, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (cuts.path / "3").rename(elsewhere)
+    (cuts.path / "3").symlink_to(elsewhere)
+    shutil.move(cuts.path / "2" / "rank-0", tmp_path / "parts")
+    (cuts.path / "2" / "rank-0").symlink_to(tmp_path / "parts")
+    (tmp_path / "parts" / "precious").write_text("precious")
+    found = cuts.newest()
+    assert found is not None
+    assert found[0] == 1
+    Eraser(cuts, tmp_path / "replay", forgotten()).run()
+    assert cuts.numbers() == [1]
+    assert (elsewhere / "manifest.json").exists()
+    assert (tmp_path / "parts" / "precious").exists()
+
+
+@pytest.mark.parametrize("name", ["²", "\N{ARABIC-INDIC DIGIT ONE}", "9" * 30, "01"])
+def test_folders_whose_names_are_no_numbers_are_passed_over(cuts: Cuts, name: str) -> None:
+    shutil.copytree(cuts.path / "3", cuts.path / name)
+    assert (cuts.numbers(), LocalStorage(cuts.path).highest()) == ([1, 2, 3], 3)
+    cuts.clean()
+    assert (cuts.path / name).exists()
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Versions:
+    made = Versions(tmp_path / "versions")
+    for number in (1, 2):
+        manifest = Manifest(
+            number=number,
+            epoch=3 - number,
+            parent=None,
+            time=0.0,
+            step=1,
+            trained_through={},
+            metrics={},
+            schema="schema",
+            encoders={},
+            model=ModelReference("m:build", {}, "regression"),
+            files={},
+        )
+        made.write({"w": torch.ones(2)}, manifest, Verdict("pass"))
+    made.write_state(RegistryState(serving=2))
+    return Versions(tmp_path / "versions")
+
+
+@ERRORS
+def test_a_version_that_is_away_is_not_refused(versions: Versions, number: int) -> None:
+    manifest, folder = versions.manifest(2), versions.directory(2)
+    reads: dict[Path, Callable[[], object]] = {
+        folder / "manifest.json": lambda: versions.manifest(2),
+        folder / "verdict.json": lambda: versions.verdict(2),
+        folder / "model.safetensors": lambda: versions.weights(manifest),
+        versions.path / "state.json": versions.state,
+        versions.path: versions.numbers,
+    }
+    for path, read in reads.items():
+        with failing(path, number), pytest.raises(OSError, match=path.name) as caught:
+            read()
+        assert caught.value.errno == number
+        read()
+
+
+@ERRORS
+def test_an_epoch_that_is_away_is_asked_for_again(versions: Versions, number: int) -> None:
+    with failing(versions.directory(1) / "manifest.json", number):
+        assert versions.stale([1, 2]) == set()
+        with pytest.raises(OSError, match="manifest"):
+            versions.epoch()
+    assert versions.stale([1, 2]) == {2}
+    assert versions.epoch() == 2
+
+
+@pytest.mark.parametrize("damage", [flip, become_fifo, become_link, become_directory, nest, leave])
+def test_what_is_damaged_of_a_version_is_refused(versions: Versions, damage: Callable[[Path], None]) -> None:
+    manifest, folder = versions.manifest(2), versions.directory(2)
+    damage(folder / "model.safetensors")
+    damage(folder / "manifest.json")
+    with pytest.raises(VersionError, match="model"):
+        versions.weights(manifest)
+    with pytest.raises(VersionError, match="manifest"):
+        versions.manifest(2)
+    if damage is not leave:
+        damage(folder / "verdict.json")
+        damage(versions.path / "state.json")
+        with pytest.raises(VersionError, match="verdict"):
+            versions.verdict(2)
+        with pytest.raises(VersionError, match="state"):
+            versions.state()
