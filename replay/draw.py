@@ -105,7 +105,11 @@ def _ones(n: int, device: torch.device) -> Tensor:
 
 
 def planned_rows(plan: Plan) -> PlannedRows:
-    """Return a plan as a cut has it, once its rows are here; those that could not be had are left out."""
+    """Return a plan as a cut has it, once its rows are here; those that could not be had are left out.
+
+    The rows are copied: what is forgotten meanwhile is overwritten in those of the plan, and not in a file of which the
+    digest is reckoned at this moment. Whoever forgets looks through the cut after it is written.
+    """
     plan.rows.wait()
     events = np.zeros(len(plan), PLANNED)
     for name in FIELDS:
@@ -113,7 +117,8 @@ def planned_rows(plan: Plan) -> PlannedRows:
     events["slot"] = plan.slots
     for name, values in (("rate", plan.rates), ("share", plan.shares), ("correction", plan.correction)):
         events[name] = 1.0 if values is None else values
-    return PlannedRows(plan.step, torch.as_tensor(plan.rows.rows()).cpu(), events[plan.rows.which()])
+    rows = torch.as_tensor(plan.rows.rows()).to("cpu", copy=True)
+    return PlannedRows(plan.step, rows, events[plan.rows.which()])
 
 
 def resumed(plan: PlannedRows, rows: Staged, slots: NDArray[np.int32], *, weighted: bool) -> Plan:

@@ -196,3 +196,33 @@ def flip(path: Path) -> None:
     content[-1] ^= 1
     path.unlink()  # other cuts may share it
     path.write_bytes(content)
+
+
+def test_what_is_forgotten_while_a_cut_is_written_spoils_no_cut_and_is_left_in_none(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.learn(range(350, 360))
+    plan = pipeline.store._plans[0]
+    named = np.flatnonzero(plan.records["key_hash"] == 9)
+    plan.rows.wait()
+    payload = [torch.as_tensor(plan.rows.rows())[place].numpy().tobytes() for place in named.tolist()]
+    assert payload, "no plan names an event that is forgotten"
+    write, lost = storage.LocalFolder.write, list[int]()
+
+    def write_and_forget(folder: storage.LocalFolder, name: str, *pieces: bytes | memoryview) -> None:
+        write(folder, name, *pieces)
+        if name.endswith("replay.safetensors"):
+            lost.append(pipeline.store.forget(FORGOTTEN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.LocalFolder, "write", write_and_forget)
+        pipeline.cut(4)
+    assert lost[0] > 0
+    found = pipeline.cuts.newest()
+    assert found is not None
+    assert found[0] == 4
+    pipeline.erase()
+    assert pipeline.cuts.numbers() == [1, 2, 3, 4]
+    assert 9 not in keys(pipeline.newest())
+    files = [path.read_bytes() for path in pipeline.path.rglob("*") if path.is_file()]
+    assert not [each for each in payload for file in files if each in file]
