@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from learner.background import Background
@@ -29,6 +30,7 @@ class Moment:
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
+    """Plain values; encoded before the next step, so that nothing of them may change."""
     held: Held | None
 
 
@@ -55,7 +57,10 @@ class Cutter:
         self._holding = False
         self._segments = self._next_segments = segments
         self._written: object = None
-        self.number = self._highest = max(cuts.numbers(), default=0)
+        numbers = cuts.numbers()
+        self._oldest = min(numbers, default=None)
+        """The oldest cut that may be there: an older one does not come back, and one that cannot be listed may stay."""
+        self.number = self._highest = max(numbers, default=0)
         """The newest cut; numbers only grow."""
         self.time = _time_of(cuts, self.number)
         """When it was made, in seconds since 1970; None when there is none, or it does not say."""
@@ -135,16 +140,16 @@ class Cutter:
 
     def _begin(self, take: Callable[[int], Moment], standing: object) -> None:
         number = self._highest = self._highest + 1  # a number that failed is not used again
-        moment = take(number)
+        moment = _encoded(take(number))
         self.asked = False
         self._holding = self._clerk is not None
         self._background.start(lambda: self._write(number, moment, standing))
 
     def end_if_written(self) -> None:
-        """Let the store write slots again once the cut is written, or has failed."""
+        """Let the store write slots again once the cut is written, or has failed; looks at no file."""
         if not self._background.busy and self._holding and self._clerk is not None:
             self._holding = False
-            self._clerk.store.let_go(min(self._cuts.numbers(), default=None), written=self.number == self._highest)
+            self._clerk.store.let_go(self._oldest, written=self.number == self._highest)
         self._background.raise_bug()
 
     def _write(self, number: int, moment: Moment, standing: object) -> None:
@@ -155,7 +160,10 @@ class Cutter:
             self._metrics.cut.observe(time.perf_counter() - begin)  # not of one that failed: the count is of whole cuts
             self.number, self.time, self._written = number, now, standing
             self._segments = self._next_segments
+            if self._oldest is None:
+                self._oldest = number
             self._cuts.prune(self._keep)
+            self._oldest = min(self._cuts.numbers(), default=None)
         except (OSError, CutError) as exc:
             what = (
                 f"cut {number} could not be written to" if self.number != number else "old cuts cannot be deleted from"
@@ -175,8 +183,14 @@ class Cutter:
         return Cut(moment.step, tensors, state, part.carried)
 
 
+def _encoded(moment: Moment) -> Moment:
+    """Return a moment with its state encoded: what it was taken from may change while the tensors are written."""
+    state = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in moment.state.items()}
+    return replace(moment, state=state)
+
+
 def _time_of(cuts: Cuts, number: int) -> float | None:
     try:
         return cuts.manifest(number).time
-    except CutError:
+    except (OSError, CutError):
         return None

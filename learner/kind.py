@@ -98,7 +98,7 @@ class MeasuredKind:
         """Plain values, for a cut."""
         return {
             "best": self._best,
-            "others": self._others,
+            "others": list(self._others),
             "stage": self._stage,
             "left": self._left,
             "pause": self._pause,
@@ -107,8 +107,9 @@ class MeasuredKind:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of a cut, unless that was of other samplers."""
-        if not {state.get("best"), *state.get("others", ())} <= {*self._kinds}:
+        """Take up the state of a cut, unless that was of other samplers, or of a trial without a sampler on trial."""
+        others = state.get("others", ())
+        if not {state.get("best"), *others} <= {*self._kinds} or (state["stage"] != "pause" and not others):
             return
         self._best, self._others, self._stage = state["best"], list(state["others"]), state["stage"]
         self._left, self._pause = state["left"], state["pause"]

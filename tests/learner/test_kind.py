@@ -200,3 +200,21 @@ class TestInTheRatio:
                 ratio.learned(Tally(10, dice.binomial(10, 0.9)), old)
             taken += ratio.state()["kind"]["best"] != "uniform"
         assert taken <= 4
+
+
+def test_a_state_stays_that_of_its_moment() -> None:
+    kind = MeasuredKind(KINDS)
+    run(kind, of_its_own(), 41)
+    before = kind.state()
+    copy = json.loads(json.dumps(before))
+    run(kind, of_its_own(), 3 * 40)
+    assert kind.state()["others"] != copy["others"], "no trial has ended"
+    assert before == copy
+
+
+@pytest.mark.parametrize("stage", ["before", "other", "after"])
+def test_a_trial_of_which_a_cut_does_not_say_what_is_tried_is_begun_again(stage: str) -> None:
+    kind = MeasuredKind(KINDS)
+    kind.restore({**kind.state(), "best": "loss", "stage": stage, "others": []})
+    used = run(kind, of_its_own(class_balanced=0.8), ROUND + 50)
+    assert set(used) == set(KINDS)
