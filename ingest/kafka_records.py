@@ -62,7 +62,7 @@ class _Records(Fetcher.PartitionRecords):  # type: ignore[misc]
         said = f"{type(exc).__name__}: {exc}"
         begin, end, time_ms = max(self.fetch_offset, self.next_fetch_offset), None, int(time.time() * 1000)
         reason = too_large(self._most) if isinstance(exc, TooLargeError) else damaged(said)
-        if batch is not None and (batch.sound or not self.check_crcs):
+        if batch is not None and (batch.sound or not self.check_crcs) and batch.end >= begin:
             end = batch.end
             # Compaction may have left fewer records than the batch has offsets.
             begin, time_ms = max(begin, end - batch.left), batch.time_ms
