@@ -44,6 +44,9 @@ class Sources:
         self._opened = False
         self._absent = Absent()
         self._turn = 0
+        self._joined: list[Partition] = []
+        self._joined_of: list[object] = []
+        """What `_joined` was made of, so that it is the same list until a partition changes."""
         self.rates: Sequence[float] = ()
         """Of the partitions that are known from before, as `look` was told last."""
 
@@ -60,12 +63,15 @@ class Sources:
     @property
     def partitions(self) -> Sequence[Partition]:
         """All partitions, in the order of the index that blocks carry."""
-        found = list(self._first.partitions)
         told = [reader.partitions for reader in self._readers]
-        for place, reader in enumerate(self._shares):
-            if reader:
-                found[place] = replace(found[place], end=told[reader][place].end)
-        return found
+        parts: list[object] = [self._shares, *told]
+        if len(parts) != len(self._joined_of) or any(a is not b for a, b in zip(parts, self._joined_of, strict=True)):
+            found = list(self._first.partitions)
+            for place, reader in enumerate(self._shares):
+                if reader:
+                    found[place] = replace(found[place], end=told[reader][place].end)
+            self._joined, self._joined_of = found, parts
+        return self._joined
 
     def poll(self, timeout: timedelta) -> Block | None:
         """Return the next block of any of them, in turn, or None when none comes in time; raises as a source does."""

@@ -6,9 +6,10 @@ have no time, and an old topic that is read from its beginning is no stream that
 """
 
 import logging
+import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,19 +50,23 @@ class Arrivals:
             self.marks = [*marks[:-1:2], marks[-1]]
 
     def age(self, now: float, position: int) -> float:
-        """Return for how many seconds the offset `position` has been there, or 0 when it has not come yet.
+        """Return for how many seconds the offset `position` has been there, or 0 when it has not come yet."""
+        return max(0.0, now - self.came(position))
+
+    def came(self, position: int) -> float:
+        """Return when the offset `position` came, infinity when it has not come yet.
 
         Marks of what lies before it are let go of.
         """
         after = bisect_right(self.marks, position, key=lambda mark: mark[1])
         if after == len(self.marks):
-            return 0.0
+            return math.inf
         came, end = self.marks[after]
         if after:
             before, known = self.marks[after - 1]
             came = before + (came - before) * (position + 1 - known) / (end - known)
             del self.marks[: after - 1]
-        return max(0.0, now - came)
+        return came
 
 
 class Stream(Protocol):
@@ -110,23 +115,26 @@ class LagPolicy:
         self._bases: list[int] = []
         self._ask_at = 0.0
         self._told: float | None = None
+        self._came: NDArray[np.float64] = np.empty(0)
+        """Of each partition, when its next event without outcome came."""
         self.seconds = 0.0
         """The lag at the last look."""
         self.behind = False
 
-    def look(self, accounts: Sequence[PartitionLedger]) -> None:
-        """Take the lag from positions and ends of all partitions, and act on it; called between steps."""
+    def look(self, accounts: Sequence[PartitionLedger], moved: Collection[int] = ()) -> None:
+        """Take the lag from positions and ends of all partitions, and act on it; called between steps.
+
+        `moved` are the places of those whose position has moved since the last look. All are looked at where the broker
+        has told ends since then, which is about once a second.
+        """
         now, told = self._clock(), self._stream.told
-        self._arrivals += [Arrivals() for _ in accounts[len(self._arrivals) :]]
-        for arrivals, account in zip(self._arrivals, accounts, strict=True):
-            if account.superseded:
-                arrivals.marks.clear()  # what was not read of it is gone, and waits no longer
-            elif told is not None and told != self._told:
-                arrivals.note(told, account.position.offset + account.pending)
-        self._told = told
-        positions = [account.position.offset for account in accounts]
-        lags = [each.age(now, position) for each, position in zip(self._arrivals, positions, strict=True)]
-        self.seconds = max(lags, default=0.0)
+        if len(accounts) != len(self._came) or told != self._told:
+            self._look_at_all(accounts, None if told == self._told else told)
+            self._told = told
+        else:
+            for place in moved:
+                self._came[place] = self._arrivals[place].came(accounts[place].position.offset)
+        self.seconds = max(0.0, now - float(self._came.min())) if len(self._came) else 0.0
         bound = self._settings.low if self.behind else self._settings.high
         behind = self.seconds > bound.total_seconds() if self.behind else self.seconds >= bound.total_seconds()
         if behind and not self.behind:
@@ -138,6 +146,17 @@ class LagPolicy:
         if behind and passes and now >= self._ask_at:
             self._stream.pass_over()
             self._ask_at = now + _ASK_SECONDS
+
+    def _look_at_all(self, accounts: Sequence[PartitionLedger], told: float | None) -> None:
+        """Look when the next event of each partition came, with the ends that were `told`, if they are new."""
+        self._arrivals += [Arrivals() for _ in accounts[len(self._arrivals) :]]
+        for arrivals, account in zip(self._arrivals, accounts, strict=True):
+            if account.superseded:
+                arrivals.marks.clear()  # what was not read of it is gone, and waits no longer
+            elif told is not None:
+                arrivals.note(told, account.position.offset + account.pending)
+        came = (each.came(account.position.offset) for each, account in zip(self._arrivals, accounts, strict=True))
+        self._came = np.fromiter(came, np.float64, len(accounts))
 
     def settle(self, rows: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return rows with the outcome of those that are not trained on because the learner is behind."""

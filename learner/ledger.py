@@ -122,6 +122,7 @@ class Ledger:
         self._published = published or {}
         self._learned = RecordTimes()
         self._open: list[tuple[Span, Outcome, SkipReason]] = []
+        self._moved: set[int] = set()
 
     def take_up(self, name: TopicPartition, start: int) -> None:
         """Open the account of the partition with the next index."""
@@ -158,6 +159,7 @@ class Ledger:
             AssertionError: offsets go backwards: a bug, never a user's fault.
         """
         self._open.append((span, outcome, reason))
+        self._moved.update(span.positions)
         for index in {*span.removed, *span.passed}:  # seldom any
             gone = span.removed.get(index, 0) + span.passed.get(index, 0)
             offset = span.columns["offset"][span.columns["partition"] == index]
@@ -168,6 +170,11 @@ class Ledger:
         for index, last in span.last.items():
             account = self.partitions[index]
             account.mark = Mark(account.mark.topic_id, last)
+
+    def take_moved(self) -> set[int]:
+        """Return the places of the partitions whose position has moved since this was last called."""
+        moved, self._moved = self._moved, set()
+        return moved
 
     @property
     def full(self) -> bool:

@@ -373,7 +373,7 @@ class Loop:
                     self.ledger.take_up(partition.name, partition.start)
                 self.ledger.partitions[index].meet(partition.end, partition.topic_id)
             self._counters.meet(self.ledger.partitions)
-        self._parts.lag.look(self.ledger.partitions)
+        self._parts.lag.look(self.ledger.partitions, self.ledger.take_moved())
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ from ingest.schema import Schema
 from ingest.source import Partition
 from learner.batches import Batches
 from learner.lag import Arrivals, LagPolicy
-from learner.ledger import Ledger
+from learner.ledger import Ledger, PartitionLedger
 
 NAME = TopicPartition("events", 0)
 ACTIONS = ["train-all", "sample", "store-only", "skip-to-latest"]
@@ -65,7 +66,7 @@ def ledger(*, end: int, position: int = 0) -> Ledger:
 def looked(policy: LagPolicy, clock: Clock, *, end: int, position: int) -> tuple[float, bool]:
     """Let it look at a broker that has just told its end."""
     policy._stream.told = clock.now
-    policy.look(ledger(end=end, position=position).partitions)
+    policy.look(ledger(end=end, position=position).partitions, [0])
     return policy.seconds, policy.behind
 
 
@@ -142,6 +143,62 @@ def test_the_lag_grows_while_the_broker_says_nothing() -> None:
         clock.now += 10
     assert lagging.seconds == 60
     assert lagging.behind
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 4), max_size=3), st.floats(0, 5)), max_size=40))
+def test_looking_at_those_that_moved_comes_to_the_same_as_looking_at_all(
+    plan: list[tuple[bool, list[int], float]],
+) -> None:
+    """At each look the broker may have told ends, and some partitions have moved."""
+    clock = Clock()
+    stream = Stream(clock)
+    some, accounts = policy(clock, stream=stream), Ledger()
+    for number in range(5):
+        accounts.take_up(TopicPartition("events", number), 0)
+    for tells, moved, seconds in plan:
+        clock.now += seconds
+        if tells:
+            stream.told = clock.now
+            for number, account in enumerate(accounts.partitions):
+                account.end += 3 * number
+        for place in moved:
+            account = accounts.partitions[place]
+            account.position = Position(min(account.end, account.position.offset + 2))
+        some.look(accounts.partitions, moved)
+        ages = [
+            each.age(clock.now, account.position.offset)
+            for each, account in zip(some._arrivals, accounts.partitions, strict=True)
+        ]
+        assert some.seconds == pytest.approx(max(ages))
+
+
+def test_a_step_looks_at_no_more_partitions_than_it_moves() -> None:
+    class Counted(Ledger):
+        looked = 0
+
+        def __len__(self) -> int:
+            return len(self.partitions)
+
+        def __iter__(self) -> Iterator[PartitionLedger]:
+            self.looked += len(self.partitions)
+            return iter(self.partitions)
+
+        def __getitem__(self, place: Any) -> Any:
+            self.looked += 1
+            return self.partitions[place]
+
+    clock = Clock()
+    stream = Stream(clock)
+    lagging, accounts = policy(clock, stream=stream), Counted()
+    for number in range(1000):
+        accounts.take_up(TopicPartition("events", number), 0)
+    stream.told = clock.now
+    lagging.look(accounts)  # type: ignore[arg-type]
+    accounts.looked = 0
+    for place in range(100):
+        lagging.look(accounts, [place])  # type: ignore[arg-type]
+    assert accounts.looked == 100
 
 
 def test_a_restart_knows_how_long_events_have_been_waiting() -> None:
