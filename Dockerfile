@@ -17,7 +17,7 @@ RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /dist .
 
 FROM python:${PYTHON_TAG}
 ARG TORCH=cpu
-# Extras of pyproject.toml, separated by commas.
+# Extras of pyproject.toml, separated by commas; beside codecs, since it is the producers who choose a compression.
 ARG EXTRAS=""
 ENV PATH=/opt/anabranch/bin:$PATH \
     HOME=/tmp TMPDIR=/tmp \
@@ -41,7 +41,7 @@ RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
 RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
     --mount=type=bind,source=pyproject.toml,target=/tmp/pyproject.toml \
     python -c 'import sys, tomllib; project = tomllib.load(open("/tmp/pyproject.toml", "rb"))["project"]; \
-extras = [extra for name in sys.argv[1].split(",") if name for extra in project["optional-dependencies"][name]]; \
+extras = [extra for name in {"codecs", *sys.argv[1].split(",")} - {""} for extra in project["optional-dependencies"][name]]; \
 print(*project["dependencies"], *extras, sep="\n")' "$EXTRAS" > /tmp/requirements.txt \
     && pip --python /opt/anabranch install -c /tmp/constraints.txt -r /tmp/requirements.txt \
     && rm /tmp/requirements.txt

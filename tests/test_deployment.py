@@ -72,6 +72,19 @@ class TestImage:
         assert len(runs) == 4
         assert [run for run in runs if "-c" not in run.split() and "--no-index" not in run] == []
 
+    @pytest.mark.parametrize(
+        ("extras", "more"), [("", []), ("fast,redis", ["confluent-kafka", "redis"]), ("codecs", [])]
+    )
+    def test_it_can_read_every_compression_that_a_producer_may_choose(self, extras, more, tmp_path):
+        shutil.copy(ROOT / "pyproject.toml", tmp_path)
+        code = re.search(r"python -c '(import sys, tomllib[^']*)'", DOCKERFILE)[1].replace("\\\n", "\n")
+        code = code.replace("/tmp/pyproject.toml", str(tmp_path / "pyproject.toml"))
+        command = [sys.executable, "-c", code, extras]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        names = [re.match("[a-z0-9-]+", line)[0] for line in lines]
+        assert {"torch", "lz4", "python-snappy", "zstandard", *more} <= set(names)
+        assert names.count("lz4") == 1
+
     def test_its_python_is_one_that_the_project_supports(self):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         tag = re.search(r"^ARG PYTHON_TAG=([\d.]+)-slim", DOCKERFILE, re.MULTILINE)[1]
