@@ -6,6 +6,7 @@ one obeys it.
 
 import http.client
 import json
+import socket
 import ssl
 import time
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ import msgspec
 from anabranch.config import Config
 from ingest.errors import DependencyError, SettingsError
 from ingest.failure import DamagedError, decoded
+from ingest.loopback import is_loopback
 from learner.version import RegistryState, Versions
+from serving.config import ServingSettings
 from serving.errors import RequestError
 from serving.health import SILENT
 from serving.orders import ORDERS
-from serving.report import STOPPED, ServingReport, read_report
+from serving.report import REPORT, STOPPED, ServingReport, read_report
 
 _PATIENCE_SECONDS = 60
 
@@ -75,6 +78,11 @@ def order(config: Config, action: str, number: int | None) -> Obeyed:
 
 
 def _ask(config: Config, report: ServingReport, action: str, number: int) -> RegistryState:
+    if not _is_configured(config.pipeline.serving, report.address):
+        raise SettingsError(
+            f"{config.state_dir / REPORT} says that serving is at {report.address!r}, where [serving] does not have it "
+            "listen: no token is sent there; name the config that it runs under with -c, or start it again"
+        )
     token = config.pipeline.serving.tokens.admin.get_secret_value()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     connection = _connection(config, report.address)
@@ -92,6 +100,30 @@ def _ask(config: Config, report: ServingReport, action: str, number: int) -> Reg
         return decoded(body, RegistryState)
     except DamagedError as exc:
         raise DependencyError(f"what answers at {report.address} is not this pipeline's serving: {exc}") from exc
+
+
+def _is_configured(settings: ServingSettings, address: str) -> bool:
+    """Whether an address is one at which serving listens by its settings: the report may be written by anybody."""
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError:
+        return False
+    host = parts.hostname or ""
+    return (
+        parts.scheme == ("https" if settings.tls.cert is not None else "http")
+        and settings.port in (0, port)
+        and (is_loopback(host) or host in _addresses(settings.host))
+    )
+
+
+def _addresses(host: str) -> set[str]:
+    """Return a host's name and its addresses, where it has some."""
+    try:
+        found = socket.getaddrinfo(host, None)
+    except OSError:
+        return {host}
+    return {host, *(str(sockaddr[0]) for *_, sockaddr in found)}
 
 
 def _refusal(body: bytes) -> str | None:

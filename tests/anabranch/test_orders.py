@@ -13,9 +13,11 @@ from torch import nn
 
 from anabranch import cli
 from anabranch.config import Config, load_config
+from anabranch.orders import _is_configured
 from ingest.schema import Schema
 from learner.trained import Trained
 from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+from serving.config import ServingSettings
 from serving.report import ServingReport, read_report, write_report
 from tests.pipelines import Part
 
@@ -139,3 +141,35 @@ def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_
     assert run(config, "pin", "1") == 3
     assert "serving at http://127.0.0.1:1 does not answer" in capsys.readouterr().err
     assert found(config).state().pinned is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:8001",
+        "http://203.0.113.7:8000",
+        "http://evil.example:8000",
+        "https://127.0.0.1:8000",
+        "http://127.0.0.1@203.0.113.7:8000",
+        "http://127.0.0.1",
+        "http://[",
+        "http://127.0.0.1:x",
+        "",
+    ],
+)
+def test_no_token_goes_to_an_address_at_which_serving_is_not_told_to_listen(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("ANABRANCH__SERVING__PORT", "8000")
+    monkeypatch.setattr("anabranch.orders.http.client.HTTPConnection", None)
+    now = time.time()
+    write_report(config.state_dir, ServingReport(pid=1, started=now, time=now, address=address, ready=True))
+    assert run(config, "pin", "1") == 2
+    assert "no token is sent there" in capsys.readouterr().err
+
+
+def test_serving_may_listen_at_an_address_of_the_name_in_its_settings() -> None:
+    settings = ServingSettings.model_validate({"host": "192.0.2.9", "port": 9, "tokens": {"read": "r", "admin": "a"}})
+    assert _is_configured(settings, "http://192.0.2.9:9")
+    assert _is_configured(settings, "http://[::1]:9")
+    assert not _is_configured(settings, "http://192.0.2.8:9")
