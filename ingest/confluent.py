@@ -36,7 +36,7 @@ from ingest.config import StreamSettings
 from ingest.errors import BrokerError, RecreatedError, TruncatedError
 from ingest.librdkafka import LetterProducer, brief, headers_of, make
 
-_OPEN_SECONDS = 8.0
+_PATIENCE = timedelta(seconds=8)
 _REQUEST_SECONDS = 2.0
 _SEARCH_SECONDS = 15.0
 
@@ -55,8 +55,10 @@ class ConfluentClient:
     The consumer names a group, since it commits for lag tools, but never joins it.
     """
 
-    def __init__(self, settings: StreamSettings) -> None:
+    def __init__(self, settings: StreamSettings, patience: timedelta = _PATIENCE) -> None:
+        """With `patience` to reach a broker when it is opened."""
         self._settings = settings
+        self._patience = patience.total_seconds()
         self._heard: list[KafkaError] = []
         self._consumer: Any = None
         self._admin: Any = None
@@ -91,7 +93,7 @@ class ConfluentClient:
         self._admin = make(AdminClient, settings, {})
         self._reach()
         try:
-            self._topics = self._described(_OPEN_SECONDS)
+            self._topics = self._described(self._patience)
         except KafkaException as exc:
             raise BrokerError(f"cannot look up the topics: {brief(exc)}") from exc
         for topic in (*settings.topics, settings.dead_letter_topic):
@@ -196,7 +198,7 @@ class ConfluentClient:
 
     def _reach(self) -> None:
         """Wait until a broker answers, or raise BrokerError with what was said instead."""
-        deadline = time.monotonic() + _OPEN_SECONDS
+        deadline = time.monotonic() + self._patience
         servers = self._settings.bootstrap_servers
         while True:
             try:

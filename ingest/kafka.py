@@ -39,7 +39,8 @@ from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedEr
 from ingest.kafka_records import ReplacedNames, UnreadableError, bound
 from ingest.properties import DEFAULTS, check, kafka_python_options
 
-_BOOTSTRAP_MS = 8_000
+PATIENCE = timedelta(seconds=8)
+"""How long a broker is tried to be reached."""
 _REQUEST_MS = 2_000
 _LARGEST_LETTER = 100_000_000
 _CODECS = {"snappy": "python-snappy", "lz4": "lz4", "zstd": "zstandard"}
@@ -59,8 +60,10 @@ log = logging.getLogger(__name__)
 class KafkaPythonClient:
     """Reads with kafka-python's consumer and writes dead letters with its producer, made when the first is needed."""
 
-    def __init__(self, settings: StreamSettings) -> None:
+    def __init__(self, settings: StreamSettings, patience: timedelta = PATIENCE) -> None:
+        """With `patience` to reach a broker when it is opened."""
         self._settings = settings
+        self._patience = patience
         self._connections = contextlib.ExitStack()
         self._producer: Any = None
         self._consumer: Any = None
@@ -89,6 +92,7 @@ class KafkaPythonClient:
             auto_offset_reset="none",
             isolation_level=settings.isolation_level,
             allow_auto_create_topics=False,
+            patience=self._patience,
         )
         bound(self._consumer, most_inflated(settings))
         self._connections.callback(self._consumer.close, autocommit=False)
@@ -338,11 +342,11 @@ class KafkaPythonClient:
                 return True
 
 
-def client_options(kind: Any, settings: StreamSettings, **ours: Any) -> dict[str, Any]:
+def client_options(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE, **ours: Any) -> dict[str, Any]:
     """Return kafka-python's options for a client of the given class: `[stream.properties]`, and above them ours."""
     options: dict[str, Any] = {
         "bootstrap_servers": [server.strip() for server in settings.bootstrap_servers.split(",")],
-        "bootstrap_timeout_ms": _BOOTSTRAP_MS,
+        "bootstrap_timeout_ms": int(patience / timedelta(milliseconds=1)),
     }
     for name, value in DEFAULTS.items():
         options |= kafka_python_options(name, value)
@@ -355,8 +359,10 @@ def client_options(kind: Any, settings: StreamSettings, **ours: Any) -> dict[str
     return {name: value for name, value in options.items() if name in kind.DEFAULT_CONFIG} | ours
 
 
-def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
+def connect(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE, **options: Any) -> Any:
     """Make a kafka-python client of the given class, or raise BrokerError with the reason why that failed.
+
+    A broker is tried to be reached for as long as `patience` lasts.
 
     kafka-python itself says only that it could not bootstrap; what the broker answered stands in its log, so the log of
     the attempt is read.
@@ -366,7 +372,7 @@ def connect(kind: Any, settings: StreamSettings, **options: Any) -> Any:
         # A broker may hang up before its refusal is read, so that a second attempt can tell more than the first.
         for _ in range(2 if "sasl.username" in settings.properties else 1):
             try:
-                return kind(**client_options(kind, settings, **options))
+                return kind(**client_options(kind, settings, patience, **options))
             except kafka_errors.KafkaError as exc:
                 error = exc
             except (OSError, ValueError, AssertionError) as exc:

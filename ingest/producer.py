@@ -12,7 +12,7 @@ from kafka import errors as kafka_errors
 
 from ingest.config import StreamSettings
 from ingest.errors import AnabranchError, BrokerError, SettingsError
-from ingest.kafka import connect
+from ingest.kafka import PATIENCE, connect
 
 _WAITING_BYTES = 32_000_000
 _UNKNOWN_TOPIC = kafka_errors.UnknownTopicOrPartitionError.errno
@@ -159,9 +159,9 @@ class EventProducer:
         return f"{self._settings.bootstrap_servers} has not acknowledged the events sent to it for {seconds:.0f} s"
 
 
-def partition_counts(settings: StreamSettings, topics: Iterable[str]) -> dict[str, int]:
+def partition_counts(settings: StreamSettings, topics: Iterable[str], patience: timedelta = PATIENCE) -> dict[str, int]:
     """Return the number of partitions of each of the topics that exist; raises BrokerError."""
-    with connect(KafkaAdminClient, settings) as admin:
+    with connect(KafkaAdminClient, settings, patience) as admin:
         try:
             found = admin.describe_topics(list(topics))
         except kafka_errors.KafkaError as exc:

@@ -40,15 +40,18 @@ class CarryingRing(Ring):
                 connection.send_bytes(column.reshape(-1).view(np.uint8).data)
 
 
-def learners(descriptor: int) -> Iterator[tuple[Connection, Begin]]:
-    """Yield who connects to a listening socket and says at once what to read, one after the other."""
+def learners(descriptor: int, patience: float = _CONNECT_SECONDS) -> Iterator[tuple[Connection, Begin]]:
+    """Yield who connects to a listening socket and says at once what to read, one after the other.
+
+    Whoever has not said it after `patience` in seconds is let go.
+    """
     with socket.socket(fileno=descriptor) as listening:
         while True:
             connected, _ = listening.accept()
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with connected, Connection(os.dup(connected.fileno())) as connection:
                 # Whoever sends half a message, or a byte now and then, keeps nobody else waiting.
-                hang_up = threading.Timer(_CONNECT_SECONDS, connected.shutdown, [socket.SHUT_RDWR])
+                hang_up = threading.Timer(patience, connected.shutdown, [socket.SHUT_RDWR])
                 hang_up.start()
                 try:
                     begin = receive_in_ingest(connection, _LONGEST_MESSAGE)

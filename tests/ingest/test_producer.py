@@ -84,7 +84,7 @@ def test_topics_are_made_once_and_removed(settings, make_topic):
 def test_a_broker_that_is_away_is_one_sentence(free_port):
     settings = StreamSettings(bootstrap_servers=f"127.0.0.1:{free_port()}", topics=("events",))
     with pytest.raises(BrokerError, match="no Kafka broker can be reached"):
-        partition_counts(settings, ["events"])
+        partition_counts(settings, ["events"], timedelta(seconds=0.5))
 
 
 def test_it_is_closed_also_when_the_broker_hangs(kafka, make_topic):

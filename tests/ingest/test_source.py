@@ -22,14 +22,19 @@ from ingest.block import Outcome, TopicPartition
 from ingest.client import DeadLetter
 from ingest.clients import CLIENTS
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.confluent import ConfluentClient
 from ingest.errors import BrokerError, GapError, RecreatedError, SettingsError
+from ingest.kafka import KafkaPythonClient
 from ingest.messages import Mark, Position
 from ingest.source import Source
 from tests.faults.proxy import Fault, Proxy
 
+pytestmark = pytest.mark.process
+
 GOOD = {"x": [1, 2, 3], "y": 1}
 SCHEMA = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
 
+CLASSES: dict[str, Any] = {"kafka-python": KafkaPythonClient, "confluent": ConfluentClient}
 STREAM: dict[str, Any] = {}
 """What the settings of each test begin with."""
 
@@ -60,6 +65,16 @@ def opened(
         yield source
     finally:
         source.close()
+
+
+def open_and_close(bootstrap: str) -> None:
+    """Open the client in this process, with little patience for a broker that is not there."""
+    settings = StreamSettings.model_validate({**STREAM, "bootstrap_servers": bootstrap, "topics": ["t"]})
+    client = CLASSES[settings.client](settings.resolved("test"), timedelta(seconds=0.6))
+    try:
+        client.open()
+    finally:
+        client.close()
 
 
 def read_for(source: Source, timeout: timedelta) -> list[tuple[int, int, int, Outcome]]:
@@ -579,19 +594,18 @@ def test_a_broker_that_is_killed_and_comes_back_costs_nothing(
 class TestFailures:
     def test_nothing_listens(self, free_port: Callable[[], int]) -> None:
         server = f"127.0.0.1:{free_port()}"
-        with pytest.raises(BrokerError, match=f"no Kafka broker can be reached at {server}"), opened(server, "t"):
-            pass
+        with pytest.raises(BrokerError, match=f"no Kafka broker can be reached at {server}"):
+            open_and_close(server)
 
     def test_no_such_host(self) -> None:
         with pytest.raises(BrokerError, match=r"no Kafka broker can be reached at no-such-host.invalid:9092"):
-            with opened("no-such-host.invalid:9092", "t"):
-                pass
+            open_and_close("no-such-host.invalid:9092")
 
     def test_something_else_listens(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
-            with pytest.raises(BrokerError, match=f"something listens at {address}"), opened(address, "t"):
-                pass
+            with pytest.raises(BrokerError, match=f"something listens at {address}"):
+                open_and_close(address)
 
     def test_a_missing_topic_is_named(self, kafka: Any, make_topic: Callable[..., str]) -> None:
         with pytest.raises(BrokerError, match=r'topic "no-such-topic" does not exist on .*; create it'):
