@@ -1,4 +1,4 @@
-# make demo | test | check | bench | faults | fmt: each makes .venv first, when it is missing or stale.
+# make demo | test | test-fast | test-PACKAGE | check | bench | faults | fmt: each makes .venv first, when it is missing or stale.
 #
 #   ARGS='...'          goes to the demo, to pytest, to the benchmarks or to the faults
 #   JOBS=1              runs so many tests at once; as many as there are cores by default, 4 at most
@@ -20,12 +20,18 @@ FITS = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
 HERE = $(shell .venv/bin/python -c "" 2>/dev/null && cat .venv/.place 2>/dev/null)
 AGAIN = $(if $(filter-out x$(CURDIR),x$(HERE)),again)
 
+PARTS = test-ingest test-replay test-learner test-serving test-anabranch
+FAST = not process and not services and not slow and not browser and not gpu
+PYTEST = .venv/bin/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
+
 .NOTPARALLEL:
-.PHONY: help demo test check bench faults fmt screenshot clean again
+.PHONY: help demo test test-fast $(PARTS) check bench faults fmt screenshot clean again
 
 help:
 	@echo "make demo    the whole pipeline on this machine, with embedded parts and real data"
 	@echo "make test    every test"
+	@echo "make test-fast    those that start no process and need no service, in a minute"
+	@echo "make test-ingest  those of one package: also test-replay, test-learner, test-serving, test-anabranch"
 	@echo "make check   lint, format, types and import layers"
 	@echo "make bench   every benchmark, in its quick form"
 	@echo "make faults  what kills, malformed messages and overload cost, in its long form"
@@ -37,7 +43,13 @@ demo: .venv/.demo
 	@.venv/bin/anabranch demo $(ARGS)
 
 test: .venv/.dev
-	@.venv/bin/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+test-fast: .venv/.dev
+	@$(PYTEST) -m '$(FAST)' $(ARGS)
+
+$(PARTS): test-%: .venv/.dev
+	@$(PYTEST) -m '$(FAST)' tests/$* $(ARGS)
 
 check: .venv/.dev
 	.venv/bin/ruff check

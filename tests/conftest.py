@@ -23,6 +23,7 @@ import tempfile
 import time
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -47,6 +48,8 @@ START = "ANABRANCH_TEST_KAFKA_START"
 CHROMIUM = "ANABRANCH_TEST_CHROMIUM"
 IMAGE = "apache/kafka:4.1.0"
 PATIENCE_SECONDS = 60
+PROCESS_FIXTURES = {"holder", "make_index", "play", "spawn", "standby", "start"}
+"""Those that start a Python, beside those of services: a test that takes one is marked `process`."""
 _PORTS = range(12_000, 32_000)
 _PORT_RANGES = 8
 
@@ -172,10 +175,47 @@ class MortalRedis:
         return reply
 
 
+def _note_a_start(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen" and sys.executable in [os.fspath(each) for each in arguments[1][:1]]:
+        _started_here.append(" ".join(map(str, arguments[1][:6])))
+
+
+_started_here: list[str] = []
+sys.addaudithook(_note_a_start)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Forget what the tests before this one have started."""
+    _started_here.clear()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Where tests that start a Python are left out, as `make test-fast` does, fail one that does so all the same."""
+    yield
+    if _started_here and "not process" in item.config.option.markexpr:
+        pytest.fail(f"it starts a process, and is not marked `process`: {_started_here[0]}", pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what was not run, and why: a line for each reason."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
+    )
+    if reasons:
+        terminalreporter.section("not run")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:4} {'tests' if count > 1 else 'test '}: {reason}")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
+        if PROCESS_FIXTURES & fixtures:
+            item.add_marker(pytest.mark.process)
         brokers = {"kafka", "sasl_kafka", "guarded_kafka", "mortal_kafka"} & fixtures
         if brokers or "mortal_redis" in fixtures:
             item.add_marker(pytest.mark.services)

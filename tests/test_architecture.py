@@ -224,11 +224,13 @@ def test_tests_are_no_packages():
         *((f"{package}.config", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]) for package in PACKAGES),
     ],
 )
+@pytest.mark.process
 def test_an_import_is_light(module, unwanted):
     done = in_a_new_process(f"import sys, {module}; print(*[name for name in {unwanted} if name in sys.modules])")
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
+@pytest.mark.process
 def test_help_needs_neither_torch_nor_kafka():
     done = in_a_new_process(
         "import sys; from anabranch.__main__ import main; sys.argv = ['anabranch', '--help']; code = main();"
@@ -291,6 +293,7 @@ def test_the_reference_is_that_of_the_code():
     assert [name for name in KEYS_ADDED + METRICS_ADDED if f"`{name}`" not in added] == []
 
 
+@pytest.mark.process
 class TestIntruders:
     """Other distributions install a top-level `replay` too."""
 

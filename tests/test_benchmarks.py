@@ -34,6 +34,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("*.py")))
+@pytest.mark.process
 def test_a_benchmark_starts_and_takes_what_all_of_them_take(script: str) -> None:
     """Also though `replay.py` lies beside it, which is called as the package `replay` is."""
     told = subprocess.run(
@@ -210,6 +211,7 @@ def listening(program: str) -> Iterator[tuple[str, IO[bytes]]]:
         server.communicate()
 
 
+@pytest.mark.process
 def test_requests_arrive_when_they_are_to_whatever_the_server_does(load: Load) -> None:
     """A server that stands still for half a second: each request that comes meanwhile has waited for the rest of it."""
     with listening(STALLING) as (url, _), load("load").Load(url, b"{}", {}) as requests:
@@ -233,6 +235,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
 
 
+@pytest.mark.process
 def test_a_connection_that_the_server_gave_up_is_not_asked_again(load: Load) -> None:
     with listening(HASTY) as (url, said), load("load").Load(url, b"{}", {}) as requests:
         first, _, second = requests.turn(10, 0.1), said.readline(), requests.turn(10, 0.1)
@@ -252,6 +255,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
 
 
+@pytest.mark.process
 def test_an_answer_in_chunks_ends_with_the_last_of_them(load: Load) -> None:
     with listening(CHUNKED) as (url, _), load("load").Load(url, b"{}", {}) as requests:
         answers = requests.flood(1, 0.1)
@@ -259,6 +263,7 @@ def test_an_answer_in_chunks_ends_with_the_last_of_them(load: Load) -> None:
     assert answers.failed == 0
 
 
+@pytest.mark.process
 def test_clients_that_cannot_connect_are_counted(load: Load) -> None:
     with listening(HASTY) as (url, _):
         pass

@@ -101,6 +101,7 @@ class TestImage:
         for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
             assert f"COPY {package} {package}\n" in DOCKERFILE
 
+    @pytest.mark.process
     def test_as_the_first_process_of_a_container_it_ends_on_a_signal_that_comes_while_it_loads(self):
         namespace = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
         if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
@@ -185,6 +186,7 @@ class TestCompose:
 
 
 @pytest.mark.parametrize(("ill", "code"), [([], 0), (["the broker is gone"], 1)])
+@pytest.mark.process
 def test_the_probe_tells_health_and_says_what_is_ill(ill, code):
     *command, path = SERVICES["learner"]["healthcheck"]["test"]
     with serve_status("127.0.0.1:0", "token", CollectorRegistry(), lambda: ill) as port:

@@ -116,6 +116,7 @@ def test_what_does_not_go_together_is_in_the_table(rule: Rule) -> None:
 @pytest.mark.parametrize(
     "block", [each for each in BLOCKS if "/" in (each.mark("file") or "") and each.language == "python"], ids=named
 )
+@pytest.mark.process
 def test_a_file_that_is_added_to_a_package_passes_its_linter(block: Fence) -> None:
     name = str(ROOT / str(block.mark("file")))
     for command in (["check", "--no-cache"], ["format", "--check"]):
@@ -223,6 +224,7 @@ def sections_of(page: str, *names: str) -> list[str]:
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.mark("run") == ""], ids=named)
+@pytest.mark.process
 def test_python_runs(block, tmp_path):
     write_files(block.page, tmp_path)
     run(block.text, tmp_path)
@@ -236,6 +238,7 @@ def test_what_strategies_are_worth_is_what_was_measured():
     assert re.findall(r" (\d\d\.\d)\b", guide[0]) == [rows[name] for name in names]
 
 
+@pytest.mark.process
 def test_the_worked_example_learns(tmp_path):
     write_files("docs/model.md", tmp_path)
     run((tmp_path / "make_events.py").read_text(), tmp_path)

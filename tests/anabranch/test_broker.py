@@ -11,6 +11,8 @@ from ingest.config import StreamSettings
 from ingest.errors import BrokerError, SettingsError
 from ingest.producer import create_topics, partition_counts
 
+pytestmark = pytest.mark.process
+
 HOLD = """
 import sys
 from anabranch.broker import EmbeddedBroker

@@ -98,6 +98,7 @@ def test_init_writes_and_refuses(anabranch, tmp_path):
 
 
 @pytest.mark.parametrize("command", [pytest.param(["up"], marks=pytest.mark.slow), ["produce", "events.jsonl"]])
+@pytest.mark.process
 def test_an_unreachable_broker_is_one_sentence_and_exit_code_3(example, free_port, command):
     port = free_port()
     done = subprocess.run(
@@ -119,6 +120,7 @@ def test_an_unreachable_broker_is_one_sentence_and_exit_code_3(example, free_por
     assert said == [f"anabranch: no Kafka broker can be reached at 127.0.0.1:{port}: Connection refused"]
 
 
+@pytest.mark.process
 def test_a_bug_is_exit_code_1_with_a_traceback_that_shows_no_values(tmp_path):
     code = (
         "import anabranch.init\n"
@@ -132,6 +134,7 @@ def test_a_bug_is_exit_code_1_with_a_traceback_that_shows_no_values(tmp_path):
     assert "hunter2" not in done.stderr
 
 
+@pytest.mark.process
 def test_the_command_line_loads_nothing_heavy():
     heavy = ("torch", "kafka", "sklearn", "fastapi", "numpy", "anabranch.config", "learner", "serving", "replay")
     code = f"import sys, anabranch.cli; print([name for name in {heavy} if name in sys.modules])"

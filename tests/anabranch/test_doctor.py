@@ -213,6 +213,7 @@ class TestConfig:
 
 class TestInstallation:
     @pytest.mark.finds("install.torch")
+    @pytest.mark.process
     def test_a_torch_that_is_broken(self, diagnose, tmp_path, monkeypatch):
         (tmp_path / "torch").mkdir()
         (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: cannot open')")
@@ -379,6 +380,7 @@ class TestModel:
         assert "[3, 10]" in only(diagnose("model"), "model.output").matter
 
     @pytest.mark.finds("model.crash")
+    @pytest.mark.process
     def test_a_factory_that_crashes(self, diagnose, example):
         (example / "my_model.py").write_text(
             "import os, sys\nsys.stderr.write('oh no\\n')\nsys.stderr.flush()\nos.abort()\n"
@@ -392,6 +394,7 @@ class TestModel:
         (example / "my_model.py").write_text("import threading\nthreading.Event().wait()\n")
         assert "still building my_model:build" in only(diagnose("model", timeout=20, alone=True), "model.hang").matter
 
+    @pytest.mark.process
     def test_what_a_model_prints_in_a_process_of_its_own_is_no_finding(self, diagnose, example):
         path = example / "my_model.py"
         path.write_text(path.read_text() + "\nprint('x' * 100_000)\n")

@@ -75,6 +75,7 @@ def run(config: Config, *words: str) -> int:
     return cli.main(["versions", *words, "-c", str(config.path)])
 
 
+@pytest.mark.process
 def test_a_serving_process_obeys_at_once_and_says_what_it_serves(
     config: Config, serving: ServingReport, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_serving_process_obeys_at_once_and_says_what_it_serves(
     assert found(config).state().serving == 2
 
 
+@pytest.mark.process
 def test_a_wrong_token_is_one_sentence(
     config: Config, serving: ServingReport, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

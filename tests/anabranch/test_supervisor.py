@@ -15,6 +15,8 @@ import pytest
 from anabranch.daemon import Exit
 from anabranch.supervisor import Backoff, Part, Supervisor, pipeline_parts
 
+pytestmark = pytest.mark.process
+
 STAYS = "note('started')\nwhile sys.stdin.read(1): pass\nnote('end of stdin')"
 LEARNS = "report(steps_since_start=1)\n" + STAYS
 STANDS_BY = "note('standby')\nif sys.stdin.readline():\n    " + LEARNS.replace("\n", "\n    ")

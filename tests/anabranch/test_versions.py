@@ -177,6 +177,7 @@ def test_a_word_that_is_no_version_is_one_sentence(config, capsys):
     assert capsys.readouterr().err == 'anabranch: "newest" is no version: write a number, latest or served\n'
 
 
+@pytest.mark.process
 def test_torch_is_not_loaded(config, publish):
     publish(1)
     code = (

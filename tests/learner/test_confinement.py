@@ -58,6 +58,7 @@ def test_multiprocessors_of_a_device_that_has_none_are_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "30"), ("70", "70")])
+@pytest.mark.process
 def test_the_driver_is_told_what_part_training_may_take_unless_it_was_told_before(
     before: str | None, after: str
 ) -> None:

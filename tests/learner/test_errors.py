@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from learner.errors import tells_of_a_lost_rank
 
 PROGRAM = """
@@ -23,6 +25,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.process
 def test_a_rank_that_is_gone_is_told_from_other_errors(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen([*command, "1", str(tmp_path / "meeting")]) as other:

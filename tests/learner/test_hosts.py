@@ -380,6 +380,7 @@ def test_a_host_with_other_settings_ends_no_round_and_is_told_of_once_each_time_
             until(lambda: leading.change() is Change.HOSTS)
 
 
+@pytest.mark.process
 def test_host_0_hears_in_which_round_the_ranks_of_another_host_ran_out_of_memory() -> None:
     stop, both = threading.Event(), {"hosts": 2, "rendezvous": f"127.0.0.1:{free_port()}", "interface": INTERFACE}
     settings, its = (LearnerSettings.model_validate({**both, "host_rank": rank}) for rank in (0, 1))
@@ -413,6 +414,7 @@ def until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.02)
 
 
+@pytest.mark.process
 def test_ranks_that_meet_as_hosts_do_learn_what_one_learns_and_have_the_same_weights(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     store = listen(address)

@@ -220,6 +220,7 @@ class Two(Alone):
         "of a host that was seen to end, out of memory",
     ],
 )
+@pytest.mark.process
 def test_ranks_that_die_four_times_in_a_row_end_the_learner_unless_it_was_of_another_host(
     tmp_path: Path, change: Change, another: bool, ran_out: bool, code: int | None
 ) -> None:
@@ -231,6 +232,7 @@ def test_ranks_that_die_four_times_in_a_row_end_the_learner_unless_it_was_of_ano
     assert hosts.rounds == (5 if code is None else 6)
 
 
+@pytest.mark.process
 def test_nothing_of_the_ranks_stays_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, bad, temporary = tmp_path / "rank.py", tmp_path / "bad", tmp_path / "temporary"
     program.write_text(RANK)

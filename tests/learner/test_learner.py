@@ -438,6 +438,7 @@ def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writ
     ],
     ids=["unknown key", "no module", "wrong output", "missing import"],
 )
+@pytest.mark.process
 def test_what_is_wrong_before_the_first_step_ends_with_2_and_one_sentence(
     pipeline: Callable[..., Path], extra: str, model: str, sentence: str
 ) -> None:
@@ -446,6 +447,7 @@ def test_what_is_wrong_before_the_first_step_ends_with_2_and_one_sentence(
     assert sentence in said
 
 
+@pytest.mark.process
 def test_an_unreachable_broker_ends_with_3(pipeline: Callable[..., Path], free_port: Callable[[], int]) -> None:
     code, said = ended(pipeline(f"127.0.0.1:{free_port()}", "t"))
     assert (code, "no Kafka broker can be reached" in said) == (3, True)

@@ -56,6 +56,7 @@ def test_an_epoch_that_cannot_be_read_ends_nobody(tmp_path: Path) -> None:
     check_epoch(tmp_path, 1)
 
 
+@pytest.mark.process
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from learner.lock import hold_state_directory\n"

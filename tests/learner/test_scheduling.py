@@ -39,6 +39,7 @@ child.communicate()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a level is a process' own")
 @pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.process
 def test_all_threads_and_children_step_back_and_the_session_if_it_is_their_own(leads: bool) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, start_new_session=leads)
     assert done.returncode == 0, done.stderr
@@ -50,6 +51,7 @@ def test_all_threads_and_children_step_back_and_the_session_if_it_is_their_own(l
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a level is a process' own")
+@pytest.mark.process
 def test_what_is_lower_already_stays_so() -> None:
     code = "import os; os.nice(15); from learner.scheduling import step_back; step_back(3); print(os.nice(0))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

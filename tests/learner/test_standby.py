@@ -71,6 +71,7 @@ def test_it_goes_on_with_the_settings_of_that_moment(
     assert "nam" in said
 
 
+@pytest.mark.process
 def test_what_is_prepared_leaves_no_import_to_the_first_optimizer() -> None:
     found = subprocess.run([sys.executable, "-c", PREPARED], capture_output=True, text=True, check=True)
     assert found.stdout == "[] False\n"

@@ -353,6 +353,7 @@ def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
     assert (me.num_fds(), me.children()) == (descriptors, children)
 
 
+@pytest.mark.process
 def test_the_process_ends_when_the_learner_is_killed():
     code = (
         "import os, signal; from replay.neighbours import Neighbours; index = Neighbours(4, 100); index.open();"

@@ -166,6 +166,7 @@ class TestThePage:
             assert np.ptp(np.bincount(index["label"])) <= 5  # those up to the next clearing
         assert np.median(fresh.entries.copy()["offset"]) > 1700 > np.median(fair.entries.copy()["offset"])
 
+    @pytest.mark.process
     def test_its_picture_is_what_the_policies_do(self) -> None:
         """When they change: python docs/images/draw_policies.py > docs/images/replay-policies.svg."""
         script = DOCS / "images" / "draw_policies.py"

@@ -19,6 +19,8 @@ from ingest.schema import Schema
 from serving.listener import listen
 from serving.report import read_report
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -24,7 +24,10 @@ from serving.report import STOPPED, ServingReport, ShadowReport, read_report
 
 ROOT = Path(__file__).parents[2]
 TLS = 'tls = {cert = "server.crt", key = "server.key"}\n'
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for the workers in /proc")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for the workers in /proc"),
+]
 
 
 class Server:
