@@ -24,10 +24,21 @@ from ingest.ring import Ring
 
 _CONNECT_SECONDS = 5.0
 _LONGEST_MESSAGE = 100_000_000
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+"""Seconds without a word, between questions after that, and how many of them."""
 _AGAIN_SECONDS = 5.0
 """A process that dies over and over is started no more often than that."""
 
 log = logging.getLogger(__name__)
+
+
+def set_options(connected: socket.socket) -> None:
+    """Send at once, and notice within a minute a host that lost power or network while nothing is sent to it."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # of Linux; elsewhere the system's own times hold
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class CarryingRing(Ring):
@@ -48,7 +59,7 @@ def learners(descriptor: int, patience: float = _CONNECT_SECONDS) -> Iterator[tu
     with socket.socket(fileno=descriptor) as listening:
         while True:
             connected, _ = listening.accept()
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_options(connected)
             with connected, Connection(os.dup(connected.fileno())) as connection:
                 # Whoever sends half a message, or a byte now and then, keeps nobody else waiting.
                 hang_up = threading.Timer(patience, connected.shutdown, [socket.SHUT_RDWR])
@@ -79,7 +90,7 @@ def relay(address: str, learner: Connection, ring: Ring, begin: Begin) -> None:
         send(learner, Failed(BrokerError.__name__, f"no ingest process answers at {address}: {exc.strerror or exc}"))
         return
     connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    set_options(connected)
     other = Connection(connected.detach())
     try:
         send(other, msgspec.structs.replace(begin, stream=""))
