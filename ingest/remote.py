@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.environment import without_settings
 from ingest.errors import BrokerError
 from ingest.messages import Begin, Broker, Failed, Filled, from_ingest, receive_in_ingest, revealed, send
 from ingest.ring import Ring
@@ -142,7 +143,7 @@ class Remote:
         descriptor = self._listening.fileno()
         # -P: a folder named ingest where the user stands must not take this package's place.
         command = [sys.executable, "-P", "-m", "ingest", "--listen", str(descriptor)]
-        self._process = subprocess.Popen(command, pass_fds=(descriptor,), stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(command, pass_fds=(descriptor,), stdin=subprocess.PIPE, env=without_settings())
         self._started = time.monotonic()
         assert self._process.stdin is not None
         self._process.stdin.write(self._stream)

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from ingest import errors
 from ingest.block import Block, BlockLayout, TopicPartition, current
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.environment import without_settings
 from ingest.errors import AnabranchError, BrokerError
 from ingest.jitter import jittered
 from ingest.messages import (
@@ -130,6 +131,7 @@ class Source:
                 command,
                 pass_fds=(theirs.fileno(), ring.descriptor),
                 stdin=subprocess.DEVNULL,
+                env=without_settings(),
             )
         self._ring, self._connection = ring, Connection(ours.detach())
         # Connection.poll makes a selector each time, which takes longer than to receive a message.

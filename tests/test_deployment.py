@@ -152,10 +152,16 @@ class TestCompose:
         baked = dict(re.findall(r"^ENV (ANABRANCH__\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
         config = load_config(ROOT / "anabranch/template/pipeline.toml", baked | SERVICES[name]["environment"])
         assert config.pipeline.stream.bootstrap_servers == "kafka:19092"
-        assert config.pipeline.serving.tokens.read.get_secret_value() == REQUIRED["READ_TOKEN"]
         assert f"state:{config.state_dir}" in SERVICES[name]["volumes"]
         assert f":{config.pipeline.serving.port}" in SERVICES["serving"]["ports"][0]
         assert f":{config.pipeline.learner.status.rpartition(':')[2]}" in SERVICES["learner"]["ports"][0]
+
+    def test_each_part_is_given_the_tokens_that_it_needs_and_no_other(self):
+        given = {
+            name: {key for key, token in REQUIRED.items() if token in service.get("environment", {}).values()}
+            for name, service in SERVICES.items()
+        }
+        assert given == {name: set() for name in SERVICES} | {"learner": {"READ_TOKEN"}, "serving": set(REQUIRED)}
 
     def test_time_to_stop_is_longer_than_what_stopping_may_take(self):
         pipeline = load_config(ROOT / "anabranch/template/pipeline.toml", {}).pipeline
