@@ -22,7 +22,8 @@ AGAIN = $(if $(filter-out x$(CURDIR),x$(HERE)),again)
 
 PARTS = test-ingest test-replay test-learner test-serving test-anabranch
 FAST = not process and not services and not slow and not browser and not gpu
-PYTEST = .venv/bin/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
+# A thread for each worker: torch's pools of all workers would wait for each other's cores.
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
 
 .NOTPARALLEL:
 .PHONY: help demo test test-fast $(PARTS) check bench faults fmt screenshot clean again

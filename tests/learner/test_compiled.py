@@ -43,6 +43,7 @@ def make_trainer(schema: Schema, *, compile_: bool) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_a_compiled_model_learns_the_same_under_the_same_names(
     schema: Schema, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -244,6 +244,7 @@ POLICIES = {
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     make_bench: Callable[..., Bench], replay: dict[str, Any], policies: dict[str, Any]
 ) -> None:
@@ -320,6 +321,7 @@ def _several(make_bench: Callable[..., Bench], blocks: int) -> Bench:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_where_rare_classes_are_forgotten_old_events_come_to_be_drawn_by_class(
     make_bench: Callable[..., Bench],
 ) -> None:
@@ -332,6 +334,7 @@ def test_where_rare_classes_are_forgotten_old_events_come_to_be_drawn_by_class(
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_a_run_that_is_resumed_amid_a_trial_of_samplers_goes_on_alike(make_bench: Callable[..., Bench]) -> None:
     whole = _several(make_bench, 1500)
     whole.run()
@@ -569,6 +572,7 @@ def test_a_cut_that_a_drift_asks_for_comes_before_anything_that_it_changes(
 
 
 @each_arrangement
+@pytest.mark.slow
 def test_cuts_are_made_while_the_steps_go_on(make_bench: Callable[..., Bench], replay: dict[str, Any]) -> None:
     bench = make_bench(400, every="1ms", replay=replay)
     bench.run()
@@ -881,6 +885,7 @@ def _no_space(_descriptor: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"er"}))
+@pytest.mark.slow
 def test_a_resumed_run_of_any_strategy_is_the_uninterrupted_one_bit_for_bit(
     make_bench: Callable[..., Bench], name: str
 ) -> None:

@@ -136,6 +136,7 @@ def _the_page_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [*STRATEGIES, NAME])
 class TestEveryStrategy:
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    @pytest.mark.slow
     def test_it_learns_a_separable_stream(self, schema: Schema, name: str, precision: str) -> None:
         optimizer = {"name": "adamw", "lr": 1e-2}
         trainer = make_trainer(schema, small(), STRATEGIES[name](), optimizer=optimizer, precision=precision)

@@ -45,6 +45,7 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("cell", list(cells()))
+@pytest.mark.slow
 def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LearnerSettings.model_validate({**cell, "optimizer": {"name": "adam", "lr": 0.02}})
     if list(refused(point(settings, ReplaySettings()))):

@@ -59,6 +59,7 @@ def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
     lives=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4), st.sampled_from(ARRANGEMENTS)), max_size=4),
     rows=st.sampled_from([20, 150]),
 )
+@pytest.mark.slow
 def test_no_restart_changes_a_draw(
     schema: Schema, sampling: str, admission: str, lives: list[tuple[int, int, dict[str, Any]]], rows: int
 ) -> None:

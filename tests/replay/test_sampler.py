@@ -196,6 +196,7 @@ class TestRecent:
         assert chi_square(counts, np.array([1.0, 2.0])) < 4.5
 
 
+@pytest.mark.slow
 class TestLoss:
     def test_probability_and_correction_are_those_of_the_paper(self) -> None:
         bench = Bench("loss")

@@ -406,6 +406,7 @@ class TestDraws:
         assert one.plan(9, 20).records["offset"].tolist() == two.plan(9, 20).records["offset"].tolist()
         assert one.plan(9, 20).records["offset"].tolist() != one.plan(10, 20).records["offset"].tolist()
 
+    @pytest.mark.slow
     def test_uniform_means_uniform(self, schema: Schema, make_store: MakeStore) -> None:
         """Chi-square over 64 events: the statistic of 63 degrees of freedom exceeds 110 once in 5,000 fair trials."""
         store = make_store(64)
@@ -421,6 +422,7 @@ class TestDraws:
             expected = counts.sum() / 64
             assert ((counts - expected) ** 2 / expected).sum() < 110
 
+    @pytest.mark.slow
     def test_what_is_held_is_a_uniform_sample_of_the_stream(self, schema: Schema, make_store: MakeStore) -> None:
         """Each tenth of the stream has the same share, over many seeds: 9 degrees of freedom, 33 once in 8,000."""
         counts = np.zeros(10)
