@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import cost, fuzz, kills, overload, poison, recovery, serving_kills, twins
+from tests.faults import cost, fuzz, kills, overload, poison, recovery, serving_kills, siege, twins
 from tests.faults.figures import Figures
 from tests.faults.pipeline import broker
 
@@ -24,6 +24,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "fuzz": fuzz.run,
     "poison": poison.run,
     "overload": overload.run,
+    "siege": siege.run,
 }
 
 log = logging.getLogger(__name__)

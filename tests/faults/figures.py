@@ -27,6 +27,10 @@ TARGETS: dict[str, tuple[Callable[[float, float], bool], float]] = {
     "poison_wrong_outcome": (EXACTLY, 0),
     "poison_restarts": (EXACTLY, 0),
     "memory_growth": (AT_MOST, 1.05),
+    "siege_p99_ratio": (AT_MOST, 3),
+    "siege_failed": (EXACTLY, 0),
+    "siege_memory_bytes": (AT_MOST, 50_000_000),
+    "siege_ended": (EXACTLY, 0),
 }
 """What the long form has to reach; the quick form makes fewer kills and fuzzes less."""
 QUANTITIES = ("kills", "fuzzed")

@@ -114,14 +114,21 @@ class Pipeline:
 class Supervised:
     """The learner of a pipeline (or `parts` of it), kept alive as `anabranch up` does; gone when the context ends."""
 
-    def __init__(self, pipeline: Pipeline, parts: tuple[str, ...] = ("learner",), **environment: str) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        parts: tuple[str, ...] = ("learner",),
+        descriptors: int | None = None,
+        **environment: str,
+    ) -> None:
+        """`descriptors` is how many files and connections each process may have open; None for as many as we may."""
         self.pipeline = pipeline
         self.log = pipeline.folder / "parts.log"
         self._stop = threading.Event()
         config = load_config(pipeline.path, environment)
         variables = {"OMP_NUM_THREADS": "1", **environment}
         chosen = [
-            replace(part, environment=variables, output=self.log)
+            replace(part, command=_limited(part.command, descriptors), environment=variables, output=self.log)
             for part in pipeline_parts(config)
             if part.name in parts
         ]
@@ -195,6 +202,13 @@ class Supervised:
                 process = psutil.Process(pid)
                 found += [process, *process.children(recursive=True)]
         return found
+
+
+def _limited(command: tuple[str, ...], descriptors: int | None) -> tuple[str, ...]:
+    """Return a command that may open no more than so many descriptors."""
+    if descriptors is None:
+        return command
+    return ("sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command)
 
 
 def moments(seed: int, most: float) -> Iterator[float]:

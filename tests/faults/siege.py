@@ -1,0 +1,170 @@
+"""Clients that mean harm, all at once, beside one that asks twenty times a second and should not notice them.
+
+What they send needs no token where none is set, and is bounded in rate: no flood of packets is tried, but what a few
+connections cost. Memory is compared with that after a request of the largest size that serving takes.
+"""
+
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from anabranch.broker import free_port
+from tests.faults.figures import Figures
+from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
+from tests.faults.serving_kills import BODY, TEXT
+from tests.pipelines import LINEAR
+
+PARTS = ("learner", "serving")
+_EVERY_SECONDS = 0.05
+_LARGE_ROWS, _LONG_DIGITS = 4000, 1300
+"""Of a request of 15.6 MB: 12,000 numbers with so many digits."""
+_SAMPLE_SECONDS = 0.25
+_DESCRIPTORS = 512
+"""That each part may have open: fewer than the connections that are held against it."""
+
+
+@dataclass(frozen=True)
+class Besieged:
+    """What the polite client and the machine saw.
+
+    Attributes:
+        quiet_p99: seconds, of the polite client's answers before the attack; `p99`: during it.
+        failures: its requests that were not answered with a prediction.
+        memory: bytes that the parts had more than before, at most.
+        ended: parts that were started again, or are gone.
+        log_bytes: written by the parts during the attack.
+    """
+
+    quiet_p99: float
+    p99: float
+    requests: int
+    failures: tuple[str, ...]
+    memory: int
+    ended: tuple[str, ...]
+    log_bytes: int
+
+
+class Polite(threading.Thread):
+    """One client with one connection, and a request each 50 ms."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._port = port
+        self.done = threading.Event()
+        self.seconds: list[float] = []
+        self.failures: list[str] = []
+
+    def run(self) -> None:
+        """Ask until it is done."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)) as connection:
+            while not self.done.wait(_EVERY_SECONDS):
+                begin = time.perf_counter()
+                try:
+                    status, reply = ask(connection, BODY)
+                except (OSError, http.client.HTTPException) as exc:
+                    connection.close()
+                    self.failures.append(repr(exc))
+                else:
+                    if status != 200:
+                        self.failures.append(f"{status}: {reply[:200]!r}")
+                self.seconds.append(time.perf_counter() - begin)
+
+
+def ask(connection: http.client.HTTPConnection, body: str) -> tuple[int, bytes]:
+    """Ask for a prediction."""
+    connection.request("POST", "/v2/models/faults/infer", body)
+    reply = connection.getresponse()
+    return reply.status, reply.read()
+
+
+@contextmanager
+def asking(port: int) -> Iterator[Polite]:
+    """A polite client that asks for as long as the context lasts."""
+    polite = Polite(port)
+    polite.start()
+    try:
+        yield polite
+    finally:
+        polite.done.set()
+        polite.join()
+
+
+def besiege(folder: Path, bootstrap: str, quiet_seconds: float, seconds: float) -> Besieged:
+    """Attack serving and the learner for so long, after a quiet time."""
+    port = free_port()
+    pipeline = Pipeline(folder, bootstrap, make_topic(bootstrap, "siege"), LINEAR, TEXT.format(port=port))
+    send(bootstrap, pipeline.topic, (json.dumps({"x": [1.0, 0.0, 0.0], "y": 0}).encode() for _ in range(64)))
+    with Supervised(pipeline, PARTS, _DESCRIPTORS) as parts:
+        parts.until(lambda: _answers(port, BODY), "an answer of serving")
+        data = ",".join(["0." + "1" * _LONG_DIGITS] * 3 * _LARGE_ROWS)
+        rows = f'{{"name": "x", "shape": [{_LARGE_ROWS}, 3], "datatype": "FP32", "data": [{data}]}}'
+        large = f'{{"inputs": [{rows}]}}'
+        parts.until(lambda: _answers(port, large), "an answer to a large request")
+        pids = {part: parts.pid(part) for part in PARTS}
+        with asking(port) as quiet:
+            time.sleep(quiet_seconds)
+        before, said = _memory(pids), parts.log.stat().st_size
+        most = before
+        with asking(port) as polite:
+            address = [str(port), pipeline.status.rpartition(":")[2]]
+            attack = subprocess.Popen([sys.executable, "-m", "tests.faults.siege_program", *address, str(seconds)])
+            with attack:
+                while attack.poll() is None:
+                    most = max(most, _memory(pids))
+                    time.sleep(_SAMPLE_SECONDS)
+        if attack.returncode:
+            raise AssertionError(f"the attack ended with {attack.returncode}")
+        ended = tuple(part for part in PARTS if parts.supervisor.pids().get(part) != pids[part])
+        failures = (*quiet.failures, *polite.failures)
+        log_bytes = parts.log.stat().st_size - said
+    return Besieged(
+        quiet_p99=float(np.percentile(quiet.seconds, 99)),
+        p99=float(np.percentile(polite.seconds, 99)),
+        requests=len(polite.seconds),
+        failures=failures,
+        memory=most - before,
+        ended=ended,
+        log_bytes=log_bytes,
+    )
+
+
+def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
+    """Say how much later the polite client is answered, what memory it cost, and what ended."""
+    seconds = 20.0 if quick else 60.0
+    figures.title("siege", f"six attacks at once on serving and learner, for {seconds:.0f} s")
+    found = besiege(folder, bootstrap, seconds / 2, seconds)
+    told = f"{found.p99 * 1e3:.1f} ms, and {found.quiet_p99 * 1e3:.1f} ms before, of {found.requests} requests"
+    figures.say("siege_p99_ratio", found.p99 / found.quiet_p99, told)
+    figures.say("siege_failed", len(found.failures), "; ".join(found.failures[:3]))
+    figures.say("siege_memory_bytes", found.memory, "of serving and learner, more than before, at most")
+    figures.say("siege_ended", len(found.ended), ", ".join(found.ended))
+    figures.say("siege_log_bytes", found.log_bytes, "written by both")
+
+
+def _answers(port: int, body: str) -> bool:
+    """Whether serving answers with a prediction."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        try:
+            return ask(connection, body)[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+def _memory(pids: dict[str, int]) -> int:
+    """Return the resident memory of the parts; of those that are gone, none."""
+    found = 0
+    for pid in pids.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += psutil.Process(pid).memory_info().rss
+    return found
