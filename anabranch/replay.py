@@ -175,6 +175,8 @@ def _stored(config: Config) -> Stored:
         if found is not None:
             number, cut = found[0], remembered(found[1], Forgotten(log.records))[0]
             unpacked = unpack(cut)
+            if cut.begins:
+                break
             if unpacked is None:
                 raise SettingsError(f"cut {number} has no store: learner.strategy is one without replay")
             return Stored(number, cut, unpacked[0], log)

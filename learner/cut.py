@@ -54,6 +54,11 @@ class CutManifest(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
     files: dict[str, str]
 
+    @property
+    def begins(self) -> bool:
+        """Whether it only says where the stream is begun, for any model and schema: it was made before any step."""
+        return self.files.keys() == {f"{RANK}/{STATE}"}
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -66,6 +71,11 @@ class Cut:
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
     carried: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def begins(self) -> bool:
+        """Whether it only says where the stream is begun, as `CutManifest.begins`."""
+        return not self.tensors and not self.carried
 
 
 class Cuts:
@@ -152,7 +162,7 @@ class Cuts:
                 f"cut {manifest.number} in {self.path} is of format {manifest.format}, and this release reads "
                 f"{FORMAT}; go on with the release that made it, or begin anew by moving {self.path} away"
             )
-        if manifest.schema != self._schema:
+        if manifest.schema != self._schema and not manifest.begins:
             raise MisfitError(
                 f"cut {manifest.number} in {self.path} was made under another [schema]; put the schema back, or begin "
                 f"anew by moving {self.path} away"

@@ -1,14 +1,17 @@
 """Makes cuts: a snapshot at a step boundary, everything else in the background."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
+from ingest.errors import DependencyError
 from learner.background import Background
 from learner.config import CutsSettings
 from learner.cut import Cut, Cuts
@@ -19,6 +22,8 @@ from learner.replay_cut import pack
 from replay.clerk import Clerk
 from replay.held import Held
 from replay.segments import Segment
+
+_FIRST_CUT_LOOK = timedelta(milliseconds=100)
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +113,29 @@ class Cutter:
             if clerk.has_room() or self._ill is not None:
                 return
             self._begin(take, standing())
+
+    def cut_first(self, state: Mapping[str, Any], stop: threading.Event, at_boundary: Callable[[], object]) -> None:
+        """Write a cut that only says where the stream is begun, where there is no cut, and wait until it is durable.
+
+        Args:
+            state: of the cut.
+            stop: ends the waiting.
+            at_boundary: called while this waits.
+
+        Raises:
+            DependencyError: it cannot be written. Nothing is lost by that, since nothing is learned yet.
+        """
+        if self.number:
+            return
+        number = self._highest = self._highest + 1
+        moment = _encoded(Moment(0, {}, state, None))
+        self._background.start(lambda: self._write(number, moment, None))
+        while self._background.busy and not stop.is_set():
+            self._background.wait(Deadline(_FIRST_CUT_LOOK))
+            at_boundary()
+        self._background.raise_bug()
+        if not self._background.busy and self.number != number:
+            raise DependencyError(f"{self._ill}; nothing is learned before it is, or a crash would lose it")
 
     def cut_last(
         self, take: Callable[[int], Moment], deadline: Deadline, standing: Callable[[], object] = object

@@ -108,6 +108,18 @@ class Loop:
         self.raised = Raised()
         self._told_of_score = False
 
+    def begin(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
+        """Have a cut say where each partition is begun, where there is no cut: called before `run`, once that is known.
+
+        Without it a restart would begin at `stream.start` again, which by then may be another place. `at_boundary` is
+        called while this waits for the disk.
+
+        Raises:
+            DependencyError: it cannot be written.
+        """
+        self._meet_partitions()
+        self._parts.cutter.cut_first({"ledger": self.ledger.state()}, stop, at_boundary)
+
     def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
         """Learn until `stop` is set; `at_boundary` is called between steps.
 
@@ -403,6 +415,9 @@ class Loop:
     def restore(self, cut: Cut) -> None:
         """Take up a cut, before the first step, but for the store's part; raises CutError when it does not fit."""
         parts, state = self._parts, cut.state
+        if cut.begins:
+            self.ledger.restore(state["ledger"])
+            return
         parts.trainer.restore(cut.tensors, state["trainer"])
         parts.guard.restore(cut.tensors["guard"])
         self.ledger.restore(state["ledger"])

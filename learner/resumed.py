@@ -32,6 +32,7 @@ class Resumed:
         contents: what it has of the store.
         segments: the parts that those lie in.
         less: events that it has and that are forgotten by now: of the store, and of the guard set.
+        first: whether no cut names anything that a store has left.
     """
 
     cuts: Cuts
@@ -39,6 +40,7 @@ class Resumed:
     contents: Contents | None
     segments: Sequence[Segment]
     less: tuple[int, int]
+    first: bool
 
     @classmethod
     def newest(cls, cuts: Cuts, forgotten: Forgotten) -> "Resumed":
@@ -46,11 +48,11 @@ class Resumed:
         cuts.clean()
         found = cuts.newest()
         if found is None:
-            return cls(cuts, None, None, (), (0, 0))
+            return cls(cuts, None, None, (), (0, 0), first=True)
         number, whole = found
         cut, less = remembered(whole, forgotten)
         contents, segments = unpack(cut) or (None, ())
-        return cls(cuts, (number, cut), contents, segments, less)
+        return cls(cuts, (number, cut), contents, segments, less, first=cut.begins and cuts.numbers() == [number])
 
     def store(self, deployment: Deployment, bench: Workbench, ranks: int) -> Store | None:
         """Compose the store of so many ranks, with what the cut has of it; None where nothing is replayed.
@@ -64,15 +66,15 @@ class Resumed:
         columns = kept(bench.output_shape) if strategy.keeps_output else {}
         if self.found is not None and self.contents is not None:
             check_columns(*self.found, list(bench.output_shape) if columns else None, deployment.learner.strategy.name)
-        folder, first = deployment.state_dir / "replay" / RANK, not self.cuts.numbers()
-        if first:
+        folder = deployment.state_dir / "replay" / RANK
+        if self.first:
             discard_files(folder)
         return build_store(
             *(deployment.replay, bench.schema, bench.device, deployment.seed, folder, self.contents),
             extra=columns,
             dim=bench.embedding.heard().shape[1] if bench.embedding is not None else None,
             keys=f"{deployment.name}:{RANK}",
-            first=first,
+            first=self.first,
             step=most_offered(deployment.learner, deployment.stream, ranks),
         )
 
@@ -83,7 +85,10 @@ class Resumed:
             return
         number, cut = self.found
         loop.restore(cut)
-        log.info("going on from cut %d at step %d", number, cut.step)
+        if cut.begins:
+            log.info("cut %d says where the stream is begun, and nothing is learned yet: learning begins there", number)
+        else:
+            log.info("going on from cut %d at step %d", number, cut.step)
 
 
 def check_columns(number: int, cut: Cut, wanted: list[int] | None, strategy: str) -> None:

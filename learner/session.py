@@ -154,6 +154,9 @@ def learn(
             if isinstance(trainer, Leader):
                 trainer.beat()
 
+        loop.begin(stop, at_boundary)
+        if stop.is_set():
+            return
         try:
             loop.run(stop, at_boundary)
         except GapError:

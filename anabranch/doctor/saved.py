@@ -47,17 +47,17 @@ def _check_newest(patient: Patient, what: str, made: str) -> Iterator[Finding]:
         yield found(
             f"{what}.damaged", f"The newest {what}, {number}, is damaged: {damage}.", path=folder, number=number
         )
-    elif schema != Schema(patient.config.pipeline.events).digest:
+    elif schema is not None and schema != Schema(patient.config.pipeline.events).digest:
         matter = f"The newest {what}, {number}, was {made} under another [schema]."
         yield found(f"{what}.schema", matter, path=folder, number=number)
     else:
         yield ok(f"The newest {what}, {number}, is whole and of this schema.")
 
 
-def _damage(directory: Path, below: str) -> tuple[str | None, str]:
+def _damage(directory: Path, below: str) -> tuple[str | None, str | None]:
     """Return what is wrong with a directory's files, and the schema's digest that its manifest names.
 
-    All files lie in the folder `below` of the directory, "" for none.
+    All files lie in the folder `below` of the directory, "" for none. A cut that has no tensors is of any schema.
     """
     try:
         manifest = decoded(read_file(directory / _MANIFEST, MOST_BYTES), _Manifest)
@@ -67,5 +67,5 @@ def _damage(directory: Path, below: str) -> tuple[str | None, str]:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return f"{name} does not have its digest", manifest.schema
     except (OSError, DamagedError) as exc:
-        return f"{exc}", ""
-    return None, manifest.schema
+        return f"{exc}", None
+    return None, manifest.schema if any(name.endswith(".safetensors") for name in manifest.files) else None

@@ -132,7 +132,7 @@ def _go_on(cuts: Cuts, digest: str, trainer: Trainer, output: list[int] | None, 
     """
     try:
         manifest = cuts.latest()
-        if manifest is None or manifest.schema != digest:
+        if manifest is None or manifest.begins or manifest.schema != digest:
             return
         cut = Cut(manifest.step, *cuts.open(manifest))
     except (CutError, OSError):

@@ -120,6 +120,9 @@ class Stream:
             self.change(columns)
         return Block(columns, (Coverage(0, begin, begin + ROWS),))
 
+    def receive(self) -> None:
+        """Nothing is told but by `poll`."""
+
     def release(self, block: Block) -> None:
         """Nothing is shared here."""
 
@@ -1111,3 +1114,26 @@ def _breed(path: Path) -> None:
 
 if __name__ == "__main__":
     _breed(Path(sys.argv[1]))
+
+
+def test_a_crash_before_the_first_step_begins_where_the_stream_was_begun(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(4)
+    bench.stream.partitions = [Partition(NAME, 7 * ROWS, 9 * ROWS)]
+    bench.loop.begin(bench.stop, lambda: None)
+    bench.close()
+    again = make_bench(4)
+    again.stream.partitions = [Partition(NAME, 9 * ROWS, 9 * ROWS)]  # what stream.start would give by now
+    assert again.found is not None
+    assert again.found[1].begins
+    again.loop.restore(again.found[1])
+    assert {name: position.offset for name, position in again.loop.ledger.positions.items()} == {NAME: 7 * ROWS}
+    again.loop.begin(again.stop, lambda: None)
+    assert again.cuts.numbers() == [1]
+    again.stream.next = 7
+    again.stream.blocks = 9
+    again.run()
+    again.finish()
+    assert again.cuts.numbers() == [1, 2]
+    assert again.loop.ledger.positions[NAME].offset == 9 * ROWS

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from ingest.errors import DependencyError
 from learner.config import CutsSettings
 from learner.cut import Cuts
 from learner.cutter import Cutter, Moment
@@ -114,3 +116,44 @@ def test_the_looks_at_cuts_of_a_cutter_that_begins_are_those_of_the_disk(tmp_pat
     cut(cutter)
     again = Cutter(cuts, CutsSettings(), None, cast("LearnerMetrics", SimpleNamespace()))
     assert (again.number, again.time) == (1, cutter.time)
+
+
+def test_where_the_stream_is_begun_is_on_the_disk_before_anything_else_happens(tmp_path: Path) -> None:
+    released = Released()
+    cutter, cuts = make(tmp_path, released)
+    looks: list[list[int]] = []
+    cutter.cut_first({"ledger": [1]}, threading.Event(), lambda: looks.append(cuts.numbers()))
+    assert (cutter.number, cuts.numbers(), released.calls, cutter.ill) == (1, [1], [], None)
+    found = Cuts(cuts.path, "another schema", 2).newest()
+    assert found is not None
+    assert (found[1].begins, found[1].step, found[1].state) == (True, 0, {"ledger": [1]})
+    cutter.cut_first({"ledger": [2]}, threading.Event(), lambda: None)
+    assert cuts.numbers() == [1]
+    cut(cutter)
+    found = cuts.newest()
+    assert found is not None
+    assert (found[0], found[1].begins) == (2, False)
+
+
+def test_a_learner_that_cannot_write_where_it_begins_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cutter, cuts = make(tmp_path)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("learner.files.os.fsync", full)
+    with pytest.raises(DependencyError, match=r"cut 1 could not be written to .*: No space left.*; nothing is"):
+        cutter.cut_first({"ledger": []}, threading.Event(), lambda: None)
+    assert cuts.numbers() == []
+
+
+def test_a_learner_that_is_stopped_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cutter, _ = make(tmp_path)
+    stop, go = threading.Event(), threading.Event()
+    monkeypatch.setattr("learner.files.os.fsync", lambda _: go.wait(30))
+    cutter.cut_first({"ledger": []}, stop, stop.set)
+    assert cutter.busy
+    go.set()
+    cutter.wait(SOON)
