@@ -13,7 +13,7 @@ class Chance:
     """
 
     def __init__(self, seed: int) -> None:
-        self._bits = np.random.Philox(key=(seed & _WORD, 0))
+        self._bits = np.random.Philox(key=np.array([seed & _WORD, 0], np.uint64))
         self._generator = np.random.Generator(self._bits)
         self._begin = self._bits.state
 

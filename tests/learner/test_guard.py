@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from ingest.block import TopicPartition
 from ingest.fake import fake_columns
+from ingest.identity import identity_hash
 from ingest.schema import Schema
+from learner.config import GateSettings
 from learner.guard import GuardSet
 
 NAMES = [TopicPartition("events", 0)]
@@ -51,3 +53,16 @@ def test_events_are_taken_by_their_places_in_the_order_of_arrival(
     assert sorted(taken["offset"].tolist()) == sorted(places.tolist())
     expected = fake_columns(schema, taken["offset"].tolist())
     assert all(np.array_equal(taken[name], expected[name]) for name in schema.payload())
+
+
+def test_who_is_held_out_has_nothing_to_do_with_who_is_kept_for_replay() -> None:
+    """Were both decided by one hash, the events held out would be those that a reservoir prefers."""
+    for seed in range(5):
+        hold_out = GateSettings(guard_fraction=0.2).hold_out(seed)
+        offsets = np.arange(20_000)
+        places = np.zeros(len(offsets), np.uint64), offsets, np.zeros(len(offsets), np.int32)
+        held = identity_hash(*places, hold_out.seed) < np.uint64(int(hold_out.fraction * 2**64))
+        priority = identity_hash(*places, seed) / 2**64
+        assert abs(held.mean() - 0.2) < 0.02
+        assert abs(priority[held].mean() - 0.5) < 0.03
+        assert abs(np.mean(priority[held] < 0.1) - 0.1) < 0.03
