@@ -16,7 +16,7 @@ from ingest.schema import Schema
 from learner.lock import hold_state_directory, is_held
 from learner.report import PartitionReport, read_report
 from replay.forgotten import ByKey, ByRange, Record, hash_of_key
-from replay.forgotten_log import NAME, ForgottenLog, now
+from replay.forgotten_log import COMMAND, NAME, ForgottenLog, now
 
 _RANGE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:#(\d+))?\[(\d+)\]@(\d+)(?:\.\.(\d+))?")
 _PAUSE_SECONDS = 0.05
@@ -82,15 +82,15 @@ def forget(config: Config, keys: Sequence[str], ranges: Sequence[str], patience:
         numbers = [record.number for record in log.append(records)]
     except OSError as exc:
         raise SettingsError(f"{log.path} cannot be written: {exc.strerror}; nothing is forgotten") from exc
-    before = len(log.applied)
+    store, guard = log.store, log.guard
     missing = _missing(config, log, numbers[-1], patience)
     return Answer(
         log=str(log.path),
         records=numbers,
         up_to=next((dict(record.up_to) for record in records if isinstance(record, ByKey)), {}),
         missing=missing,
-        store=sum(each.store for each in log.applied[before:]),
-        guard=sum(each.guard for each in log.applied[before:]),
+        store=log.store - store,
+        guard=log.guard - guard,
     )
 
 
@@ -148,7 +148,7 @@ def _by_key(config: Config, keys: Sequence[str], known: Mapping[TopicPartition, 
     if not known:
         raise SettingsError(f"no learner has read anything yet in {config.state_dir}: there is nothing to forget")
     up_to = {partition_name(name): each.end for name, each in known.items()}
-    return [ByKey(time=now(), by="command", key_hash=hash_of_key(os.fsencode(key)), up_to=up_to) for key in keys]
+    return [ByKey(time=now(), by=COMMAND, key_hash=hash_of_key(os.fsencode(key)), up_to=up_to) for key in keys]
 
 
 def _by_range(text: str, known: Mapping[TopicPartition, PartitionReport]) -> ByRange:
@@ -163,4 +163,4 @@ def _by_range(text: str, known: Mapping[TopicPartition, PartitionReport]) -> ByR
     if last is not None and int(last) < int(first):
         raise SettingsError(f'--offsets "{text}" ends before it begins; write the smaller offset first')
     name = TopicPartition(topic, int(number), int(incarnation) if incarnation is not None else max(same, default=0))
-    return ByRange(time=now(), by="command", partition=partition_name(name), first=int(first), last=int(last or first))
+    return ByRange(time=now(), by=COMMAND, partition=partition_name(name), first=int(first), last=int(last or first))

@@ -27,7 +27,7 @@ from learner.replay_cut import unpack
 from learner.report import read_report
 from learner.strategy import OUTPUT, kept
 from replay.contents import Contents
-from replay.forgotten import Forgotten, hash_of_key
+from replay.forgotten import hash_of_key
 from replay.forgotten_log import NAME, ForgottenLog
 from replay.kinds import kind_with, kinds_of
 from replay.rows import RowLayout
@@ -104,7 +104,7 @@ def read_stats(config: Config) -> Stats:
         by_label=_by_label(Schema(config.pipeline.events), index),
         record_times=_record_times(index),
         guard_rows=len(stored.cut.tensors["guard"].get("label", ())),
-        forgotten=len(stored.log.records),
+        forgotten=stored.log.count,
         forgotten_through=stored.log.through,
     )
 
@@ -173,7 +173,7 @@ def _stored(config: Config) -> Stored:
                 raise
             continue
         if found is not None:
-            number, cut = found[0], remembered(found[1], Forgotten(log.records))[0]
+            number, cut = found[0], remembered(found[1], log.forgotten)[0]
             unpacked = unpack(cut)
             if cut.begins:
                 break

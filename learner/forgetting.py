@@ -14,17 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.block import Array, Outcome, SkipReason, TopicPartition
-from ingest.identity import partition_base, partition_name
-from ingest.messages import Position
+from ingest.identity import partition_base
 from learner.batches import Batch, Span
 from learner.cut import Cuts
 from learner.cut_eraser import Eraser
 from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.guard import GuardSet
+from learner.tombstones import Positions, Tombstones
 from replay.clerk import Clerk
-from replay.forgotten import ByKey, Forgotten, Record
-from replay.forgotten_log import Applied, ForgottenLog, now
+from replay.forgotten import Forgotten, Record
+from replay.forgotten_file import Applied
+from replay.forgotten_log import ForgottenLog, now
 from replay.tiers import Tiers
 
 _EVERY_SECONDS = 0.2
@@ -32,7 +33,8 @@ _SHARE = 20
 """Looking through what is held may take one part in so many of the time, when tombstones come without end."""
 _ERASED_AT_ONCE = 4096
 _RETRY_SECONDS = 10.0
-_TOMBSTONE = np.uint8(SkipReason.TOMBSTONE)
+_WRITE_SECONDS = 1.0
+"""Between two tries to write down what could not be written."""
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +67,17 @@ class Forgetting:
         self._clerk = clerk
         self._guard = guard
         self._cutter = cutter
-        self._covered = Forgotten(written.records)
-        self._looked = len(written.records)
+        self._looked = written.count
         self._erased = written.through
         self._count = _Count()
         self._partitions: Sequence[TopicPartition] = ()
         self._bases: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._tombstones = Tombstones()
         self._unwritten: list[Record] = []
+        self._said_by: set[str] = set()
+        self._uncovered = Forgotten()
+        """What the log does not know yet: all that is not written."""
+        self._write_at = 0.0
         self._work: Iterator[None] | None = None
         self._retry_at: float | None = None
         self._due = 0.0
@@ -86,7 +92,7 @@ class Forgetting:
     @property
     def records(self) -> int:
         """How many records there are."""
-        return len(self._log.records)
+        return self._log.count
 
     @property
     def settled(self) -> bool:
@@ -106,8 +112,9 @@ class Forgetting:
         if len(partitions) > len(self._partitions):
             self._partitions = list(partitions)
             self._bases = np.array([partition_base(name) for name in partitions], np.uint64)
+            self._tombstones.meet(self._partitions)
 
-    def filter(self, batch: Batch, positions: Callable[[], Mapping[TopicPartition, Position]]) -> Batch:
+    def filter(self, batch: Batch, positions: Positions) -> Batch:
         """Write down what the tombstones of a batch forget, and return the batch without what is forgotten.
 
         Args:
@@ -116,17 +123,18 @@ class Forgetting:
         """
         said = [
             record
-            for record in _tombstones(batch.spans, positions, self._partitions)
-            if not self._log.knows(record.by) and record.by not in {each.by for each in self._unwritten}
+            for record in self._tombstones.records(batch.spans, positions)
+            if record.by not in self._said_by and not self._log.knows(record)
         ]
         if said:
-            self._covered.add(said)
+            self._uncovered.add(said)
             self._unwritten += said
+            self._said_by |= {record.by for record in said}
             self._write_down()
-        if not self._covered:
+        if not self._log.forgotten and not self._uncovered:
             return batch
         for span in batch.spans:
-            _skip(span, self._covered.covers(self._bases, span.columns))
+            _skip(span, self._covers(span.columns))
         new, stored_only, held_out = (self._rest(rows) for rows in (batch.new, batch.stored_only, batch.held_out))
         return Batch(new, stored_only, held_out, batch.spans)
 
@@ -148,12 +156,11 @@ class Forgetting:
             self._write_down()
         if self._log.is_behind():
             self._log.refresh()
-        new = self._log.records[self._looked :]
+        new = self._log.since(self._looked)
         if not new:
             return
         forgotten = Forgotten(new)
-        self._covered.add(new)
-        self._looked += len(new)
+        self._looked = self._log.count
         store = self._clerk.store.forget(forgotten) if self._clerk is not None else 0
         guard = self._guard.forget(forgotten, self._bases)
         self._count = _Count(self._count.store + store, self._count.guard + guard)
@@ -171,6 +178,8 @@ class Forgetting:
             if self._cutter.busy or (self._retry_at is not None and time.monotonic() < self._retry_at):
                 return
             self._work = self._erase(self._looked)
+        if self._work is None and self._log.is_long and (self._retry_at is None or time.monotonic() >= self._retry_at):
+            self._work = self._compact()
         if self._work is not None:
             try:
                 next(self._work)
@@ -186,9 +195,13 @@ class Forgetting:
         3. Wait until the disk has it, and write into the log that it is done. A crash before this does all again.
         """
         self._retry_at = None
-        records, count, self._count = self._log.records[self._erased : through], self._count, _Count()
+        count, self._count = self._count, _Count()
+        if self._erased < self._log.through:
+            forgotten = self._log.forgotten.copy()
+        else:
+            forgotten = Forgotten(self._log.since(self._erased)[: through - self._erased])
         current = self._clerk.store.tiers.file if self._clerk is not None else None
-        eraser = Eraser(self._cuts, self._folder, Forgotten(records))
+        eraser = Eraser(self._cuts, self._folder, forgotten)
         rewriting = _Job(lambda: eraser.run(current.id if current is not None else None).named)
         yield from self._wait_for(rewriting)
         if self._clerk is not None and rewriting.error is None:
@@ -209,6 +222,17 @@ class Forgetting:
             error = OSError(tiers.ill or "a tier could not be reached")
         self._end(through, count, error)
 
+    def _compact(self) -> Iterator[None]:
+        """Write the log anew, beside the steps, without what it need not say any more."""
+        self._retry_at = None
+        compacting = _Job(lambda: _compact(ForgottenLog(self._log.path)))
+        yield from self._wait_for(compacting)
+        if compacting.error is not None:
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            log.warning("%s cannot be written anew yet: %s", self._log.path, compacting.error)
+        else:
+            self._log.refresh()
+
     def _wait_for(self, job: "_Job") -> Iterator[None]:
         while not self._cutter.run(job.run):
             yield
@@ -228,21 +252,28 @@ class Forgetting:
         self._erased, self.ill = through, None
 
     def _write_down(self) -> None:
+        if time.monotonic() < self._write_at:
+            return
         try:
             self._log.append(self._unwritten)
         except OSError as exc:
+            self._write_at = time.monotonic() + _WRITE_SECONDS
             self._say(f"{self._log.path} cannot be written: {exc.strerror}; no cut is made until it can")
             return
-        self._unwritten, self.ill = [], None
+        self._unwritten, self._said_by, self._uncovered, self.ill = [], set(), Forgotten(), None
 
     def _rest(self, columns: dict[str, Array]) -> dict[str, Array]:
         """Return rows without those that are forgotten; none at all is an empty dict."""
         if not columns:
             return columns
-        covered = self._covered.covers(self._bases, columns)
+        covered = self._covers(columns)
         if not covered.any():
             return columns
         return {} if covered.all() else {name: column[~covered] for name, column in columns.items()}
+
+    def _covers(self, columns: Mapping[str, Array]) -> NDArray[np.bool_]:
+        covered = self._log.forgotten.covers(self._bases, columns)
+        return covered | self._uncovered.covers(self._bases, columns) if self._uncovered else covered
 
     def _say(self, sentence: str) -> None:
         if self.ill != sentence:
@@ -268,6 +299,11 @@ class _Job:
         self.done = True
 
 
+def _compact(written: ForgottenLog) -> Mapping[str, NDArray[np.int64]]:
+    written.compact()
+    return {}
+
+
 def _sync(tiers: Tiers | None) -> Mapping[str, NDArray[np.int64]]:
     if tiers is not None:
         tiers.sync()
@@ -280,35 +316,3 @@ def _skip(span: Span, covered: NDArray[np.bool_]) -> None:
     span.columns["outcome"][used] = np.uint8(Outcome.SKIPPED)
     span.columns["reason"][used] = np.uint8(SkipReason.FORGOTTEN)
     span.trained[used] = False
-
-
-def _tombstones(
-    spans: Sequence[Span],
-    positions: Callable[[], Mapping[TopicPartition, Position]],
-    partitions: Sequence[TopicPartition],
-) -> Iterator[ByKey]:
-    """Return what the tombstones of spans forget: what was read before them, on any partition."""
-    if not any((span.columns["reason"] == _TOMBSTONE).any() for span in spans):
-        return
-    ends = {name: _end_of(position) for name, position in positions().items()}
-    for span in spans:
-        columns = span.columns
-        for place in np.flatnonzero(columns["reason"] == _TOMBSTONE).tolist():
-            before = dict(ends)
-            for index in np.unique(columns["partition"][:place]).tolist():
-                mine = np.flatnonzero(columns["partition"][:place] == index)[-1]
-                before[partitions[index]] = int(columns["offset"][mine]) + 1
-            name, offset = partitions[int(columns["partition"][place])], int(columns["offset"][place])
-            before[name] = offset
-            yield ByKey(
-                time=now(),
-                by=f"{partition_name(name)}@{offset}",
-                key_hash=f"{int(columns['key_hash'][place]):016x}",
-                up_to={partition_name(each): end for each, end in before.items() if end > 0},
-            )
-        ends |= {partitions[index]: _end_of(position) for index, position in span.positions.items()}
-
-
-def _end_of(position: Position) -> int:
-    """Return the first offset of which no row was read."""
-    return position.offset + (position.row > 0)

@@ -8,7 +8,8 @@ from learner.cut_eraser import Eraser
 from learner.errors import MisfitError
 from learner.forgotten_cut import remembered
 from replay.forgotten import Forgotten
-from replay.forgotten_log import Applied, ForgottenLog, now
+from replay.forgotten_file import Applied
+from replay.forgotten_log import ForgottenLog, now
 
 ERASED = "disk"
 """The kind of tier whose files are erased; rows in others are left to the next start of a learner."""
@@ -28,8 +29,8 @@ def erase(state_dir: Path, schema: str, written: ForgottenLog, *, whole: bool) -
         DependencyError: something cannot be read or written; it is done again by the next start of a learner.
     """
     cuts = Cuts(state_dir / "cuts", schema, 0)
-    through = len(written.records)
-    forgotten = Forgotten(written.records[written.through :])
+    through = written.count
+    forgotten = Forgotten(written.since(written.through))
     try:
         store, guard = _counted(cuts, forgotten)
         Eraser(cuts, state_dir / "replay" / RANK, forgotten).run()

@@ -45,7 +45,6 @@ from learner.trainer import Trainer
 from learner.version import Versions, reference_to
 from learner.workbench import Deployment, Workbench, prepare
 from replay.clerk import Clerk
-from replay.forgotten import Forgotten
 from replay.forgotten_log import NAME as LOG
 from replay.forgotten_log import ForgottenLog
 from replay.metrics import ReplayMetrics
@@ -98,7 +97,7 @@ def learn(
         written.refresh()
         cuts, ranks = Cuts(deployment.state_dir / "cuts", schema.digest, epoch), place.size if place is not None else 1
         with away_is_dependency(_AWAY.format(cuts.path)):
-            resumed = Resumed.newest(cuts, Forgotten(written.records))
+            resumed = Resumed.newest(cuts, written.forgotten)
         store = resumed.store(deployment, bench, ranks)
         # Metal does not bear that two threads give it work at once.
         clerk = Clerk(store, beside=device.type != "mps") if store is not None else None

@@ -1,9 +1,10 @@
 """Which events are forgotten: what the records of `forgotten.log` say.
 
-Legend: n events of a call, P partitions.
+Legend: n events of a call, P partitions, R rows of ends.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -13,8 +14,13 @@ from ingest.block import Array
 from ingest.encoder import hash_texts
 from ingest.identity import base_of
 
-_FEW = 256
-"""So many events are looked up one by one, so that the sorted keys need not be made anew for them."""
+_NONE = 2**32 - 1
+"""The place of a partition where there is none."""
+_GROWTH = 4
+"""A run of keys is merged with the one before it while that is not so many times as long."""
+_AT_ONCE = 65536
+"""Records whose rows are compared at once."""
+_REST = np.dtype([("end", np.int64), ("row", np.uint32), ("part", np.uint32)])
 
 
 class ByKey(msgspec.Struct, frozen=True, kw_only=True, tag="key", tag_field="what"):
@@ -28,7 +34,10 @@ class ByKey(msgspec.Struct, frozen=True, kw_only=True, tag="key", tag_field="wha
     key_hash: str
     """16 hexadecimal digits; keys themselves are not written down."""
     up_to: dict[str, int]
-    """For each partition, as `topic#incarnation[partition]`, the first offset that is not forgotten."""
+    """For each partition, as `topic#incarnation[partition]`, the first offset that is not forgotten. Records may share
+    it."""
+    beyond: dict[str, int] = {}
+    """The same where that is more, for the partitions in which events of the key came since `up_to` was taken."""
 
 
 class ByRange(msgspec.Struct, frozen=True, kw_only=True, tag="range", tag_field="what"):
@@ -52,36 +61,101 @@ def hash_of_key(key: bytes) -> str:
     return f"{int(hash_texts([key])[0]):016x}"
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Keys in rising order, with what is forgotten of each; of one key, later records come later."""
+
+    keys: NDArray[np.uint64]
+    rest: NDArray[np.void]
+    """Of each key the row of ends, and one partition in which more is forgotten, with its end."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class Packed(msgspec.Struct, frozen=True, kw_only=True):
+    """All that some records cover, as it lies in a file; numbers are little-endian."""
+
+    bases: list[int]
+    """Of the partitions, uint64 `[P]`."""
+    rows: bytes
+    """The first offset of each that is not forgotten, int64 `[R, P]`."""
+    keys: bytes
+    """Hashes of keys, rising, uint64."""
+    rest: bytes
+    """Of each the end in one partition (int64), its row and the place of that partition (uint32)."""
+    ranges: dict[int, tuple[list[int], list[int]]]
+    """By the base of the partition: first and last offsets."""
+
+
 class Forgotten:
-    """What some records cover. Used by one thread while it grows."""
+    """What some records cover. Used by one thread while it grows; a copy stays as it is.
+
+    Some 24 bytes a key, and 8 P for each row of ends, which records share. A record that a later one of the same key
+    covers takes nothing.
+    """
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
-        self._ends: dict[int, dict[int, int]] = {}
+        self._columns: dict[int, int] = {}
+        """The place of each partition, by its base."""
+        self._rows: NDArray[np.int64] = np.zeros((0, 1), np.int64)
+        self._used = 0
+        self._last: Mapping[str, int] | None = None
+        """What the last row was made from."""
+        self._runs: list[_Run] = []
         self._ranges: dict[int, NDArray[np.int64]] = {}
         """By partition base: ranges that neither meet nor overlap, rising, `[2, n]`: their first and last offsets."""
-        self._sorted: NDArray[np.uint64] | None = None
         self.add(records)
 
     def __bool__(self) -> bool:
-        return bool(self._ends or self._ranges)
+        return bool(self._runs or self._ranges)
+
+    def __len__(self) -> int:
+        """How many keys and ranges are kept; those of one key that differ count each."""
+        return sum(len(run) for run in self._runs) + sum(len(ranges[0]) for ranges in self._ranges.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        runs = sum(run.keys.nbytes + run.rest.nbytes for run in self._runs)
+        return runs + self._rows.nbytes + sum(ranges.nbytes for ranges in self._ranges.values())
+
+    def copy(self) -> "Forgotten":
+        """Return what is covered now, for another thread."""
+        copy = Forgotten()
+        copy._columns, copy._rows, copy._used = dict(self._columns), self._rows[: self._used], self._used
+        copy._runs, copy._ranges = list(self._runs), dict(self._ranges)
+        return copy
 
     def add(self, records: Sequence[Record]) -> None:
         """Cover what further records say."""
         ranges: dict[int, list[tuple[int, int]]] = {}
+        keys: list[int] = []
+        rest: list[tuple[int, int, int]] = []
         for record in records:
             if isinstance(record, ByRange):
                 ranges.setdefault(base_of(record.partition), []).append((record.first, record.last))
                 continue
-            key, known = int(record.key_hash, 16), len(self._ends)
-            ends = self._ends.setdefault(key, {})
-            for name, end in record.up_to.items():
-                base = base_of(name)
-                ends[base] = max(end, ends.get(base, 0))
-            if len(self._ends) > known:
-                self._sorted = None
+            row = self._row(record.up_to)
+            beyond = [(end, row, self._column(base_of(name))) for name, end in record.beyond.items()]
+            rest += beyond or [(0, row, _NONE)]
+            keys += [int(record.key_hash, 16)] * max(1, len(beyond))
+        if keys:
+            self._add_run(np.array(keys, np.uint64), np.array(rest, _REST))
         for base, new in ranges.items():
             before = self._ranges.get(base, np.empty((2, 0), np.int64))
             self._ranges[base] = _merged(np.concatenate([before, np.array(new, np.int64).T], axis=1))
+
+    def knows(self, key: int, partition: str, offset: int) -> bool:
+        """Whether a tombstone of a key at an offset of a partition says nothing that is not covered."""
+        column = self._columns.get(base_of(partition))
+        for run in self._runs if column is not None else ():
+            first = np.searchsorted(run.keys, np.uint64(key))
+            last = np.searchsorted(run.keys, np.uint64(key), side="right")
+            found = run.rest[first:last]
+            if ((found["part"] == column) & (found["end"] >= offset)).any():
+                return True
+        return False
 
     def covers(self, bases: NDArray[np.uint64], columns: Mapping[str, Array]) -> NDArray[np.bool_]:
         """Return which of n events are forgotten, bool `[n]`.
@@ -98,21 +172,123 @@ class Forgotten:
                 offsets = offset[mine]
                 before = np.searchsorted(firsts, offsets, side="right") - 1
                 found[mine] |= (before >= 0) & (offsets <= lasts[before])
-        if self._ends:
-            keys = columns["key_hash"].astype(np.uint64, copy=False)
-            for place in self._keyed(keys).tolist():
-                ends, at = self._ends[int(keys[place])], int(offset[place])
-                found[place] |= 0 <= at < ends.get(int(bases[int(partition[place])]), 0)
+        if self._runs and len(offset):
+            self._cover_keys(bases, columns, found)
         return found
 
-    def _keyed(self, keys: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the places of those of n keys that any record names."""
-        if len(keys) <= _FEW:
-            return np.array([place for place, key in enumerate(keys.tolist()) if key in self._ends], np.intp)
-        if self._sorted is None:
-            self._sorted = np.sort(np.fromiter(self._ends, np.uint64, len(self._ends)))
-        places = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
-        return np.flatnonzero(self._sorted[places] == keys)
+    def packed(self) -> Packed:
+        """Return all that is covered, in one piece."""
+        self._merge_all()
+        runs = self._runs or [_Run(np.empty(0, np.uint64), np.empty(0, _REST))]
+        return Packed(
+            bases=list(self._columns),
+            rows=self._rows[: self._used].astype("<i8").tobytes(),
+            keys=runs[0].keys.astype("<u8").tobytes(),
+            rest=runs[0].rest.tobytes(),
+            ranges={base: (each[0].tolist(), each[1].tolist()) for base, each in self._ranges.items()},
+        )
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> "Forgotten":
+        """Return what `packed` was called of."""
+        new = cls()
+        new._columns = {base: place for place, base in enumerate(packed.bases)}
+        new._rows = np.frombuffer(packed.rows, "<i8").astype(np.int64).reshape(-1, max(1, len(packed.bases)))
+        new._used = len(new._rows)
+        if packed.keys:
+            new._runs = [_Run(np.frombuffer(packed.keys, "<u8").astype(np.uint64), np.frombuffer(packed.rest, _REST))]
+        new._ranges = {base: np.array(each, np.int64) for base, each in packed.ranges.items()}
+        return new
+
+    def _cover_keys(self, bases: NDArray[np.uint64], columns: Mapping[str, Array], found: NDArray[np.bool_]) -> None:
+        keys = columns["key_hash"].astype(np.uint64, copy=False)
+        places = np.array([self._columns.get(base, _NONE) for base in bases.tolist()], np.int64)
+        for run in self._runs:
+            at = np.searchsorted(run.keys, keys)
+            # Where no event is, the partition may be none that is known.
+            mine = np.flatnonzero((run.keys.take(at, mode="clip") == keys) & np.greater_equal(columns["offset"], 0))
+            at = at[mine]
+            while len(mine):
+                rest, offset = run.rest[at], columns["offset"][mine].astype(np.int64)
+                column = places[columns["partition"][mine]]
+                known = column < self._rows.shape[1]
+                ends = np.where(known, self._rows[rest["row"], np.where(known, column, 0)], 0)
+                ends = np.where(rest["part"] == column, np.maximum(ends, rest["end"]), ends)
+                found[mine] |= offset < ends
+                at = at + 1
+                more = (at < len(run)) & (run.keys.take(at, mode="clip") == keys[mine])
+                at, mine = at[more], mine[more]
+
+    def _row(self, up_to: Mapping[str, int]) -> int:
+        """Return the row of these ends; those of the record before are not kept twice."""
+        if self._last is not None and (up_to is self._last or up_to == self._last):
+            return self._used - 1
+        columns = np.array([self._column(base_of(name)) for name in up_to], np.int64)
+        if self._used == len(self._rows):
+            self._rows = np.concatenate(
+                [self._rows, np.zeros((max(4, len(self._rows) // 2), self._rows.shape[1]), np.int64)]
+            )
+        np.maximum.at(self._rows[self._used], columns, np.array(list(up_to.values()), np.int64))
+        self._used, self._last = self._used + 1, up_to
+        return self._used - 1
+
+    def _column(self, base: int) -> int:
+        """Return the place of a partition, which later ones do not change."""
+        place = self._columns.setdefault(base, len(self._columns))
+        if place >= self._rows.shape[1]:
+            more = np.zeros((len(self._rows), place + 1 - self._rows.shape[1]), np.int64)
+            self._rows = np.concatenate([self._rows, more], axis=1)
+        return place
+
+    def _add_run(self, keys: NDArray[np.uint64], rest: NDArray[np.void]) -> None:
+        order = np.argsort(keys, kind="stable")
+        self._runs.append(_Run(keys[order], rest[order]))
+        while len(self._runs) > 1 and len(self._runs[-2]) < _GROWTH * len(self._runs[-1]):
+            self._merge_last()
+
+    def _merge_all(self) -> None:
+        while len(self._runs) > 1:
+            self._merge_last()
+        if self._runs:
+            self._runs = [self._without_covered(*self._joined(self._runs[-1:]))]
+            self._drop_rows()
+
+    def _merge_last(self) -> None:
+        """Merge the last two runs; what was said of a key later comes later."""
+        self._runs[-2:] = [self._without_covered(*self._joined(self._runs[-2:]))]
+        if len(self._runs) == 1:
+            self._drop_rows()
+
+    @staticmethod
+    def _joined(runs: Sequence[_Run]) -> tuple[NDArray[np.uint64], NDArray[np.void]]:
+        keys, rest = np.concatenate([run.keys for run in runs]), np.concatenate([run.rest for run in runs])
+        order = np.argsort(keys, kind="stable")  # which takes runs that are sorted as they are
+        return keys[order], rest[order]
+
+    def _without_covered(self, keys: NDArray[np.uint64], rest: NDArray[np.void]) -> _Run:
+        """Leave out what the next record of the same key covers as well."""
+        first = np.flatnonzero(keys[:-1] == keys[1:])
+        stays = np.ones(len(keys), np.bool_)
+        for begin in range(0, len(first), _AT_ONCE):
+            places = first[begin : begin + _AT_ONCE]
+            one, next_ = rest[places], rest[places + 1]
+            covered = (self._rows[one["row"]] <= self._rows[next_["row"]]).all(axis=1)
+            part = np.where(one["part"] == _NONE, 0, one["part"])
+            end = np.where(one["part"] == next_["part"], next_["end"], 0)
+            end = np.maximum(end, self._rows[next_["row"], part])
+            stays[places] = ~(covered & ((one["part"] == _NONE) | (one["end"] <= end)))
+        return _Run(keys[stays], rest[stays])
+
+    def _drop_rows(self) -> None:
+        """Let go of rows that no record refers to any more, once they are half of all."""
+        (run,) = self._runs
+        used = np.unique(run.rest["row"])
+        if self._last is not None:
+            used = np.union1d(used, np.array([self._used - 1], used.dtype))
+        if 2 * len(used) < self._used:
+            rest = run.rest.copy()
+            rest["row"] = np.searchsorted(used, rest["row"])
+            self._runs, self._rows, self._used = [_Run(run.keys, rest)], self._rows[used], len(used)
 
 
 def _merged(ranges: NDArray[np.int64]) -> NDArray[np.int64]:

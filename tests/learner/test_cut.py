@@ -70,7 +70,8 @@ from replay.build import build_store
 from replay.clerk import Clerk
 from replay.config import ReplaySettings
 from replay.forgotten import ByKey
-from replay.forgotten_log import Applied, ForgottenLog
+from replay.forgotten_file import Applied
+from replay.forgotten_log import ForgottenLog
 from replay.metrics import ReplayMetrics
 from replay.store import Store
 

@@ -178,7 +178,7 @@ def test_a_crash_between_the_word_and_the_deed_brings_nothing_back(
     assert files_with_the_secret(learner.state_dir) == []
     log = ForgottenLog(learner.state_dir / "forgotten.log")
     log.refresh()
-    assert sum(each.store + each.guard for each in log.applied) <= 40
+    assert log.store + log.guard <= 40
     assert b"anna" not in log.path.read_bytes()
 
 
@@ -203,7 +203,10 @@ def test_a_tombstone_forgets_what_was_read_before_it_also_after_a_crash(
     assert report.forgotten == 3, "a tombstone that was read again was written down twice"
     log = ForgottenLog(learner.state_dir / "forgotten.log")
     log.refresh()
-    assert [record.by for record in log.records] == [f"{topic}#0[0]@{offset}" for offset in (140, 141, 142)]
+    lines = [json.loads(line[9:]) for line in log.path.read_bytes().splitlines()]
+    assert [line["by"] for line in lines if line["what"] == "key"] == [
+        f"{topic}#0[0]@{offset}" for offset in (140, 141, 142)
+    ]
     answer = forget_now(config, "anna")
     assert answer.store + answer.guard == 4
     assert files_with_the_secret(learner.state_dir) == []
