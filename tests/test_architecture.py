@@ -41,7 +41,7 @@ HOME = {
         "anabranch/template",
     },
     "typer": {"anabranch"},
-    "uvicorn": {"serving/app.py", "serving/server.py"},
+    "uvicorn": {"serving/app.py", "serving/connection.py", "serving/httptools_connection.py", "serving/server.py"},
 }
 """Where each third party may be imported; those that are not listed may be anywhere."""
 
@@ -55,6 +55,8 @@ WALL_CLOCK = {
     "anabranch/status.py": "a command that reads once a report of another process",
     "anabranch/workers.py": "a report's time",
     "ingest/assembler.py": "compares with the record times of the stream",
+    "ingest/confluent.py": "the time of records that cannot be read",
+    "ingest/kafka_records.py": "the time of records that cannot be read",
     "learner/cutter.py": "a cut's time, for display",
     "learner/jury.py": "since when nothing has passed, for display",
     "learner/lag.py": "a cut keeps since when events wait, and they waited while no learner ran",
