@@ -14,7 +14,7 @@ import msgspec
 from anabranch.config import Config
 from anabranch.daemon import Exit
 from anabranch.supervisor import Part, Supervisor
-from ingest.errors import SettingsError
+from ingest.failure import state_errors
 from serving.crew import COUNTS_VARIABLE, Crew
 from serving.listener import address_of, listen_patiently
 from serving.report import STOPPED, ServingReport, write_report
@@ -31,13 +31,12 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
     """Keep the workers alive until `stop` is set (DONE), or one of them ends in a way that a restart cannot mend.
 
     Raises:
-        SettingsError: the address or the port cannot be taken, or the state directory cannot be written.
+        SettingsError: the address or the port cannot be taken, or this user may not write to the state directory.
+        DependencyError: the state directory cannot be written for now.
     """
     settings = config.pipeline.serving
-    try:
+    with state_errors(f"state_dir: cannot write to {config.state_dir}"):
         config.state_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise SettingsError(f"state_dir: cannot write to {config.state_dir}: {exc.strerror}") from exc
     with (
         listen_patiently(settings.host, settings.port, _UNTIL_A_KILLED_ONE_IS_GONE) as listener,
         tempfile.TemporaryDirectory(prefix="anabranch-") as folder,

@@ -24,6 +24,8 @@ from ingest.errors import DependencyError, SettingsError
 _T = TypeVar("_T")
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _NO_NAME = {errno.ELOOP, errno.ENAMETOOLONG}
+_PERSON = (PermissionError, FileExistsError)
+"""Where a folder is to be made or written, beside paths that cannot be right."""
 _MEMORY_WORDS = (
     "DefaultCPUAllocator",
     "MPS backend out of memory",
@@ -109,6 +111,18 @@ def away_is_dependency(what: str) -> Iterator[None]:
     except OSError as exc:
         where = f"{exc.filename}: " if exc.filename is not None else ""
         raise DependencyError(f"{what}: {where}{exc.strerror or exc}") from exc
+
+
+@contextlib.contextmanager
+def state_errors(what: str) -> Iterator[None]:
+    """As `away_is_dependency`, but raise SettingsError (exit 2) for what stays until a person changes a folder."""
+    with away_is_dependency(what):
+        try:
+            yield
+        except OSError as exc:
+            if isinstance(exc, _PERSON) or failure_of(exc) is Failure.DAMAGED:
+                raise SettingsError(f"{what}: {exc.strerror}") from exc
+            raise
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -19,6 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from ingest.errors import SettingsError
+from ingest.failure import state_errors
 
 FOLDER = "share"
 _SERVER, _LEARNER = "server", "learner"
@@ -165,14 +166,14 @@ class Servers:
 
 @contextlib.contextmanager
 def hold_server(state_dir: Path, slo: timedelta) -> Iterator[ServerMark]:
-    """Hold a server's slot. Raises SettingsError when the state directory cannot be written."""
+    """Hold a server's slot; raises as `hold_state_directory` does where the state directory cannot be written."""
     with _hold(state_dir, _SERVER) as slot:
         yield ServerMark(slot, slo)
 
 
 @contextlib.contextmanager
 def hold_learner(state_dir: Path) -> Iterator[Slot]:
-    """Hold a rank's slot. Raises SettingsError when the state directory cannot be written."""
+    """Hold a rank's slot; raises as `hold_state_directory` does where the state directory cannot be written."""
     with _hold(state_dir, _LEARNER) as slot:
         yield slot
 
@@ -192,11 +193,9 @@ def learners(state_dir: Path) -> list[dict[Field, int]]:
 @contextlib.contextmanager
 def _hold(state_dir: Path, kind: str) -> Iterator[Slot]:
     folder = state_dir / FOLDER
-    try:
+    with state_errors(f"state_dir: cannot write to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         slot = next(filter(None, (_taken(folder / f"{kind}-{n}") for n in range(_MOST_HOLDERS))), None)
-    except OSError as exc:
-        raise SettingsError(f"state_dir: cannot write to {folder}: {exc.strerror}") from exc
     if slot is None:
         raise SettingsError(f"state_dir: {_MOST_HOLDERS} processes hold a slot in {folder} already")
     try:

@@ -4,7 +4,6 @@ A network file system may let go of a lock that its holder believes in: the epoc
 """
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -14,7 +13,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from ingest.errors import AnabranchError, DependencyError, SecondLearnerError, SettingsError, StateBusyError
+from ingest.errors import AnabranchError, SecondLearnerError, SettingsError, StateBusyError
+from ingest.failure import state_errors
 from learner.files import replace_file
 
 LOCK = "learner.lock"
@@ -29,7 +29,6 @@ _LONGEST_COMMAND = timedelta(hours=1)
 _UNTIL_MARKED = timedelta(seconds=0.5)
 """How long a learner waits for a holder without a mark, which may be a command that has just taken the lock."""
 _LOOK_SECONDS = 0.05
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +53,17 @@ def hold_state_directory(
     Raises:
         SecondLearnerError: another learner holds it.
         StateBusyError: a command holds it.
-        SettingsError: the directory cannot be written.
-        DependencyError: the disk is full.
+        SettingsError: the directory is none that this user may write to.
+        DependencyError: its disk cannot be read or written for now: it is full, read-only or away.
     """
-    try:
+    with state_errors(f"state_dir: cannot write to {path}"):
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as exc:
-        raise SettingsError(f"state_dir: cannot write to {path}: {exc.strerror}") from exc
     closed = threading.Event()
     try:
-        _lock(descriptor, path, stop, patience)
-        _mark(descriptor, path, _COMMAND + command.encode() if command else b"")
+        with state_errors(f"{path / LOCK} cannot be locked"):
+            _lock(descriptor, path, stop, patience)
+            _mark(descriptor, _COMMAND + command.encode() if command else b"")
         if stop is not None:
             threading.Thread(target=_tell, args=(stop, closed, path), name="tell-stopping", daemon=True).start()
         yield _next_epoch(path / EPOCH, known())
@@ -144,14 +142,10 @@ def _holder(mark: bytes) -> str:
     return f"`{mark.removeprefix(_COMMAND).decode(errors='replace')}` is at work"
 
 
-def _mark(descriptor: int, path: Path, mark: bytes) -> None:
+def _mark(descriptor: int, mark: bytes) -> None:
     """Say in the lock's file what holds it; whoever reads another's mark before this reads on, since it changes."""
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, mark, 0)
-    except OSError as exc:
-        kind = DependencyError if exc.errno in _FULL else SettingsError
-        raise kind(f"{path / LOCK} cannot be written: {exc.strerror}") from exc
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, mark, 0)
 
 
 def _tell(stop: threading.Event, closed: threading.Event, path: Path) -> None:
@@ -163,17 +157,12 @@ def _tell(stop: threading.Event, closed: threading.Event, path: Path) -> None:
 
 
 def _next_epoch(path: Path, known: int) -> int:
+    last = known
     try:
-        last = max(known, int(path.read_text()))
-    except FileNotFoundError:
-        last = known
+        with state_errors(f"{path} cannot be read"), contextlib.suppress(FileNotFoundError):
+            last = max(known, int(path.read_text()))
     except ValueError as exc:
         raise SettingsError(f"{path} does not hold a number; was something else written there?") from exc
-    except OSError as exc:
-        raise SettingsError(f"{path} cannot be read: {exc.strerror}") from exc
-    try:
+    with state_errors(f"{path} cannot be written"):
         replace_file(path, str(last + 1).encode())
-    except OSError as exc:
-        kind = DependencyError if exc.errno in _FULL else SettingsError
-        raise kind(f"{path} cannot be written: {exc.strerror}") from exc
     return last + 1

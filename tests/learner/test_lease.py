@@ -1,5 +1,6 @@
 """The share's files: what one process marks and another sees, and what is left when one dies."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.errors import SettingsError
+from ingest.errors import DependencyError, SettingsError
 from learner.lease import FOLDER, Field, Servers, hold_learner, hold_server, learners
 
 SLO = timedelta(milliseconds=20)
@@ -183,6 +184,15 @@ def test_ranks_say_that_they_give_way(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("a file is in the way")
     with pytest.raises(SettingsError, match=r"state_dir: cannot write to .*share"), hold_server(tmp_path, SLO):
+        pass
+
+
+def test_a_disk_that_fails_is_no_fault_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("learner.lease.os.open", fails)
+    with pytest.raises(DependencyError, match="Read-only"), hold_server(tmp_path, SLO):
         pass
 
 

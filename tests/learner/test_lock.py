@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -180,12 +181,40 @@ def test_whether_it_is_held_is_told_without_holding_or_making_it(tmp_path: Path)
     assert not is_held(tmp_path)
 
 
-def test_a_full_disk_is_no_fault_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("call", ["open", "ftruncate", "pwrite"])
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        *((number, SettingsError) for number in (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP)),
+        *(
+            (number, DependencyError)
+            for number in (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOLCK)
+        ),
+    ],
+)
+def test_only_what_a_person_has_to_change_is_a_fault_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, kind: type[Exception]
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("learner.files.os.fsync", full)
-    with pytest.raises(DependencyError, match="No space left"), hold_state_directory(tmp_path):
+    monkeypatch.setattr(f"learner.lock.os.{call}", fails)
+    with pytest.raises(kind, match=os.strerror(number)), hold_state_directory(tmp_path):
+        pass
+    monkeypatch.undo()
+    with hold_state_directory(tmp_path):  # nothing of the one that failed is left
+        pass
+
+
+@pytest.mark.parametrize("call", ["learner.lock.Path.read_text", "learner.files.os.fsync", "learner.lock.fcntl.flock"])
+def test_a_disk_that_fails_at_the_lock_or_the_epochs_is_no_fault_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fails(*_: object) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(call, fails)
+    with pytest.raises(DependencyError, match="Input/output error"), hold_state_directory(tmp_path):
         pass
 
 
