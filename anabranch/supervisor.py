@@ -32,6 +32,8 @@ from serving.report import REPORT as SERVING_REPORT
 _LOOK_SECONDS = 0.1
 _BEYOND_STOP_TIMEOUT = timedelta(seconds=5)
 _LEFTOVERS_SECONDS = 5.0
+_FREE_DEATHS = 3
+"""Deaths in a row after progress that did not last, after which a part is started again at once."""
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class Backoff:
 
     first: timedelta = timedelta(seconds=1)
     longest: timedelta = timedelta(seconds=30)
+    lasting: timedelta = timedelta(seconds=60)
+    """Progress lasts when the part ran for so long, or wrote a checkpoint."""
 
     def seconds(self, deaths: int) -> float:
         """Return the delay after `deaths` deaths in a row: nothing after the first, then twice as long each time.
@@ -84,8 +88,14 @@ class _Child:
     starts: int = 0
     deaths: int = 0
     """Deaths in a row, the last counted too when it made no progress."""
+    brief: int = 0
+    """Deaths in a row after progress that did not last."""
+    began: float = 0.0
+    """When it was started, in seconds of the clock."""
+    cut: int | None = None
+    """The newest checkpoint when it died last."""
     due: float = 0.0
-    """When to start it again, in seconds of the monotonic clock."""
+    """When to start it again, in seconds of the clock."""
     standby: subprocess.Popen[bytes] | None = None
     """What stands by for it."""
     stood_by: int = 0
@@ -99,12 +109,18 @@ class Supervisor:
     """
 
     def __init__(
-        self, parts: Iterable[Part], backoff: Backoff | None = None, on_death: Callable[[Part], None] | None = None
+        self,
+        parts: Iterable[Part],
+        backoff: Backoff | None = None,
+        on_death: Callable[[Part], None] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the parts; `on_death` is called for one that has died, before it is started again."""
         self._children = [_Child(part) for part in parts]
         self._backoff = backoff or Backoff()
         self._on_death = on_death
+        self._clock = clock
         self._leftovers: dict[int, float] = {}
         self.ended: Part | None = None
         """The part that ended everything, when one did."""
@@ -133,7 +149,7 @@ class Supervisor:
     def start(self) -> None:
         """Start every part, in order."""
         for child in self._children:
-            _start(child)
+            self._begin(child)
 
     def check(self) -> Exit | None:
         """Look at every child once: note deaths, start again what is due, have something stand by.
@@ -149,8 +165,8 @@ class Supervisor:
                 if ended is not None:
                     return ended
             self._tend_standby(child)
-            if child.process is None and time.monotonic() >= child.due:
-                _start(child)
+            if child.process is None and self._clock() >= child.due:
+                self._begin(child)
         return None
 
     def stop(self) -> None:
@@ -184,25 +200,40 @@ class Supervisor:
                 child.process = child.standby = None
             self._await_leftovers()
 
+    def _begin(self, child: _Child) -> None:
+        _start(child)
+        child.began = self._clock()
+
     def _bury(self, child: _Child, pid: int, code: int) -> Exit | None:
         part = child.part
         assert child.process is not None
         _close(child.process)
         child.process = None
         self._leave(pid)
-        progress = _has_progressed(part.report, pid)
+        report = _progress_of(part.report, pid)
+        progress = report is not None and report.is_any
         if self._on_death is not None:
             self._on_death(part)
         if code == Exit.SETTINGS or (code == Exit.DEPENDENCY and child.starts == 1 and not progress):
             self.ended = part
             log.error("%s ended with exit code %d, which starting it again cannot mend", part.name, code)
             return Exit(code)
-        child.deaths = 1 if progress else child.deaths + 1
+        child.deaths = self._deaths(child, report)
         delay = self._backoff.seconds(child.deaths)
-        child.due = time.monotonic() + delay
+        child.due = self._clock() + delay
         when = f"in {delay:.1f} s" if delay else "now"
         log.warning("%s (pid %d) ended with %s; it is started again %s", part.name, pid, _describe(code), when)
         return None
+
+    def _deaths(self, child: _Child, report: "_Progress | None") -> int:
+        """Count the death of a child that has left this report, and return how many in a row the backoff goes by."""
+        if report is None or not report.is_any:
+            return child.deaths + 1
+        ran = self._clock() - child.began
+        lasts = report.cut not in (None, child.cut) or ran >= self._backoff.lasting.total_seconds()
+        child.cut = report.cut
+        child.brief = 0 if lasts else child.brief + 1
+        return max(1, child.brief - _FREE_DEATHS + 1)
 
     def _tend_standby(self, child: _Child) -> None:
         """Note the death of what stands by for a child; start it once in each life of the child that makes progress."""
@@ -216,7 +247,7 @@ class Supervisor:
                 child.standby = None
         elif part.standby is None or process is None or child.stood_by == child.starts:
             return
-        elif _has_progressed(part.report, process.pid):
+        elif (report := _progress_of(part.report, process.pid)) is not None and report.is_any:
             child.standby, child.stood_by = _spawn(part, part.standby), child.starts
             log.info("pid %d stands by for %s", child.standby.pid, part.name)
 
@@ -272,17 +303,24 @@ class _Progress(msgspec.Struct):
     steps_since_start: int | None = None
     """Of a learner; its version may be one of an earlier life."""
     version: int | None = None
+    cut: int | None = None
+    """The newest checkpoint."""
+
+    @property
+    def is_any(self) -> bool:
+        steps = self.steps_since_start
+        return self.version is not None if steps is None else steps > 0
 
 
-def _has_progressed(report: Path | None, pid: int) -> bool:
+def _progress_of(report: Path | None, pid: int) -> _Progress | None:
+    """Return what a process says of its progress; None where it says nothing."""
     if report is None:
-        return False
+        return None
     try:
         progress = decoded(read_file(report, MOST_BYTES), _Progress)
     except (OSError, DamagedError):
-        return False
-    steps = progress.steps_since_start
-    return pid in (progress.pid, progress.launcher) and (progress.version is not None if steps is None else steps > 0)
+        return None
+    return progress if pid in (progress.pid, progress.launcher) else None
 
 
 def _start(child: _Child) -> None:

@@ -59,8 +59,8 @@ with stop_on_signals() as stop:
 class RecordedBackoff(Backoff):
     """Waits for nothing, and keeps what it was asked."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, lasting=timedelta(0)):
+        super().__init__(lasting=lasting)
         object.__setattr__(self, "asked", [])
 
     def seconds(self, deaths):
@@ -176,6 +176,29 @@ def test_deaths_without_progress_are_counted_and_progress_forgets_them(part, run
     running(Supervisor([part(code)], backoff))
     until(lambda: len(noted("started")) == 6, "six starts")
     assert backoff.asked == [1, 2, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("figures", "life", "asked"),
+    [
+        ("steps_since_start=1", 10, [1, 1, 1, 2, 3, 4]),
+        ("steps_since_start=1, cut=7", 10, [1, 1, 1, 1, 2, 3]),
+        ("steps_since_start=1, cut=starts", 10, [1] * 6),
+        ("steps_since_start=1", 60, [1] * 6),
+        ("version=1", 10, [1, 1, 1, 2, 3, 4]),
+    ],
+    ids=["no checkpoint", "an old checkpoint", "new checkpoints", "long lives", "serving"],
+)
+def test_deaths_again_and_again_soon_after_progress_are_backed_off(part, until, noted, figures, life, asked):
+    code = f"note('started'); starts = len(notes('started')); report({figures}); os._exit(1)"
+    backoff, now = RecordedBackoff(lasting=timedelta(seconds=60)), [0.0]
+    supervisor = Supervisor([part(code)], backoff, lambda _: now.__setitem__(0, now[0] + life), clock=lambda: now[0])
+    supervisor.start()
+    try:
+        until(lambda: (supervisor.check(), len(backoff.asked) >= len(asked))[1], "some deaths")
+        assert backoff.asked[: len(asked)] == asked
+    finally:
+        supervisor.stop()
 
 
 def test_another_process_s_report_is_no_progress(part, running, until, noted, place):

@@ -19,7 +19,7 @@ import psutil
 
 from anabranch.broker import EmbeddedBroker, free_port
 from anabranch.config import load_config
-from anabranch.supervisor import Supervisor, pipeline_parts
+from anabranch.supervisor import Backoff, Supervisor, pipeline_parts
 from ingest.config import StreamSettings
 from ingest.producer import EventProducer, create_topics
 from learner.report import LearnerReport, read_report
@@ -132,7 +132,8 @@ class Supervised:
             for part in pipeline_parts(config)
             if part.name in parts
         ]
-        self.supervisor = Supervisor(chosen)
+        # Whoever kills it again and again means it: it is started at once each time.
+        self.supervisor = Supervisor(chosen, Backoff(lasting=timedelta(0)))
         self._thread = threading.Thread(target=self._run)
         self.exit: object = None
         """What the supervisor ended with."""
