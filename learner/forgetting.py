@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.block import Array, Outcome, SkipReason, TopicPartition
+from ingest.errors import DependencyError
 from ingest.identity import partition_base
 from learner.batches import Batch, Span
 from learner.cut import Cuts
@@ -300,7 +301,10 @@ class _Job:
 
 
 def _compact(written: ForgottenLog) -> Mapping[str, NDArray[np.int64]]:
-    written.compact()
+    try:
+        written.compact()
+    except DependencyError as exc:  # it cannot be read now, which the next try may
+        raise OSError(str(exc)) from exc
     return {}
 
 
