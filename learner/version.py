@@ -177,6 +177,11 @@ class Versions:
         """Return what tells a version's verdict from a later one; None when there is none yet."""
         return self._storage.folder(number).stamp(VERDICT)
 
+    def stamp(self, number: int) -> object:
+        """Return what tells a version's files from those that take their place; raises OSError."""
+        folder = self._storage.folder(number)
+        return tuple(folder.stamp(name) for name in (MANIFEST, WEIGHTS, VERDICT))
+
     def write_verdict(self, number: int, verdict: Verdict) -> None:
         """Replace a verdict atomically; raises OSError, FileNotFoundError where the version has been deleted."""
         self._storage.folder(number).replace(VERDICT, msgspec.json.encode(verdict))

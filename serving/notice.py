@@ -81,14 +81,15 @@ class Notices:
             except OSError:  # the directory is gone, or the kernel follows no more
                 self._drop()
 
-    def wait(self) -> None:
-        """Wait for a change, for `wake`, or until it is time to look anyway."""
+    def wait(self, at_most: timedelta | None = None) -> None:
+        """Wait for a change, for `wake`, or until it is time to look anyway: after `at_most` if that comes first."""
         poll = select.poll()
         poll.register(self._ours, select.POLLIN)
         if self._inotify is not None:
             poll.register(self._inotify.descriptor, select.POLLIN)
         every = POLL_EVERY if self._inotify is None else LOOK_ANYWAY
-        poll.poll(every.total_seconds() * 1000)
+        longest = every if at_most is None else min(every, at_most)
+        poll.poll(longest.total_seconds() * 1000)
         with contextlib.suppress(BlockingIOError):
             os.read(self._ours, _READ_BYTES)
         if self._inotify is not None:

@@ -23,9 +23,11 @@ from typing import Self
 import msgspec
 import numpy as np
 
+from ingest.failure import Failure, failure_of
 from learner.errors import VersionError
 from serving.metrics import Metrics
 from serving.report import ShadowReport
+from serving.retry import Retries, may_pass
 from serving.served import Deployment, ServedVersion, load_version
 from serving.tensor import Array
 
@@ -63,6 +65,7 @@ class Shadow:
         metrics: Metrics,
         served: Callable[[], ServedVersion | None],
         is_idle: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`served` returns the version that is served, `is_idle` whether no live request is at work; any thread calls.
 
@@ -79,6 +82,8 @@ class Shadow:
         self._candidate: ServedVersion | None = None
         self._report: ShadowReport | None = None
         self._unusable: set[int] = set()
+        self._retries = Retries(clock)
+        self._clock = clock
         self._seen: dict[int, float] = {}
         """When a version was first seen, by the monotonic clock."""
         self._look_due = self._keep_until = 0.0
@@ -112,7 +117,7 @@ class Shadow:
     def offer(self, version: ServedVersion, features: Mapping[str, Array], answers: Mapping[str, Array]) -> None:
         """Take features `[B, *shape]` of a request and its answers `[B, ...]`, or drop them; returns at once."""
         try:
-            self._asked.put_nowait(_Asked(version, features, answers, time.monotonic()))
+            self._asked.put_nowait(_Asked(version, features, answers, self._clock()))
         except queue.Full:
             self._drop(len(next(iter(answers.values()))))
 
@@ -131,20 +136,27 @@ class Shadow:
             log.exception("the shadow's thread ended; requests are answered as before")
 
     def _look(self) -> None:
-        now, served = time.monotonic(), self._served()
+        now, served = self._clock(), self._served()
         if self._report is not None and served is not None and self._report.version <= served.number:
             self._candidate, self._report, self._keep_until = None, None, 0.0
         if served is None or now < max(self._look_due, self._keep_until):
             return
         self._look_due = now + _LOOK_FOR_CANDIDATES.total_seconds()
         shadowing = self._candidate.number if self._candidate else served.number
-        numbers = self._deployment.versions.numbers()
+        try:
+            numbers = self._deployment.versions.numbers()
+        except OSError as exc:  # which the swap tells of, too
+            log.warning("the shadow cannot look for versions: %s", exc)
+            return
         self._seen = {number: self._seen.get(number, now) for number in numbers}
+        self._retries.keep(lambda number: number in numbers)
         left_out = self._unusable | self._deployment.versions.stale(numbers)
         for number in reversed(numbers):
             if number <= shadowing:
                 return
-            if number not in left_out and self._is_candidate(number, now) and self._take(number):
+            if number in left_out or self._retries.waits(number):
+                continue
+            if self._is_candidate(number, now) and self._take(number):
                 return
 
     def _is_candidate(self, number: int, now: float) -> bool:
@@ -162,11 +174,12 @@ class Shadow:
             if manifest.schema != self._deployment.schema.digest:
                 raise VersionError(f"version {number}: it was learned under another schema than [schema] describes")
             self._candidate = load_version(self._deployment, manifest, self._max_batch)
-        except (VersionError, OSError) as exc:
-            self._fail(number, str(exc))
+        except (VersionError, OSError, RuntimeError, MemoryError) as exc:
+            self._fail(number, str(exc), for_good=not may_pass(exc))
             return False
+        self._retries.drop(number)
         self._report = ShadowReport(version=number)
-        self._keep_until = time.monotonic() + _KEEP.total_seconds()
+        self._keep_until = self._clock() + _KEEP.total_seconds()
         log.info("version %d answers %g of the requests in the shadow", number, self._fraction)
         return True
 
@@ -176,7 +189,7 @@ class Shadow:
         if asked.version is candidate:
             return
         while not self._is_idle():
-            if time.monotonic() - asked.since > _PATIENCE.total_seconds() or self._stopping:
+            if self._clock() - asked.since > _PATIENCE.total_seconds() or self._stopping:
                 self._drop(len(answer))
                 return
             time.sleep(_LOOK.total_seconds())
@@ -185,7 +198,8 @@ class Shadow:
             features = {key: array[: self._max_batch].copy() for key, array in asked.features.items()}
             disagreement = _disagreement(answer, candidate.run(features)[name])
         except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
-            self._fail(candidate.number, f"version {candidate.number}: {type(exc).__name__}: {exc}")
+            why = f"version {candidate.number}: {type(exc).__name__}: {exc}"
+            self._fail(candidate.number, why, for_good=failure_of(exc) in (None, Failure.DAMAGED))
             return
         self._metrics.shadowed("compared", len(answer), disagreement)
         report = self._report or ShadowReport(version=candidate.number)
@@ -199,10 +213,13 @@ class Shadow:
         if self._report is not None and self._candidate is not None:
             self._metrics.shadowed("dropped", rows)
 
-    def _fail(self, number: int, why: str) -> None:
-        """Give a candidate up."""
+    def _fail(self, number: int, why: str, *, for_good: bool) -> None:
+        """Give a candidate up, for good or until its time comes again."""
         log.warning("the shadow gives up a candidate: %s", why)
-        self._unusable = {number, *(each for each in self._unusable if each > number - 1000)}
+        if for_good:
+            self._unusable = {number, *(each for each in self._unusable if each > number - 1000)}
+        else:
+            self._retries.failed(number, why)
         self._candidate, self._keep_until = None, 0.0
         self._report = ShadowReport(version=number, failed=why)
 

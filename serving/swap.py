@@ -23,6 +23,7 @@ from serving.freshness import Unserved
 from serving.metrics import Metrics
 from serving.notice import Notices
 from serving.orders import Order, pin, promote
+from serving.retry import Retries, may_pass
 from serving.served import Deployment, ServedVersion, load_version
 
 log = logging.getLogger("anabranch.serving")
@@ -38,6 +39,9 @@ class Swap:
     and it lowers `trained_through` on no partition of the same incarnation that its learner reads. When the served one
     fails, is rolled back or turns out to be a stale learner's, the newest that may be served takes its place, whatever
     that lowers. Orders go before all this.
+
+    A version that does not fit or is damaged is refused until its files change. One that cannot be read for now, or for
+    which there is not enough memory, is tried again with a back-off, for ever.
     """
 
     def __init__(
@@ -47,8 +51,12 @@ class Swap:
         metrics: Metrics,
         taken: Callable[[], object],
         fail: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Both callables are called in the swap's thread: `taken` after each swap, `fail` with a bug that ended it."""
+        """Both are called in the swap's thread: `taken` after each swap, `fail` with a bug that ended it.
+
+        `clock` says when to try again a version that could not be loaded for now.
+        """
         self.current: ServedVersion | None = None
         self.since: float | None = None
         """When `current` was taken."""
@@ -66,6 +74,7 @@ class Swap:
         self._choice = Choice(self._versions)
         self._state = RegistryState()
         self._passed_over: dict[int, object] = {}
+        self._retries = Retries(clock)
         self._stale: set[int] = set()
         self._lock = threading.Lock()
         self._holds_state = False
@@ -121,9 +130,9 @@ class Swap:
                     self._look()
                     served = self.current.number if self.current else None
                     if order in (promote, pin) and served != number:
+                        why = self._retries.reason_of(number) or self.refused.get(number, "see the log")
                         self._versions.write_state(before)
                         self._look()
-                        why = self.refused.get(number, "see the log")
                         raise ConflictError(f"version {number} cannot be served: {why}")
             except (OSError, VersionError) as exc:
                 raise ConflictError(f"the order cannot be written down: {exc}") from exc
@@ -143,6 +152,14 @@ class Swap:
                 self._holds_state = False
 
     def _look(self) -> bool:
+        taken = self._choose()
+        if (reason := self._retries.reason) is None:
+            self._complaints.pop("away", None)
+        else:
+            self._complain("away", f"a version cannot be loaded for now, and is tried again: {reason}")
+        return taken
+
+    def _choose(self) -> bool:
         served = self.current.number if self.current else -1
         numbers = self._versions.numbers()
         self._unserved.hear(numbers)
@@ -150,6 +167,7 @@ class Swap:
         self._read_state()
         self._stale = self._versions.stale(numbers) - {self._state.promoted, self._state.pinned}
         if (pinned := self._state.pinned) is not None:
+            self._retries.keep(lambda number: number == pinned and number in numbers)
             taken = served != pinned and self._try(pinned, back=True)
             if not taken and served != pinned:
                 self._complain("pinned", f"version {pinned} is pinned, and cannot be served")
@@ -158,6 +176,7 @@ class Swap:
         stays = served == -1 or self._stays(served)
         if stays:
             self._complaints.pop("withdrawn", None)
+        self._retries.keep(lambda number: number in numbers and (number > served or not stays))
         for number in reversed(numbers):
             if stays and number <= served:
                 return False
@@ -168,14 +187,26 @@ class Swap:
         return False
 
     def _try(self, number: int, *, back: bool) -> bool:
-        """Take a version if it may be taken and can be; one that could not is looked at again when its verdict changes.
+        """Take a version if it may be taken and can be; one that could not is tried again when its files change.
 
-        `back` says that it may have learned less than what is served.
+        One that cannot be loaded for now is tried again when its time comes. `back` says that it may have learned less
+        than what is served.
         """
-        stamp = self._versions.verdict_stamp(number)
-        if self._passed_over.get(number, ()) == stamp:
+        if self._retries.waits(number):
             return False
-        version = self._load(number, back=back)
+        version, stamp = None, None
+        try:
+            stamp = self._versions.stamp(number)
+            if self._passed_over.get(number, ()) == stamp:
+                self._retries.drop(number)
+                return False
+            version = self._load(number, back=back)
+        except (VersionError, OSError, RuntimeError, MemoryError) as exc:
+            if may_pass(exc):
+                self._retries.failed(number, str(exc) if isinstance(exc, VersionError) else f"version {number}: {exc}")
+                return False
+            self._refuse(number, str(exc))
+        self._retries.drop(number)
         if version is None:
             self._passed_over[number] = stamp
             return False
@@ -197,6 +228,7 @@ class Swap:
             *(self._state.pinned, self._state.promoted, self._state.rolled_back),
         ):
             self._passed_over.clear()
+            self._retries.clear()
         self._state = state
 
     def _watch(self) -> None:
@@ -207,27 +239,24 @@ class Swap:
                     self._notices.follow()
                     self.look()
                     self._complaints.pop("directory", None)
+                    with self._lock:
+                        pause = self._retries.next()
                 except OSError as exc:
                     self._complain("directory", f"cannot look for versions in {self._versions.path}: {exc}")
+                    pause = None
                 if not self._stopping:
-                    self._notices.wait()
+                    self._notices.wait(pause)
         except Exception as exc:
             log.exception("the swap's thread ended")
             self._fail(exc)
 
     def _load(self, number: int, *, back: bool) -> ServedVersion | None:
-        try:
-            if number != self._state.pinned and not self._choice.may_take(number, self._state):
-                return None
-            manifest = self._versions.manifest(number)
-            self._check(manifest, number, back=back)
-            return load_version(self._deployment, manifest, self._max_batch)
-        except (VersionError, OSError) as exc:
-            if number in self._versions.numbers():  # else the learner has just deleted it
-                self._metrics.swap("refused")
-                self._complain("version", f"a version is refused: {exc}")
-                self._refuse(number, str(exc))
+        """Load a version; None when it may not be taken."""
+        if number != self._state.pinned and not self._choice.may_take(number, self._state):
             return None
+        manifest = self._versions.manifest(number)
+        self._check(manifest, number, back=back)
+        return load_version(self._deployment, manifest, self._max_batch)
 
     def _check(self, manifest: Manifest, number: int, *, back: bool) -> None:
         if manifest.number != number:
@@ -260,6 +289,7 @@ class Swap:
         self._passed_over = {
             number: stamp for number, stamp in self._passed_over.items() if number > version.number and not back
         }
+        self._retries.keep(lambda number: number > version.number)
         self._metrics.swap("rolled_back" if back else "swapped")
         self._metrics.version.set(version.number)
         self._metrics.learned(*self._unserved.served(version.number, self.since))
@@ -279,7 +309,11 @@ class Swap:
             self._complain("state", f"cannot write {self._versions.path}/state.json: {exc}")
 
     def _refuse(self, number: int, reason: str) -> None:
-        """Remember a refusal, and forget the oldest of many."""
+        """Tell of a refusal and remember it, and forget the oldest of many."""
+        if number not in self._versions.numbers():  # the learner has just deleted it
+            return
+        self._metrics.swap("refused")
+        self._complain("version", f"a version is refused: {reason}")
         self.refused = dict([*self.refused.items(), (number, reason)][-_REMEMBERED:])
 
     def _complain(self, about: str, sentence: str) -> None:

@@ -1,12 +1,22 @@
 """A candidate answers a part of the live requests, and whatever it does touches none of them."""
 
+import errno
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
+
+from learner.storage import LocalStorage
+from learner.version import Versions
+from serving.metrics import Metrics
+from serving.served import ServedVersion, load_version
+from serving.shadow import Shadow, _Asked
 
 UNITS = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0]])
 
@@ -95,6 +105,74 @@ def test_a_candidate_that_cannot_be_loaded_touches_no_request(
         ask(server, body_of(1))
         assert (server.report().ready, server.report().ill) == (True, [])
         assert count(server, "rows_total") == 0
+
+
+class Looking:
+    """A shadow whose thread is not started, beside a served version 1; its looks are half a minute apart."""
+
+    def __init__(self, publisher: Any) -> None:
+        publisher.publish(1)
+        self.served = load_version(publisher.deployment, publisher.versions.manifest(1), 8)
+        self.now = 0.0
+        metrics = Metrics(CollectorRegistry())
+        self.shadow = Shadow(publisher.deployment, 1.0, 8, metrics, lambda: self.served, lambda: True, lambda: self.now)
+
+    def look(self) -> int | None:
+        self.now += 30
+        self.shadow._look()
+        return self.shadow._candidate.number if self.shadow._candidate else None
+
+    def failed(self) -> str | None:
+        assert self.shadow.report is not None
+        return self.shadow.report.failed
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ESTALE, "Stale file handle"), MemoryError("none left"), torch.OutOfMemoryError("none left")],
+    ids=repr,
+)
+def test_a_candidate_that_is_away_or_finds_no_memory_is_tried_again(numbers: Any, error: Exception) -> None:
+    looking = Looking(numbers)
+    numbers.publish(2, verdict="fail")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Versions, "weights", raises(error))
+        assert [looking.look() for _ in range(5)] == [None] * 5
+        assert str(error) in str(looking.failed())
+    assert looking.look() == 2
+    assert looking.failed() is None
+    row = {"x": np.zeros((1, 4), np.float32)}
+    asked = _Asked(looking.served, row, looking.served.run(row), looking.now)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServedVersion, "run", raises(error))
+        assert looking.shadow._candidate is not None
+        looking.shadow._compare(asked, looking.shadow._candidate)
+        assert str(error) in str(looking.failed())
+    assert looking.look() == 2, "it is given up for good"
+
+
+def test_a_candidate_that_does_not_fit_is_given_up_for_good(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looking = Looking(numbers)
+    numbers.publish(2, verdict="fail", weights={"number": torch.zeros(3)})
+    assert looking.look() is None
+    monkeypatch.setattr("serving.shadow.load_version", raises(AssertionError("it was tried again")))
+    assert [looking.look() for _ in range(5)] == [None] * 5
+
+
+def test_a_directory_of_versions_that_is_away_for_a_while_does_not_end_the_shadow(numbers: Any) -> None:
+    looking = Looking(numbers)
+    numbers.publish(2, verdict="fail")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStorage, "numbers", raises(OSError(errno.EIO, "Input/output error")))
+        assert looking.look() is None
+    assert looking.look() == 2
 
 
 def test_a_candidate_that_hangs_delays_nobody_and_what_it_misses_is_dropped(

@@ -1,7 +1,11 @@
 """Which versions are taken, which are refused, and what is said of it. No thread: each test looks itself."""
 
+import contextlib
+import errno
 import gc
+import itertools
 import logging
+import os
 import queue
 import re
 import shutil
@@ -10,7 +14,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from learner.files import replace_file
-from learner.storage import MANIFEST
+from learner.storage import MANIFEST, LocalFolder
 from learner.trained import Learned
 from learner.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
-from serving import notice, served
+from serving import notice, retry, served
 from serving.errors import ConflictError, UnknownError
 from serving.metrics import Metrics
 from serving.orders import pin, promote, roll_back, unpin
@@ -44,7 +48,8 @@ class Watched:
         self.registry = CollectorRegistry()
         self.taken = 0
         self.metrics = Metrics(self.registry)
-        self.swap = Swap(publisher.deployment, 8, self.metrics, self.count, self.fail)
+        self.now = 0.0
+        self.swap = Swap(publisher.deployment, 8, self.metrics, self.count, self.fail, lambda: self.now)
 
     def count(self) -> None:
         self.taken += 1
@@ -55,6 +60,11 @@ class Watched:
     def look(self) -> int | None:
         self.swap.look()
         return self.swap.current.number if self.swap.current else None
+
+    def look_later(self) -> int | None:
+        """Look when every version that failed for now may be tried again."""
+        self.now += 30
+        return self.look()
 
     def refused(self) -> float:
         return self.registry.get_sample_value("anabranch_serving_swaps_total", {"outcome": "refused"}) or 0
@@ -362,6 +372,169 @@ def test_a_damaged_version_is_refused_once_and_the_next_best_is_taken(
     numbers.publish(3)
     assert watched.look() == 3
     assert watched.swap.ill == []
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@contextlib.contextmanager
+def away(error: BaseException, name: str, below: str = "", method: str = "read") -> Iterator[None]:
+    """Fail to read (or to stat) files of this name, in directories whose names begin with `below`."""
+    real = getattr(LocalFolder, method)
+
+    def fail(folder: LocalFolder, asked: str, *more: Any) -> Any:
+        if asked == name and folder.path.name.startswith(below):
+            raise error
+        return real(folder, asked, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalFolder, method, fail)
+        yield
+
+
+TRANSIENT = [OSError(code, os.strerror(code)) for code in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES)]
+OUT_OF_MEMORY = [
+    MemoryError("cannot allocate"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        *itertools.product([MANIFEST, VERDICT, WEIGHTS], TRANSIENT),
+        *itertools.product([WEIGHTS], OUT_OF_MEMORY),
+    ],
+    ids=repr,
+)
+def test_a_version_that_is_away_is_taken_when_it_is_back_and_the_served_one_stays_meanwhile(
+    numbers: Any, watched: Watched, name: str, error: Exception
+) -> None:
+    numbers.publish(1)
+    assert watched.look() == 1
+    numbers.publish(2)
+    with away(error, name, below="2"):
+        assert [watched.look_later() for _ in range(5)] == [1] * 5
+        (ill,) = watched.swap.ill
+    assert ill == f"a version cannot be loaded for now, and is tried again: version 2: {error}"
+    assert (watched.refused(), watched.swap.refused) == (0, {})
+    assert watched.look_later() == 2
+    assert watched.swap.ill == []
+
+
+def test_a_version_of_which_not_even_the_age_can_be_read_is_tried_again(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    numbers.publish(2)
+    with away(TRANSIENT[0], WEIGHTS, below="2", method="stamp"):
+        assert watched.look() == 1, "an older one is better than none"
+    assert watched.look() == 2
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+@pytest.mark.parametrize("where", ["load_state_dict", "warm-up"])
+def test_a_version_for_which_there_was_no_memory_is_taken_when_there_is(
+    numbers: Any, watched: Watched, where: str, error: Exception
+) -> None:
+    numbers.publish(1)
+    assert watched.look() == 1
+    numbers.publish(2)
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "warm-up":
+            patch.setattr(ServedVersion, "run", raises(error))
+        else:
+            patch.setattr(torch.nn.Module, "load_state_dict", raises(error))
+        assert [watched.look_later() for _ in range(5)] == [1] * 5
+        (ill,) = watched.swap.ill
+    assert str(error) in ill
+    assert watched.look_later() == 2
+    assert (watched.refused(), watched.swap.ill) == (0, [])
+
+
+def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom(
+    numbers: Any, watched: Watched
+) -> None:
+    numbers.publish(1)
+    tries: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serving.swap.load_version", lambda *_: tries.append(watched.now) or raises(TRANSIENT[0])())
+        for tenth in range(1200):
+            watched.now = tenth / 10
+            assert watched.look() is None
+    assert tries[:2] == [0.0, 0.1]
+    pauses = np.diff(tries[1:])
+    longest = np.minimum(30, 2.0 ** np.arange(len(pauses)))
+    assert (pauses <= longest + 0.2).all()
+    assert (pauses >= longest / 2).all()
+    watched.now += 30
+    assert watched.look() == 1
+
+
+def test_a_version_that_is_away_and_then_is_deleted_or_fails_is_told_of_no_longer(
+    numbers: Any, watched: Watched
+) -> None:
+    numbers.publish(1)
+    watched.look()
+    numbers.publish(2)
+    numbers.publish(3)
+    with away(TRANSIENT[0], WEIGHTS):
+        watched.look()
+        numbers.versions.delete(2)
+        fail(numbers, 3)
+        assert watched.look_later() == 1
+    assert watched.swap.ill == []
+    assert watched.swap._retries.next() is None
+
+
+def test_what_is_damaged_is_refused_until_its_files_are_replaced(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    whole = (numbers.publish(2) / WEIGHTS).read_bytes()
+    flip_a_bit(numbers.versions.directory(2))
+    assert [watched.look_later() for _ in range(5)] == [1] * 5
+    assert watched.refused() == 1
+    replace_file(numbers.versions.directory(2) / WEIGHTS, whole)
+    assert watched.look() == 2
+
+
+def test_an_order_for_a_version_that_is_away_is_refused_with_the_reason(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    numbers.publish(2)
+    assert watched.look() == 2
+    with (
+        away(TRANSIENT[0], WEIGHTS),
+        pytest.raises(ConflictError, match=r"cannot be served: version 1: .*Input/output"),
+    ):
+        watched.swap.order(promote, 1)
+    assert numbers.versions.state().promoted is None
+    watched.swap.order(promote, 1)
+    assert watched.look() == 1
+
+
+def test_a_start_at_which_all_versions_are_away_comes_up_by_itself(
+    numbers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("POLL_EVERY", "LOOK_ANYWAY"):
+        monkeypatch.setattr(notice, name, timedelta(hours=1))
+    for name in ("_FIRST", "_LONGEST"):
+        monkeypatch.setattr(retry, name, timedelta(milliseconds=1))
+    real, failures, taken = served.ServedVersion.run, iter(range(12)), threading.Event()
+
+    def run(version: ServedVersion, *arguments: Any) -> Any:
+        if next(failures, None) is not None:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(version, *arguments)
+
+    monkeypatch.setattr(ServedVersion, "run", run)
+    for number in (1, 2, 3):
+        numbers.publish(number)
+    swap = Swap(numbers.deployment, 8, Metrics(CollectorRegistry()), taken.set, pytest.fail)
+    with swap:
+        assert taken.wait(20)
+    assert swap.current is not None
 
 
 def test_versions_that_failed_and_are_deleted_take_no_memory(numbers: Any, watched: Watched) -> None:
