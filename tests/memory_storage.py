@@ -1,0 +1,81 @@
+"""A storage of cuts and versions in memory: what an object store has to do, and what tests of long times write to."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from learner.storage import MANIFEST, Folder
+
+Objects = dict[str, tuple[int, bytes]]
+"""Contents by name, each with what tells it from what was there before."""
+
+
+class MemoryFolder:
+    """Objects of one prefix; what is read in parts is copied to a file first."""
+
+    def __init__(self, objects: Objects, stamps: Iterator[int], fetched: Path) -> None:
+        self._objects, self._stamps, self._fetched = objects, stamps, fetched
+
+    def files(self) -> Mapping[str, int]:
+        return {name: len(content) for name, (_, content) in self._objects.items()}
+
+    def stamp(self, name: str) -> object:
+        return self._objects[name][0] if name in self._objects else None
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        if name not in self._objects:
+            raise FileNotFoundError(name)
+        return self._objects[name][1]
+
+    def local(self, name: str) -> Path:
+        path = self._fetched / f"{self.stamp(name)}"
+        path.write_bytes(self.read(name))
+        return path
+
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        self._objects[name] = next(self._stamps), b"".join(pieces)
+
+    def link(self, name: str, source: Folder, other: str) -> None:
+        self.write(name, source.read(other))
+
+    def replace(self, name: str, content: bytes) -> None:
+        if not self._objects:
+            raise FileNotFoundError(name)
+        self.write(name, content)
+
+    def remove(self, name: str) -> None:
+        self._objects.pop(name, None)
+
+
+class MemoryStorage:
+    """An object store in miniature: it has neither renames nor links, and a folder is there once its manifest is."""
+
+    def __init__(self, fetched: Path) -> None:
+        fetched.mkdir()
+        self._folders: dict[int, Objects] = {}
+        self._stamps, self._fetched = itertools.count(), fetched
+
+    def numbers(self) -> list[int]:
+        return sorted(number for number, objects in self._folders.items() if MANIFEST in objects)
+
+    def highest(self) -> int:
+        return max(self._folders, default=0)
+
+    def folder(self, number: int) -> MemoryFolder:
+        return MemoryFolder(self._folders.get(number, {}), self._stamps, self._fetched)
+
+    @contextlib.contextmanager
+    def publish(self, number: int, epoch: int) -> Iterator[Folder]:
+        if number in self._folders:
+            raise FileExistsError(str(number))
+        objects: Objects = {}
+        yield MemoryFolder(objects, self._stamps, self._fetched)
+        self._folders[number] = objects
+
+    def delete(self, number: int) -> None:
+        self._folders.pop(number, None)
+
+    def clean(self) -> None:
+        for number in {*self._folders} - {*self.numbers()}:
+            self.delete(number)

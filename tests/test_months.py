@@ -1,0 +1,396 @@
+"""What a pipeline holds after a year: no more than after half of it.
+
+A year is some hundred ticks on a simulated clock. In each, all that could leave something behind happens: events are
+learned and held out, versions published, judged, withdrawn, refused and served, keys forgotten, reports written. Each
+part that lives as long as its process is asked for the most that it held, in the first half and in the second.
+"""
+
+import math
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+
+from ingest.block import Block, Coverage, Outcome, SkipReason, TopicPartition
+from ingest.config import LagPolicySettings, SchemaSettings
+from ingest.fake import fake_columns
+from ingest.messages import Position
+from ingest.metrics import IngestMetrics
+from ingest.schema import Schema
+from ingest.silence import Silence
+from ingest.source import Partition
+from ingest.stalls import Stalls
+from learner.batches import Batches
+from learner.config import DriftSettings, GateSettings, ModelSettings, VersionsSettings
+from learner.counting import LetterCounters, OutcomeCounters
+from learner.cut import Cut, Cuts
+from learner.drift import Drift
+from learner.guard import GuardSet
+from learner.jury import Jury
+from learner.lag import LagPolicy
+from learner.ledger import Ledger
+from learner.metrics import LearnerMetrics
+from learner.prequential import Prequential, Scored
+from learner.publisher import Publisher, Snapshot
+from learner.raised import Raised
+from learner.ratio import MeasuredRatio, Tally
+from learner.record_times import RecordTimes
+from learner.reporter import Reporter
+from learner.tombstones import Tombstones
+from learner.trained import Learned, Trained
+from learner.version import Manifest, ModelReference, Verdict, Versions, reference_to
+from replay.forgotten_file import Applied
+from replay.forgotten_log import ForgottenLog
+from serving.history import History
+from serving.log_limit import RateLimit
+from serving.metrics import Metrics
+from serving.registry import Registry
+from serving.swap import Swap
+from tests.memory_storage import MemoryStorage
+
+YEAR = 365 * 86_400.0
+SAMPLES = 25
+"""Of the size, in each half of the year."""
+LEAK = 4
+"""Bytes a tick that are no leak: less than one reference, and what grows with the logarithm of the time."""
+BLOCK = 600
+"""Of a deque, which takes and frees memory in blocks."""
+EVENTS = TopicPartition("events", 0)
+MODEL = ModelSettings(factory="m:build", task="regression")
+
+
+def size_of(thing: object, seen: set[int]) -> int:
+    """Return the bytes of an object and of all that it holds, but for functions and classes."""
+    if id(thing) in seen or isinstance(thing, type) or (callable(thing) and not hasattr(thing, "__dict__")):
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        return thing.nbytes
+    parts: list[object] = []
+    if isinstance(thing, np.ndarray):
+        parts = [thing.base]
+    elif isinstance(thing, Mapping):
+        parts = [*thing.keys(), *thing.values()]
+    elif isinstance(thing, list | tuple | Set | deque):
+        parts = list(thing)
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()) if name != "__weakref__"]
+    parts += [getattr(thing, name) for name in slots if hasattr(thing, name)]
+    parts += vars(thing).values() if hasattr(thing, "__dict__") else ()
+    return sys.getsizeof(thing) + sum(size_of(part, seen) for part in parts)
+
+
+@dataclass
+class Year:
+    """What the parts are made from."""
+
+    folder: Path
+    schema: Schema
+    dice: np.random.Generator
+    now: float = 1e9
+
+    def storage(self, name: str) -> MemoryStorage:
+        return MemoryStorage(self.folder / name)
+
+
+@dataclass
+class Driven:
+    """Parts, and what a tick does to them."""
+
+    held: object
+    tick: Callable[[int], object]
+    files: tuple[Path, ...] = ()
+    half: int = 300
+    """Ticks of half a year."""
+
+    def size(self) -> int:
+        return size_of(self.held, set()) + sum(path.stat().st_size for path in self.files)
+
+
+def windows(year: Year) -> Driven:
+    prequential, drift = Prequential(), Drift(DriftSettings())
+
+    def learn(tick: int) -> None:
+        wrong = 0.3 if tick // 500 % 2 else 0.1
+        scored = Scored(64, 64.0 - float(year.dice.binomial(64, wrong)), float(year.dice.random()))
+        prequential.add(scored)
+        if drift.add(tick, scored):
+            drift.respond()
+
+    return Driven((prequential, drift), learn, half=1500)
+
+
+def measured_ratio(year: Year) -> Driven:
+    ratio = MeasuredRatio(0.5, ["uniform", "balanced", "nearest"], bounded=True)
+
+    def learn(tick: int) -> None:
+        for step in range(20 * tick, 20 * tick + 20):
+            forgotten = 0.3 if ratio.now > 0.5 else 0.9
+            old = Tally(64, 64 * (1 - forgotten) + float(year.dice.random())) if ratio.probes(step) else None
+            ratio.learned(Tally(64, 60.0), old)
+
+    return Driven(ratio, learn)
+
+
+def ledger_and_lag(year: Year) -> Driven:
+    """The learner is behind all the time, and publishes nothing: what it has learned waits."""
+    ledger, counted = Ledger(), IngestMetrics(CollectorRegistry())
+    ledger.take_up(EVENTS, 0)
+    counters, letters = OutcomeCounters(counted.rows), LetterCounters(counted.letters_dropped)
+    counters.meet(ledger.partitions)
+    blocks: list[Block] = []
+    source = SimpleNamespace(poll=lambda _timeout: blocks.pop() if blocks else None, release=lambda _block: None)
+    stream = SimpleNamespace(told=0.0, partitions=[Partition(EVENTS, 0, None)], pass_over=lambda: None)
+    policy = LagPolicy(LagPolicySettings(action="sample"), 0, stream, clock=lambda: year.now, wall=lambda: year.now)
+    batches = Batches(source, 16, timedelta(0), policy.settle)
+
+    def learn(tick: int) -> None:
+        begin = 40 * tick
+        columns = fake_columns(year.schema, range(begin + 5, begin + 35))
+        columns["time_ms"] = np.full(30, int(year.now * 1000))
+        columns["outcome"][::7] = Outcome.HELD_OUT
+        blocks.append(Block(columns, (Coverage(0, begin, begin + 40, removed=5),)))
+        while (batch := batches.next(threading.Event())) is not None:
+            for span in batch.spans:
+                ledger.advance(span, Outcome.TRAINED)
+        if ledger.full:
+            ledger.count()
+        ledger.partitions[0].meet(100 * tick + 1000, "topic-id")
+        stream.told = year.now
+        policy.look(ledger.partitions, ledger.take_moved())
+        counters.move(ledger.partitions)
+        letters.move(Counter(loop=tick, refused=2 * tick))
+        ledger.state(), policy.state()
+
+    return Driven((ledger, policy, batches, counters, letters, counted), learn)
+
+
+def raised_and_stalled(year: Year) -> Driven:
+    raised, stalls = Raised(lambda: year.now), Stalls()
+    silence = Silence(lambda: year.now)
+
+    def look(tick: int) -> None:
+        raised.add(5 * tick, 2, f"ValueError: {tick}")
+        for _ in range(3):
+            raised.tell("which are skipped", [f"events[0]@{tick}"], f"ValueError: {tick}")
+        raised.ill(5 * tick)
+        topic = TopicPartition("events", tick % 5)
+        stalls.look({topic: Position(tick // 50)}, {topic: 10**6}, 2.0)
+        silence.look()
+
+    return Driven((raised, stalls, silence), look)
+
+
+class RandomScorer:
+    """Scores held-out events at random, as well as the weights say; raises on one event now and then."""
+
+    bounded = True
+
+    def __init__(self, schema: Schema, dice: np.random.Generator) -> None:
+        self.schema = schema
+        self._dice = dice
+        self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
+
+    def score(self, weights: Mapping[str, torch.Tensor], columns: Mapping[str, Any]) -> NDArray[np.float64]:
+        return (self._dice.random(len(columns.get("label", ()))) < float(weights["right"])).astype(np.float64)
+
+    def score_and_find(
+        self, weights: Mapping[str, torch.Tensor], columns: Mapping[str, Any]
+    ) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        return self.score(weights, columns), np.empty(0, np.uint64)
+
+
+def publisher(year: Year, *, holds_out: bool) -> Driven:
+    """The guard set, the publisher and its gate; one version of ten is bad. Serving is away."""
+    versions, scorer = Versions(year.folder, year.storage("versions")), RandomScorer(year.schema, year.dice)
+    reference, gate = reference_to(MODEL), GateSettings(guard_rows=80, min_rows=40)
+    jury = Jury(versions, gate, scorer, reference)  # type: ignore[arg-type]
+    guard, made_by = GuardSet(year.schema, 80), LearnerMetrics(CollectorRegistry())
+    settings = VersionsSettings(keep=4, keep_hourly=6)
+    publishes = Publisher(versions, settings, reference, year.schema, scorer, jury, 1, made_by)  # type: ignore[arg-type]
+
+    def publish(tick: int) -> None:
+        if holds_out:
+            guard.add(fake_columns(year.schema, range(7 * tick, 7 * tick + 7), label=(0, 1, 2)), [EVENTS])
+        learned = RecordTimes()
+        learned.add(np.full(40, int(year.now * 1000)))
+        weights = {"right": torch.tensor(0.1 if tick % 10 == 9 else 0.8)}
+        snapshot = Snapshot(tick + 1, weights, {"events:0": Trained(tick)}, guard.held, 0.5, learned)
+        publishes._publish(snapshot)
+        publishes._watch(guard.held)
+
+    return Driven((publishes, jury, guard), publish)
+
+
+def checkpoints(year: Year) -> Driven:
+    cuts = Cuts(year.folder / "cuts", year.schema.digest, 1, year.storage("fetched"))
+
+    def cut(tick: int) -> None:
+        cuts.write(tick + 1, Cut(tick, {"model": {"w": torch.zeros(3)}}, {"step": tick}), year.now)
+        if tick % 3 == 2:
+            cuts._storage.folder(tick + 1).write("rank-0/model.safetensors", b"damaged")
+            cuts.newest()
+        cuts.prune(2)
+
+    return Driven(cuts, cut)
+
+
+def reporter(year: Year) -> Driven:
+    loop = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
+    collectors = SimpleNamespace(
+        ingest=IngestMetrics(CollectorRegistry()), learner=LearnerMetrics(CollectorRegistry()), replay=None
+    )
+    unused: Any = SimpleNamespace()
+    parts: Any = (loop, unused, None, unused, unused, unused, unused, unused, collectors)
+    reports = Reporter(year.folder, 1, *parts, strategy="none", classification=True)
+
+    def report(tick: int) -> None:
+        loop.steps, loop.rows_new = tick, 64 * tick
+        reports._rates()
+        told: Any = SimpleNamespace(
+            accuracy={}, error={}, loss={"now": 0.1}, window_rows=tick, share=None, replay_ratio=0.5,
+            replay_kind=("uniform", "balanced")[tick % 2], forgetting=0.1, classes={"a": 0.5},
+            groups={f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()},
+        )  # fmt: skip
+        reports._set_measures(told)
+
+    return Driven((reports, collectors), report)
+
+
+def forgetting(year: Year) -> Driven:
+    """The same 40 keys are forgotten over and over, each by a tombstone of the stream."""
+    log, tombstones = ForgottenLog(year.folder / "forgotten.log"), Tombstones()
+    tombstones.meet([EVENTS])
+
+    def forget(tick: int) -> None:
+        columns = fake_columns(year.schema, range(10 * tick, 10 * tick + 10))
+        columns["key_hash"] = np.arange(10, dtype=np.uint64) + np.uint64(tick % 40)
+        columns["reason"][5] = SkipReason.TOMBSTONE
+        spans: Any = [SimpleNamespace(columns=columns, positions={0: Position(10 * tick + 10)})]
+        log.append(list(tombstones.records(spans, lambda: {EVENTS: Position(10 * tick)})))
+        log.append(Applied(time=year.now, through=log.count, store=1, guard=0))
+        if log.is_long:
+            ForgottenLog(log.path).compact()
+            log.refresh()
+
+    return Driven((log, tombstones), forget, (log.path,))
+
+
+def serving(year: Year) -> Driven:
+    """Versions are swapped in, refused for three reasons, withdrawn once they are served, and rolled back by hand."""
+    versions = Versions(year.folder, year.storage("versions"))
+    deployment: Any = SimpleNamespace(versions=versions, schema=year.schema, model=MODEL)
+    counted = Metrics(CollectorRegistry())
+    swap = Swap(deployment, 8, counted, lambda: None, lambda error: pytest.fail(str(error)))
+    registry, history = Registry(deployment, swap, year.now), History(["a", "b"], ((1, 20), (3600, 20)))
+    limit = RateLimit()
+
+    def publish(number: int, verdict: str = "pass", **changes: Any) -> None:
+        members: dict[str, Any] = {
+            "number": number, "epoch": 1, "parent": None, "time": year.now, "step": number,
+            "trained_through": {"events:0": Trained(number)}, "metrics": {"old": 0.5}, "schema": year.schema.digest,
+            "encoders": {}, "model": ModelReference("m:build", {}, "regression"), "files": {},
+            "learned": Learned(1, [int(year.now * 1000)]),
+        }  # fmt: skip
+        versions.write({"w": torch.zeros(1)}, Manifest(**{**members, **changes}), Verdict(verdict, ["a reason"]))  # type: ignore[arg-type]
+
+    def serve(tick: int) -> None:
+        first = 1_000_000 + 5 * tick  # of as many digits all the time
+        publish(first)
+        swap.look()
+        publish(first + 1, schema=f"another {first}")
+        publish(first + 2, epoch=0)
+        publish(first + 3, trained_through={"events:0": Trained(0)})
+        publish(first + 4, "fail")
+        swap.look()
+        if tick % 2:
+            versions.write_verdict(first, Verdict("fail", [f"worse {first}"]))
+            swap.look()
+        for number in versions.numbers()[:-12]:
+            versions.delete(number)
+        registry.newest()
+        history.add(year.now, {"a": float(tick), "b": None})
+        counted.request((200, 404, 429, 503)[tick % 4], 0.01)
+        counted.request(200, 0.01)
+        counted.learned(10, np.array([0.1, 0.2]))
+        counted.requests_per_second()
+        limit.filter(RECORD)
+
+    return Driven((swap, registry, history, counted, limit), serve, half=150)
+
+
+RECORD: Any = SimpleNamespace(msg="", args=(), getMessage=lambda: "")
+PARTS: dict[str, Callable[[Year], Driven]] = {
+    "windows": windows,
+    "measured ratio": measured_ratio,
+    "ledger and lag": ledger_and_lag,
+    "raised and stalled": raised_and_stalled,
+    "publisher": lambda year: publisher(year, holds_out=True),
+    "publisher of a stream that holds nothing out": lambda year: publisher(year, holds_out=False),
+    "checkpoints": checkpoints,
+    "reporter": reporter,
+    "forgetting": forgetting,
+    "serving": serving,
+}
+
+
+@pytest.fixture
+def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
+    """A year whose clock is that of all modules, and in which bounds of thousands are of tens."""
+    settings = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+    made = Year(tmp_path, Schema(SchemaSettings.model_validate(settings)), np.random.default_rng(0))
+    for name, bound in (
+        ("learner.record_times._MOST", 200),
+        ("learner.record_times._THINNED", 50),
+        ("learner.tombstones._MANY", 200),
+        ("replay.forgotten_log._SMALL_BYTES", 20_000),
+        ("serving.metrics._WINDOW_SAMPLES", 50),
+        ("serving.metrics._WINDOW_SWAPS", 50),
+        ("serving.swap._MOST_ROLLED_BACK", 20),
+    ):
+        monkeypatch.setattr(name, bound)
+    monkeypatch.setattr("serving.swap.load_version", lambda _deployment, manifest, _most: Loaded(manifest))
+    monkeypatch.setattr("os.fsync", lambda _descriptor: None)
+    with monkeypatch.context() as clocks:
+        clocks.setattr(time, "monotonic", lambda: made.now)
+        clocks.setattr(time, "time", lambda: made.now)
+        clocks.setattr("serving.metrics.monotonic", lambda: made.now)
+        yield made
+
+
+class Loaded:
+    """A version that answers nothing."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest, self.number, self.trained_through = manifest, manifest.number, ""
+
+
+@pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
+def test_a_part_holds_no_more_after_a_year_than_after_half_of_it(make: Callable[[Year], Driven], year: Year) -> None:
+    driven = make(year)
+    sizes: list[int] = []
+    for tick in range(2 * driven.half):
+        year.now += YEAR / 2 / driven.half
+        driven.tick(tick)
+        if (tick + 1) % (driven.half // SAMPLES) == 0:
+            sizes.append(driven.size())
+    half, whole = max(sizes[:SAMPLES]), max(sizes[SAMPLES:])
+    assert whole - half <= LEAK * driven.half + BLOCK, f"{half} bytes after half a year, {whole} after a year"
+
+
+def test_what_grows_by_a_reference_a_tick_is_found() -> None:
+    leak: list[object] = []
+    before = size_of(leak, set())
+    leak += [math.pi] * 500
+    assert size_of(leak, set()) - before > LEAK * 500 + BLOCK
