@@ -237,9 +237,7 @@ def status(
         elif watch:
             watch_status(pipeline)
         else:
-            from rich.console import Console
-
-            Console().print(render(read_status(pipeline)))
+            show(None, lambda: render(read_status(pipeline)))
 
     return run_command(start)
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.command import PIPELINE, ConfigPath, run_command
+from anabranch.command import PIPELINE, ConfigPath, run_command, say
 
 _Number = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Its number.")]
 _NumberOrServed = Annotated[
@@ -52,6 +52,6 @@ def _order(config: ConfigPath, action: str, version: int | None, *, as_json: boo
 
             typer.echo(json.dumps(obeyed.document()))
         else:
-            typer.echo(obeyed.sentence())
+            say(obeyed.sentence())
 
     return run_command(start)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.command import PIPELINE, ConfigPath, run_command, show
+from anabranch.command import PIPELINE, ConfigPath, run_command, say, show
 
 replay = typer.Typer(
     help="Look into what is kept for rehearsal, and forget some of it.",
@@ -90,6 +90,6 @@ def replay_forget(
             typer.echo(json.dumps(answer.document()))
         else:
             for sentence in answer.sentences():
-                typer.echo(sentence)
+                say(sentence)
 
     return run_command(start)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from anabranch.daemon import Exit, configure_logging, run
+from anabranch.printable import printable
 
 ConfigPath = Annotated[
     Path, typer.Option("--config", "-c", help="The pipeline's file.", show_default=True, metavar="FILE")
@@ -21,9 +22,14 @@ def show(document: object, render: Callable[[], Any]) -> None:
 
         typer.echo(json.dumps(document, indent=2))
     else:
-        from rich.console import Console
+        from anabranch.console import PlainConsole
 
-        Console().print(render())
+        PlainConsole().print(render())
+
+
+def say(sentence: str) -> None:
+    """Print a sentence that may have text of state files in it."""
+    typer.echo(printable(sentence))
 
 
 def run_command(start: Callable[[], Exit | None]) -> int:

@@ -13,6 +13,7 @@ from enum import IntEnum
 from types import FrameType
 
 from anabranch.intruders import refuse_intruders
+from anabranch.printable import printable
 from ingest.errors import AnabranchError, DependencyError
 
 _LOOK_SECONDS = 0.1
@@ -44,18 +45,22 @@ def run(main: Callable[[], Exit | None]) -> Exit:
     try:
         return main() or Exit.DONE
     except AnabranchError as exc:
-        sys.stderr.write(f"anabranch: {exc}\n")
+        sys.stderr.write(f"anabranch: {printable(str(exc))}\n")
         return exit_code(exc)
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Formats lines, which may name what state files hold."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def configure_logging(verbose: bool = False) -> None:
     """Write log lines to stderr; a Kafka client's own lines are left to ingest, which says what matters of them."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
 
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from anabranch.config import Config
+from anabranch.console import PlainConsole
 from anabranch.daemon import stop_on_signals
 from learner.report import LAG_STALE, LearnerReport, ShareReport
 from learner.report import read_report as read_learner
@@ -230,7 +231,7 @@ def _lives(pid: int) -> bool:
 
 def watch_status(config: Config) -> None:
     """Show the screen until a signal comes, looked at anew every second."""
-    with stop_on_signals() as stop, Live(console=Console(), auto_refresh=False) as live:
+    with stop_on_signals() as stop, Live(console=PlainConsole(), auto_refresh=False) as live:
         while True:
             live.update(render(read_status(config)), refresh=True)
             if stop.wait(1.0):

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from anabranch.config import examine_config
+from anabranch.console import PlainConsole
 from anabranch.daemon import Exit
 from anabranch.doctor.broker import check_broker
 from anabranch.doctor.finding import Finding, Patient, found, ok
@@ -59,7 +60,7 @@ CHECKS: Sequence[Check] = (
 
 def report(path: Path, timeout: float, *, as_json: bool) -> Exit:
     """Examine the pipeline of a file, print what is found, and return the exit code."""
-    console = Console()
+    console = PlainConsole()
     watched = sys.stderr.isatty() and not as_json
     diagnoses = []
     for diagnosis in examine(path, timeout, _spinner if watched else contextlib.nullcontext, CHECKS):

@@ -1,5 +1,6 @@
 """What every daemon does when it starts, and signals as an event."""
 
+import logging
 import resource
 import signal
 import threading
@@ -8,7 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from anabranch.daemon import raise_descriptor_limit, stop_on_signals
+from anabranch.daemon import Exit, configure_logging, raise_descriptor_limit, run, stop_on_signals
+from ingest.errors import SettingsError
 
 
 @pytest.fixture
@@ -84,3 +86,22 @@ def test_nothing_is_left_of_it(caught: list[int]) -> None:
     assert not stop.is_set()
     assert (threading.active_count(), process.num_fds()) == (threads, files)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_errors_and_log_lines_give_no_orders_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    handlers, level = logging.root.handlers[:], logging.root.level
+
+    def main() -> None:
+        configure_logging()
+        logging.getLogger("anabranch").warning("a version is refused: %s", "\x1b]0;owned\x07")
+        raise SettingsError("it is of \x1b[2J")
+
+    try:
+        assert run(main) is Exit.SETTINGS
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+    shown = capsys.readouterr().err
+    assert not set(shown) & {"\x1b", "\x07"}
+    assert "refused: \N{REPLACEMENT CHARACTER}]0;owned" in shown
+    assert "it is of \N{REPLACEMENT CHARACTER}[2J" in shown

@@ -13,6 +13,7 @@ from rich.console import Console
 
 import learner.report
 import serving.report
+from anabranch.command import show
 from anabranch.config import load_config
 from anabranch.status import read_status, render
 from learner.report import LearnerReport, PartitionReport, ShareReport
@@ -108,6 +109,21 @@ def test_the_share_is_on_the_screen(config):
 def test_what_old_events_are_drawn_by_is_on_the_screen_where_there_is_a_choice(config):
     learner.report.write_report(config.state_dir, learner_report(replay_kind="class-balanced"))
     assert "replayed, ratio 1.5, class-balanced" in screen(config)
+
+
+def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
+    ill = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
+    learner.report.write_report(config.state_dir, learner_report(ill=ill))
+    show(None, lambda: render(read_status(config)))
+    shown = capsys.readouterr().out
+    assert not set(shown) & {"\x1b", "\x07", "\x9b"}
+    for sentence in (
+        "\N{REPLACEMENT CHARACTER}]0;owned",
+        "\N{REPLACEMENT CHARACTER}[2J a clear screen",
+        "[/red] :smile:",
+        "plain",
+    ):
+        assert sentence in shown
 
 
 def test_nothing_that_runs_is_said_so(config):

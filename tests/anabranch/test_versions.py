@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from anabranch import cli
+from anabranch.command import say, show
 from anabranch.config import load_config
 from anabranch.versions import list_versions, render_list, render_one, show_version
 from ingest.errors import SettingsError
@@ -52,6 +53,17 @@ def screen(renderable):
     console = Console(file=io.StringIO(), width=220)
     console.print(renderable)
     return console.file.getvalue()
+
+
+def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(config, publish, capsys):
+    publish(1, "fail", ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen"], args={"\x1b[2J": "[/red]"})
+    show(None, lambda: render_one(show_version(config, 1)))
+    show(None, lambda: render_list(list_versions(config, None)))
+    say(f"version 1: {list_versions(config, None)[0].refused}")
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    for sentence in ("\N{REPLACEMENT CHARACTER}]0;owned", "\N{REPLACEMENT CHARACTER}[2J a clear screen", "[/red]"):
+        assert sentence in shown
 
 
 class TestLs:
