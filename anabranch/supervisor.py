@@ -23,10 +23,10 @@ import msgspec
 
 from anabranch.config import Config
 from anabranch.daemon import Exit
-from ingest.failure import DamagedError, decoded
+from ingest.failure import DamagedError, away_is_dependency, decoded
 from ingest.jitter import jittered
 from learner.report import REPORT as LEARNER_REPORT
-from replay.files import MOST_BYTES, read_file
+from replay.files import MOST_BYTES, number_of, read_file
 from serving.report import REPORT as SERVING_REPORT
 
 _LOOK_SECONDS = 0.1
@@ -54,6 +54,8 @@ class Part:
     """Time that it has to stop after SIGTERM."""
     descriptors: tuple[int, ...] = ()
     """What it inherits beside stdin, stdout and stderr."""
+    has_run_before: bool = False
+    """Whether the pipeline has run before: exit code 3 on the first start is then an outage, and ends nothing."""
     standby: tuple[str, ...] | None = None
     """Command of a process that gets ready, and becomes this part when a line comes on its stdin; None: there is none.
 
@@ -156,7 +158,7 @@ class Supervisor:
 
         Returns:
             The exit code with which everything is to end, or None: SETTINGS when a child ended with it, DEPENDENCY
-            when a child ended with it on its first start, before any progress.
+            when a child that has not run before ended with it on its first start, before any progress.
         """
         self._kill_leftovers()
         for child in self._children:
@@ -214,7 +216,8 @@ class Supervisor:
         progress = report is not None and report.is_any
         if self._on_death is not None:
             self._on_death(part)
-        if code == Exit.SETTINGS or (code == Exit.DEPENDENCY and child.starts == 1 and not progress):
+        is_first = child.starts == 1 and not progress and not part.has_run_before
+        if code == Exit.SETTINGS or (code == Exit.DEPENDENCY and is_first):
             self.ended = part
             log.error("%s ended with exit code %d, which starting it again cannot mend", part.name, code)
             return Exit(code)
@@ -280,12 +283,14 @@ def pipeline_parts(config: Config) -> list[Part]:
     arguments = ("-c", str(config.path), "--supervised")
     learner_timeout = config.pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
     learner = (sys.executable, "-P", "-m", "learner", *arguments)
+    has_run_before = _has_versions(config.state_dir)
     return [
         Part(
             "learner",
             learner,
             config.state_dir / LEARNER_REPORT,
             stop_timeout=learner_timeout,
+            has_run_before=has_run_before,
             standby=(*learner, "--standby") if config.pipeline.learner.standby else None,
         ),
         Part(
@@ -293,8 +298,16 @@ def pipeline_parts(config: Config) -> list[Part]:
             (sys.executable, "-P", "-m", "serving", *arguments),
             config.state_dir / SERVING_REPORT,
             stop_timeout=learner_timeout,
+            has_run_before=has_run_before,
         ),
     ]
+
+
+def _has_versions(state_dir: Path) -> bool:
+    """Return whether a learner has published a version here; raises DependencyError where that cannot be read."""
+    with away_is_dependency("what lies in state_dir cannot be read"):
+        manifests = (state_dir / "versions").glob("*/manifest.json")
+        return any(number_of(manifest.parent.name) is not None for manifest in manifests)
 
 
 class _Progress(msgspec.Struct):

@@ -12,6 +12,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from anabranch.config import load_config
 from anabranch.daemon import Exit
 from anabranch.supervisor import Backoff, Part, Supervisor, pipeline_parts
 
@@ -277,6 +278,32 @@ def test_exit_code_3_later_or_after_progress_is_waited_out(part, running, until,
     assert result.result(30) is Exit.DONE
 
 
+def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothing(part, running, until, noted):
+    code = """
+        note("again")
+        if len(notes("again")) < 3:
+            sys.exit(3)
+        while sys.stdin.read(1): pass
+    """
+    backoff = RecordedBackoff()
+    stop, result = running(Supervisor([part(STAYS, "other"), part(code, has_run_before=True)], backoff))
+    until(lambda: len(noted("again")) == 3 and noted("started"), "three starts")
+    stop.set()
+    assert result.result(30) is Exit.DONE
+    assert backoff.asked == [1, 2]
+    assert len(noted("started")) == 1
+
+
+def test_a_pipeline_that_has_a_version_has_run_before(example):
+    config = load_config(example / "pipeline.toml", {})
+    versions = config.state_dir / "versions"
+    for folder, has_run in ((".tmp-1-7", False), ("7", True)):
+        assert not any(part.has_run_before for part in pipeline_parts(config))
+        (versions / folder).mkdir(parents=True)
+        (versions / folder / "manifest.json").touch()
+        assert [part.has_run_before for part in pipeline_parts(config)] == [has_run, has_run]
+
+
 def test_a_stop_is_a_sigterm_to_every_part(part, running, until, noted, is_gone):
     stop, result = running(Supervisor([part(STAYS, "one"), part(STAYS, "two")]))
     pids = until(lambda: len(noted("started")) == 2 and noted("started"), "both started")
@@ -454,7 +481,6 @@ def test_a_second_ctrl_c_kills_at_once(part, spawn, until, noted, is_gone):
 def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(example):
     import learner.report
     import serving.report
-    from anabranch.config import load_config
 
     config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STOP_TIMEOUT": "7s"})
     parts = pipeline_parts(config)
@@ -468,8 +494,6 @@ def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(exam
 
 
 def test_a_learner_has_one_stand_by_where_the_config_says_so(example):
-    from anabranch.config import load_config
-
     learner, serving = pipeline_parts(load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STANDBY": "true"}))
     assert learner.standby == (*learner.command, "--standby")
     assert serving.standby is None
