@@ -90,6 +90,7 @@ _TAIL = """\
 | `cuts/<number>/rank-0/` | training state: weights, optimizer, replay, guard set, generators, ledger and positions |
 | `cuts/<number>/manifest.json` | what the cut is, and the digest of every file; without it the cut does not exist |
 | `replay/rank-0/<number>.rows` | the disk tier: the events that cuts name |
+| `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those cuts were not there |
 | `forgotten.log` | what was forgotten, up to which offsets, and what that removed; packed when it is long |
 | `forgotten.key` | the secret under which hashes of keys lie in `forgotten.log` |
 | `learner.json` | the learner's report, about once a second; replaced atomically |

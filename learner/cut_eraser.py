@@ -14,6 +14,7 @@ from learner.cut import FORMAT, SEGMENT, CutManifest, Cuts, part_of
 from learner.errors import CutError
 from learner.forgotten_cut import Tensors, named_slots, without
 from replay.disk import DiskTier
+from replay.disk_files import all_files, is_aside
 from replay.forgotten import Forgotten
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Eraser:
         for number, damage in damaged.items():
             log.error("%s; it is deleted, since what was forgotten may be in it", damage)
             self._cuts.delete(number)
-        for path in sorted(self._folder.glob("*.rows")):
+        for path in all_files(self._folder):
             _erase_unnamed(path, done.named, current)
         return done
 
@@ -107,7 +108,10 @@ class Eraser:
 
 
 def _erase_unnamed(path: Path, named: Mapping[str, NDArray[np.int64]], current: str | None) -> None:
-    """Overwrite all slots of a disk tier's file that no cut names, but for the file with the id `current`."""
+    """Overwrite all slots of a disk tier's file that no cut names, but for the file with the id `current`.
+
+    What is aside stays as it is, as cuts do that were moved away, unless its cuts are back.
+    """
     try:
         tier = DiskTier.open(path)
     except DependencyError as exc:
@@ -116,7 +120,7 @@ def _erase_unnamed(path: Path, named: Mapping[str, NDArray[np.int64]], current: 
         log.warning("%s", exc)
         return
     try:
-        if tier.id != current:
+        if tier.id != current and (tier.id in named or not is_aside(path)):
             free = np.setdiff1d(np.arange(tier.slots), named.get(tier.id, np.empty(0, np.int64)))
             tier.erase(free)
             tier.sync()

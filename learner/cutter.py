@@ -1,5 +1,6 @@
 """Makes cuts: a snapshot at a step boundary, everything else in the background."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -190,6 +191,9 @@ class Cutter:
             self._segments = self._next_segments
             if self._oldest is None:
                 self._oldest = number
+            if self._clerk is not None and moment.held is not None:
+                with contextlib.suppress(OSError):  # the tier says so, and the next cut tries again
+                    self._clerk.mark_named()
             self._cuts.prune(self._keep)
             self._oldest = min(self._cuts.numbers(), default=None)
         except (OSError, CutError) as exc:

@@ -14,7 +14,7 @@ from learner.strategy import OUTPUT, kept
 from learner.workbench import Deployment, Workbench
 from replay.build import build_store
 from replay.contents import Contents
-from replay.disk import discard_files
+from replay.disk_files import make_way
 from replay.forgotten import Forgotten
 from replay.segments import Segment
 from replay.store import Store
@@ -59,6 +59,7 @@ class Resumed:
 
         Raises:
             SettingsError: the stored events lack what the strategy wants of them, or the store cannot be had.
+            DependencyError: it cannot be had for now.
         """
         strategy = bench.strategy
         if not strategy.replays:
@@ -68,7 +69,7 @@ class Resumed:
             check_columns(*self.found, list(bench.output_shape) if columns else None, deployment.learner.strategy.name)
         folder = deployment.state_dir / "replay" / RANK
         if self.first:
-            discard_files(folder)
+            make_way(folder)
         return build_store(
             *(deployment.replay, bench.schema, bench.device, deployment.seed, folder, self.contents),
             extra=columns,

@@ -141,6 +141,10 @@ class Clerk:
         """Return what was held, as `Store.contents` does; in any thread."""
         return self._store.contents(held)
 
+    def mark_named(self) -> None:
+        """Have the store's files marked as named by a cut, as `Tiers.mark_named` does; in any thread."""
+        self._store.tiers.mark_named()
+
     def close(self) -> None:
         """End the thread, leave undone what was not begun, and close the store."""
         if self._thread is not None:

@@ -25,16 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ingest.errors import AnabranchError, DependencyError, SettingsError
-from ingest.failure import DamagedError, Failure, damage_is, decoded, failure_of
+from ingest.failure import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
 from replay.config import DiskSettings
 from replay.contents import Contents, TierFile
-from replay.files import check_names, number_of, open_file, sync_directory
+from replay.disk_files import ASIDE, FORMAT, PAGE, SUFFIX, Header, discard, find, next_path, take_back
+from replay.files import check_names, open_file, sync_directory
 from replay.record import CHECKSUM, row_sums
 from replay.tier import Kind, Site, SlowTier
 
-_SUFFIX = ".rows"
-_PAGE = 4096
-_FORMAT = 2
 _MOST_WASTE = 1 / 3
 """Of a record: so much more of the disk is taken for records to be whole pages."""
 _MOST_AT_ONCE = 256
@@ -47,20 +45,14 @@ _COLD_SECONDS = 20e-6
 log = logging.getLogger(__name__)
 
 
-class _Header(msgspec.Struct, frozen=True, kw_only=True):
-    format: int
-    id: str
-    row_bytes: int
-    slots: int
-
-
 class DiskTier:
     """S slots in the file `path`. `read` and `sync` may run beside `write`s of other slots."""
 
     name = "disk"
 
-    def __init__(self, path: Path, header: _Header, descriptor: int, *, pinned: bool = False) -> None:
+    def __init__(self, path: Path, header: Header, descriptor: int, *, pinned: bool = False) -> None:
         self.path = path
+        self._header = header
         self.id = header.id
         """Tells this file from any other that had its name."""
         self.slots = header.slots
@@ -99,13 +91,13 @@ class DiskTier:
         being read before, which the system does to a page that changes in part.
         """
         record = row_bytes + CHECKSUM.itemsize
-        pages = -(-record // _PAGE) * _PAGE
+        pages = -(-record // PAGE) * PAGE
         return pages if pages - record <= _MOST_WASTE * record else record
 
     @staticmethod
     def slots_in(size: int, row_bytes: int) -> int:
         """Return how many slots a file of so many bytes has."""
-        return max(0, size - _PAGE) // DiskTier.bytes_of(row_bytes)
+        return max(0, size - PAGE) // DiskTier.bytes_of(row_bytes)
 
     @classmethod
     def create(cls, path: Path, row_bytes: int, slots: int, *, pinned: bool = False) -> "DiskTier":
@@ -114,8 +106,8 @@ class DiskTier:
         Raises:
             SettingsError: the disk has no room for it, or cannot be written.
         """
-        header = _Header(format=_FORMAT, id=uuid.uuid4().hex, row_bytes=row_bytes, slots=slots)
-        size = _PAGE + slots * cls.bytes_of(row_bytes)
+        header = Header(format=FORMAT, id=uuid.uuid4().hex, row_bytes=row_bytes, slots=slots)
+        size = PAGE + slots * cls.bytes_of(row_bytes)
         temporary = path.with_name(f".tmp-{path.name}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +115,7 @@ class DiskTier:
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 _allocate(descriptor, size)
-                os.pwrite(descriptor, msgspec.json.encode(header).ljust(_PAGE), 0)
+                os.pwrite(descriptor, header.page(), 0)
                 os.fsync(descriptor)
                 temporary.rename(path)
                 sync_directory(path.parent)
@@ -134,7 +126,7 @@ class DiskTier:
         except OSError as exc:
             raise SettingsError(
                 f"replay.disk: {path.parent} cannot give {size / 1e9:.3g} GB: {exc.strerror}; free space there, or "
-                "lower replay.disk.bytes"
+                f"lower replay.disk.bytes (*{SUFFIX}{ASIDE} are of cuts that were moved away)"
             ) from exc
         return cls(path, header, descriptor, pinned=pinned)
 
@@ -151,9 +143,9 @@ class DiskTier:
         except (OSError, DamagedError) as exc:
             raise _kind_of(exc)(_lost(path, f"cannot be opened: {getattr(exc, 'strerror', None) or exc}")) from exc
         try:
-            header = decoded(os.pread(descriptor, _PAGE, 0), _Header)
-            whole = os.fstat(descriptor).st_size >= _PAGE + header.slots * cls.bytes_of(header.row_bytes)
-            if header.format != _FORMAT or not whole:
+            header = decoded(os.pread(descriptor, PAGE, 0), Header)
+            whole = os.fstat(descriptor).st_size >= PAGE + header.slots * cls.bytes_of(header.row_bytes)
+            if header.format != FORMAT or not whole:
                 raise SettingsError(_lost(path, "is cut short" if not whole else "was written by another release"))
         except (OSError, DamagedError) as exc:
             os.close(descriptor)
@@ -172,7 +164,7 @@ class DiskTier:
         rows = np.ascontiguousarray(rows_nR).reshape(-1).data
         sums = (row_sums(rows, self.row_bytes, range(len(slots))) ^ identity).view(np.uint8).data
         order = np.argsort(slots)
-        if self._cold and self.slot_bytes % _PAGE:
+        if self._cold and self.slot_bytes % PAGE:
             self._ask_for(slots[order])  # pages that change in part are read first
         ends = np.flatnonzero(np.diff(slots[order]) != 1) + 1
         for run in np.split(order, ends) if len(slots) else ():
@@ -199,7 +191,7 @@ class DiskTier:
         """
         found = np.zeros(len(slots), CHECKSUM)
         rows, sums = rows_NR.numpy().reshape(-1).data, found.view(np.uint8).data
-        offsets = (_PAGE + slots * self.slot_bytes).tolist()
+        offsets = (PAGE + slots * self.slot_bytes).tolist()
         if self._cold is not False:
             self._ask_for(np.sort(slots))
         started = time.perf_counter()
@@ -222,7 +214,7 @@ class DiskTier:
         zeros = bytes(self.slot_bytes)
         with self._said("cannot be erased", "; events are not forgotten"):
             for slot in slots.tolist():
-                if os.pread(self._file, self.slot_bytes, _PAGE + slot * self.slot_bytes) != zeros:
+                if os.pread(self._file, self.slot_bytes, PAGE + slot * self.slot_bytes) != zeros:
                     self._put([memoryview(zeros)], slot)
 
     def sync(self) -> None:
@@ -240,6 +232,15 @@ class DiskTier:
             os.fsync(self._file)
             self._doubtful = self._no_regions()
 
+    def mark_named(self) -> None:
+        """Write durably that there is a cut that names this file; raises OSError when that cannot be."""
+        if not self._header.named:
+            named = msgspec.structs.replace(self._header, named=True)
+            with self._said("cannot be marked", "; it is not kept where the cuts are moved away"):
+                os.pwrite(self._file, named.page(), 0)
+                self.sync()
+            self._header = named
+
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._file)
@@ -247,7 +248,7 @@ class DiskTier:
     def _reads(self) -> bool:
         """Whether anything can be read: the page that describes the file."""
         with contextlib.suppress(OSError):
-            return len(os.pread(self._file, _PAGE, 0)) == _PAGE
+            return len(os.pread(self._file, PAGE, 0)) == PAGE
         return False
 
     @contextlib.contextmanager
@@ -266,7 +267,7 @@ class DiskTier:
     def _ask_for(self, slots: NDArray[np.int64]) -> None:
         """Have the system read n records, in rising slots, and wait for none."""
         if hasattr(os, "posix_fadvise"):
-            for offset in (_PAGE + slots * self.slot_bytes).tolist():
+            for offset in (PAGE + slots * self.slot_bytes).tolist():
                 os.posix_fadvise(self._file, offset, self.slot_bytes, os.POSIX_FADV_WILLNEED)
 
     def _record(self, rows: memoryview, place: int, sums: memoryview, at: int) -> list[memoryview]:
@@ -276,7 +277,7 @@ class DiskTier:
 
     def _put(self, parts: list[memoryview], slot: int) -> None:
         """Write what follows each other from a slot on."""
-        offset, size = _PAGE + int(slot) * self.slot_bytes, sum(map(len, parts))
+        offset, size = PAGE + int(slot) * self.slot_bytes, sum(map(len, parts))
         with self._writing:
             written = os.pwritev(self._file, parts, offset)
             if written < size:
@@ -287,7 +288,7 @@ class DiskTier:
         """Write what a region has; what cannot be read of it is lost, and found so by its checksums."""
         begin = region * _REGION
         for slot in range(begin, min(begin + _REGION, self.slots)):
-            offset = _PAGE + slot * self.slot_bytes
+            offset = PAGE + slot * self.slot_bytes
             with self._writing:
                 try:
                     record = os.pread(self._file, self.slot_bytes, offset)
@@ -322,20 +323,24 @@ class DiskKind(Kind):
 
     def has(self, file: TierFile) -> bool:
         """A cut names the file."""
-        return file.name.endswith(_SUFFIX)
+        return file.name.endswith(SUFFIX)
 
     def source(self, contents: Contents) -> DiskTier:
-        """Open the cut's file."""
+        """Open the cut's file, also where it was put aside while the cuts were not there."""
         file = contents.standing.file
         assert file is not None
         with damage_is(SettingsError, f"cut {contents.standing.cut}: the file of its replay contents"):
             check_names([file.name])
-        tier = DiskTier.open(self._folder / file.name, pinned=self._site.pinned, writable=self._site.writable)
+        path = (take_back if self._site.writable else find)(self._folder, file)
+        tier = DiskTier.open(path, pinned=self._site.pinned, writable=self._site.writable)
         if tier.id != file.id:
             tier.close()
             raise SettingsError(
                 f"{tier.path} is not the file that cut {contents.standing.cut} belongs to; put that one back"
             )
+        if self._site.writable:
+            with away_is_dependency("replay.disk"):
+                tier.mark_named()
         return tier
 
     def home(self, slots: int, source: SlowTier | None) -> DiskTier:
@@ -349,10 +354,10 @@ class DiskKind(Kind):
         """Make a new file: a cache on the disk is empty after a restart."""
         return self._made(slots)
 
-    def leftovers(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 `discard_files` is called before
+    def leftovers(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 `make_way` is called before
         """Return what removes the files of earlier processes."""
-        files = [] if self._site.folder is None else self._site.folder.glob(f"*{_SUFFIX}")
-        return [functools.partial(_discard, path) for path in files if path != self._mine]
+        files = [] if self._site.folder is None else self._site.folder.glob(f"*{SUFFIX}")
+        return [functools.partial(discard, path) for path in files if path != self._mine]
 
     @property
     def _folder(self) -> Path:
@@ -360,20 +365,8 @@ class DiskKind(Kind):
         return self._site.folder
 
     def _made(self, slots: int) -> DiskTier:
-        numbers = (number_of(path.stem) or 0 for path in self._folder.glob(f"*{_SUFFIX}"))
-        self._mine = self._folder / f"{max(numbers, default=0) + 1}{_SUFFIX}"
+        self._mine = next_path(self._folder)
         return DiskTier.create(self._mine, self._site.row_bytes, slots, pinned=self._site.pinned)
-
-
-def discard_files(folder: Path) -> None:
-    """Remove the disk tier's files, when there is no cut that could name them."""
-    for path in [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f".tmp-*{_SUFFIX}")]:
-        _discard(path)
-
-
-def _discard(path: Path) -> None:
-    log.info("removing %s, which belongs to no cut", path)
-    path.unlink(missing_ok=True)
 
 
 def _kind_of(error: OSError | DamagedError) -> type[AnabranchError]:

@@ -114,6 +114,9 @@ class RedisTier:
     def sync(self) -> None:
         """What the server has outlives the process as far as the server does."""
 
+    def mark_named(self) -> None:
+        """Nothing is kept on the server for cuts that are not there."""
+
     def close(self) -> None:
         """Let go of the server."""
         if not self._shared:

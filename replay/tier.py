@@ -78,6 +78,13 @@ class SlowTier(Tier, Protocol):
         """Wait until what was written outlives the process; raises OSError when it does not."""
         ...
 
+    def mark_named(self) -> None:
+        """Keep in mind, beyond the process, that there is a cut that names these slots; raises OSError when it cannot.
+
+        So that a start without cuts, which may have been moved away, does not remove what they name.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Site:

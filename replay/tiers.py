@@ -202,6 +202,11 @@ class Tiers:
             for tier in self.slow:
                 tier.sync()
 
+    def mark_named(self) -> None:
+        """Have the home keep in mind that a cut names it; in any thread. Raises OSError when it cannot."""
+        for home in self.slow[-1:]:
+            home.mark_named()
+
     def erase(self, slots: NDArray[np.int64]) -> None:
         """Overwrite what all tiers have in n slots, which no event may be in afterwards, in turn with what is written.
 

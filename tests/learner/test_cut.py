@@ -39,7 +39,7 @@ from learner.config import (
     ShareSettings,
     VersionsSettings,
 )
-from learner.cut import Cuts
+from learner.cut import RANK, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.embedding import Embedding
@@ -54,6 +54,7 @@ from learner.metrics import LearnerMetrics
 from learner.precision import choose_precision
 from learner.publisher import Publisher
 from learner.replay_cut import unpack
+from learner.resumed import Resumed
 from learner.room import most_offered
 from learner.scorer import Scorer
 from learner.session import learn
@@ -65,7 +66,7 @@ from learner.strategy import Examples, Strategy, kept
 from learner.task import Classification
 from learner.trainer import Trainer
 from learner.version import Versions, reference_to
-from learner.workbench import Deployment
+from learner.workbench import Deployment, Workbench
 from replay.build import build_store
 from replay.clerk import Clerk
 from replay.config import ReplaySettings
@@ -164,7 +165,7 @@ class Bench:
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
         columns = kept((3,)) if strategy.keeps_output else None
         step = most_offered(settings, StreamSettings(topics=("events",)), 1)
-        self.clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay", contents, columns, step=step))
+        self.clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay" / RANK, contents, columns, step=step))
         settings_of_cuts = CutsSettings.model_validate({"every": every})
         check = functools.partial(check_epoch, path, 1)
         self.cutter = Cutter(self.cuts, settings_of_cuts, self.clerk, self.metrics.learner, segments, check)
@@ -178,7 +179,7 @@ class Bench:
         guard = GuardSet(schema, guard_rows)
         source = cast("Source", self.stream)
         self.log = ForgottenLog(path / "forgotten.log")
-        forgetting = Forgetting(self.log, self.cuts, path / "replay", self.clerk, guard, self.cutter)
+        forgetting = Forgetting(self.log, self.cuts, path / "replay" / RANK, self.clerk, guard, self.cutter)
         lag = LagPolicy(LagPolicySettings(), 0, source)
         parts = Parts(source, trainer, self.clerk, guard, publisher, self.cutter, forgetting, lag)
         self.loop = Loop(settings, parts, self.metrics)
@@ -794,7 +795,7 @@ def test_a_start_with_something_left_to_erase_doubts_what_its_caches_have(
     bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
     if not waits:
         bench.log.append(Applied(time=0.0, through=1, store=0, guard=0))
-    folder = bench.cuts.path.parent / "replay"
+    folder = bench.cuts.path.parent / "replay" / RANK
     Forgetting(bench.log, bench.cuts, folder, bench.clerk, bench.guard, bench.cutter).take_note(0, 0)
     assert doubted == [True] * waits
 
@@ -921,27 +922,76 @@ def test_a_cut_of_a_strategy_with_other_columns_is_refused_before_the_first_step
     bench.finish()
     bench.close()
     (tmp_path / "refused_model.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(3, 3)\n")
-    deployment = Deployment(
-        name="test",
-        stream=StreamSettings.model_validate({"topics": ["events"]}),
-        events=schema.settings,
-        model=ModelSettings(factory="refused_model:build"),
-        learner=LearnerSettings.model_validate({"strategy": "der"}),
-        replay=ReplaySettings.model_validate({"capacity": 300}),
-        versions=VersionsSettings(),
-        cuts=CutsSettings(),
-        gate=GateSettings(),
-        seed=0,
-        folder=tmp_path,
-        state_dir=tmp_path,
-        read_token="",
-        share=Terms(ShareSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)),
-    )
+    deployment = _deployment(tmp_path, schema, strategy="der")
     sentence = (
         r'"der" wants an output of shape \[3\] kept with each stored event, and cut 1 has no output of the model; put'
     )
     with pytest.raises(SettingsError, match=sentence):
         learn(deployment, threading.Event())
+
+
+def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, Any] | None = None) -> Deployment:
+    return Deployment(
+        name="test",
+        stream=StreamSettings.model_validate({"topics": ["events"]}),
+        events=schema.settings,
+        model=ModelSettings(factory="refused_model:build"),
+        learner=LearnerSettings.model_validate({"strategy": strategy, "batch_size": ROWS - 1, "max_delay": "1ms"}),
+        replay=ReplaySettings.model_validate({"capacity": 300, **(replay or {})}),
+        versions=VersionsSettings(),
+        cuts=CutsSettings(),
+        gate=GateSettings(),
+        seed=0,
+        folder=path,
+        state_dir=path,
+        read_token="",
+        share=Terms(ShareSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)),
+    )
+
+
+def test_cuts_that_were_moved_away_are_gone_on_from_once_they_are_back(
+    make_bench: Callable[..., Bench], schema: Schema, tmp_path: Path
+) -> None:
+    disk = TIERS["disk with a small cache"]
+    bench = make_bench(12, replay=disk)
+    bench.run()
+    bench.finish()
+    held = _held(bench.store)
+    bench.close()
+    (tmp_path / "cuts").rename(tmp_path / "cuts.before")
+    for _ in range(2):  # two starts that end before their first cut
+        _begin_anew(tmp_path, schema, disk).close()
+    files = sorted(path.name for path in (tmp_path / "replay" / RANK).iterdir())
+    assert files == ["1.rows.before", "2.rows"]
+    (tmp_path / "cuts").rename(tmp_path / "cuts.anew")
+    (tmp_path / "cuts.before").rename(tmp_path / "cuts")
+    again = make_bench(14, replay=disk)
+    again.resume()
+    assert _held(again.store) == held
+    assert again.store.lost == 0
+    again.run()
+    again.finish()
+    assert again.loop.steps == 14
+
+
+def _begin_anew(path: Path, schema: Schema, replay: Mapping[str, Any]) -> Store:
+    """Open the store as a learner does that finds no cut."""
+    cuts, written = Cuts(path / "cuts", schema.digest, 1), ForgottenLog(path / "forgotten.log")
+    parts = SimpleNamespace(strategy=STRATEGIES["er"](), schema=schema, device=CPU, output_shape=(3,), embedding=None)
+    resumed = Resumed.newest(cuts, written.forgotten)
+    store = resumed.store(_deployment(path, schema, "er", replay), cast("Workbench", parts), 1)
+    assert resumed.first
+    assert store is not None
+    cuts.path.mkdir(exist_ok=True)
+    return store
+
+
+def _held(store: Store) -> dict[int, bytes]:
+    """Return the rows of the events held, by offset."""
+    entries = store.entries.copy()
+    rows, whole = store.tiers.read(entries["slot"].astype(np.int64), store.entries.identity(entries["slot"]))
+    assert whole.all()
+    return dict(zip(entries["offset"].tolist(), map(bytes, rows.numpy()), strict=True))
 
 
 def test_a_strategy_begins_anew_at_the_cut_of_another(

@@ -21,6 +21,7 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents
 from replay.disk import DiskTier
+from replay.disk_files import make_way
 from replay.forgotten import ByKey, Forgotten
 from replay.segments import Segment
 from replay.store import Store
@@ -189,6 +190,28 @@ def test_places_that_no_cut_names_are_erased_in_the_file(pipeline: Pipeline) -> 
     written = np.flatnonzero(records.any(axis=1))
     named = [named_slots(*pipeline.cuts.open(pipeline.cuts.manifest(number))) for number in pipeline.cuts.numbers()]
     assert set(written.tolist()) == set(np.concatenate(named).tolist())
+
+
+def test_what_is_aside_is_left_until_its_cuts_are_back(tmp_path: Path, schema: Schema) -> None:
+    made = Pipeline(tmp_path, schema, TIERS["disk"])
+    made.learn(range(300))
+    made.cut(1)
+    made.store.tiers.mark_named()
+    made.store.close()
+    make_way(tmp_path / "replay")
+    aside, cuts = tmp_path / "replay" / "1.rows.before", tmp_path / "cuts"
+    before = aside.read_bytes()
+    cuts.rename(tmp_path / "cuts.before")
+    cuts.mkdir()
+    made.erase()
+    assert aside.read_bytes() == before
+    cuts.rmdir()
+    (tmp_path / "cuts.before").rename(cuts)
+    assert made.erase() == 1
+    records = np.frombuffer(aside.read_bytes()[4096:], np.uint8).reshape(-1, made.store.tiers.slow[-1].slot_bytes)
+    named = named_slots(*made.cuts.open(made.cuts.manifest(1)))
+    assert 0 < len(named) < 300
+    assert set(np.flatnonzero(records.any(axis=1)).tolist()) == set(named.tolist())
 
 
 def flip(path: Path) -> None:

@@ -20,7 +20,8 @@ from ingest.schema import Schema
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents
-from replay.disk import DiskTier, discard_files
+from replay.disk import DiskTier
+from replay.disk_files import make_way
 from replay.fake import FakeCuts
 from replay.store import AHEAD, Store
 
@@ -143,9 +144,9 @@ def test_the_old_file_goes_when_no_cut_can_name_it(
 def test_files_that_belong_to_no_cut_are_removed(build: Build, tmp_path: Path) -> None:
     build(DISK)
     (tmp_path / ".tmp-2.rows").write_bytes(b"half")
-    discard_files(tmp_path)
+    make_way(tmp_path)
     assert not list(tmp_path.iterdir())
-    discard_files(tmp_path / "nowhere")
+    make_way(tmp_path / "nowhere")
 
 
 def test_rows_that_went_bad_are_left_behind_when_they_are_copied(schema: Schema, build: Build) -> None:

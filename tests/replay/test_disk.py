@@ -181,7 +181,7 @@ def test_slots_in_tells_how_many_fit(tmp_path: Path) -> None:
         (lambda path: path.write_bytes(b""), "cannot be read"),
         (lambda path: path.write_bytes(b"x" * 5000), "cannot be read"),
         (lambda path: os.truncate(path, 4200), "is cut short"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9')), "another release"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b'"format":3', b'"format":9')), "another release"),
     ],
     ids=["removed", "empty", "something else", "cut short", "newer format"],
 )

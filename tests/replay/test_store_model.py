@@ -32,7 +32,7 @@ from ingest.schema import Schema
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents
-from replay.disk import discard_files
+from replay.disk_files import make_way
 from replay.draw import Draw
 from replay.fake import FakeCuts
 from replay.forgotten import ByKey, ByRange, Forgotten, Record
@@ -165,7 +165,7 @@ def stores(schema: Schema, folder: Path, url: str, k: int = 40) -> Iterator[Open
             if "redis" in chosen:
                 chosen["redis"] = {"url": url, **chosen["redis"]}
             if contents is None:
-                discard_files(folder)
+                make_way(folder)
             validated, cpu = ReplaySettings.model_validate(chosen), torch.device("cpu")
             store = build_store(
                 validated, schema, cpu, 0, folder, contents, keys="model:rank-0", first=contents is None
