@@ -8,6 +8,7 @@ pass slots to and fro, so there is nothing to lock.
 import mmap
 import os
 import tempfile
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -32,6 +33,8 @@ class Ring:
         self.descriptor = anonymous_file(self.slots * self._slot_bytes) if descriptor is None else descriptor
         self._memory = mmap.mmap(self.descriptor, self.slots * self._slot_bytes)
         self._views: dict[int, dict[str, Array]] = {}
+        self._written: dict[int, int] = {}
+        """Rows of each slot that hold what was written here."""
 
     def views(self, slot: int, rows: int) -> dict[str, Array]:
         """Return the columns of a slot's first `rows` events as views of the shared memory."""
@@ -44,6 +47,14 @@ class Ring:
         """Copy rows `[begin, end)` of the columns into a slot."""
         for name, view in self.views(slot, end - begin).items():
             np.copyto(view, columns[name][begin:end])
+        self._written[slot] = max(self._written.get(slot, 0), end - begin)
+
+    def clear_one(self, free: Iterable[int]) -> None:
+        """Overwrite with zeros what was written into one of the free slots, if any holds something."""
+        slot = next((slot for slot in free if slot in self._written), None)
+        if slot is not None:
+            for view in self.views(slot, self._written.pop(slot)).values():
+                view[...] = 0
 
     def carry(self, connection: Connection, slot: int, rows: int) -> None:
         """Bring a slot's rows to the other side, which shares the memory: nothing is to be done."""

@@ -153,6 +153,7 @@ class Worker:
             self._brought_little |= brought_little
             self._report_lag_if_due()
             if brought_little:
+                self._ring.clear_one(self._free)  # on a thin stream nothing else would overwrite old events for long
                 time.sleep(_PAUSE_SECONDS)
             if time.monotonic() >= next_partitions and not self._ill:
                 self._take_up("earliest")

@@ -146,6 +146,27 @@ def test_a_full_ring_stops_the_reading_until_a_slot_is_released() -> None:
         assert end.block()[1] == slots[2]
 
 
+def test_released_slots_are_overwritten_while_little_comes_and_others_are_not() -> None:
+    partition = FakePartition()
+    with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
+        rows = end.ring.rows
+        for number in range(end.ring.slots):
+            partition.append(message(1 + number, rows))
+        blocks = [end.block() for _ in range(end.ring.slots)]
+        kept, *released = (slot for _, slot in blocks)
+        for slot in released:
+            send(end.connection, Release(slot))
+
+        def held(slot: int) -> int:
+            return sum(int(column.view("u1").any()) for column in end.ring.views(slot, rows).values() if column.nbytes)
+
+        deadline = time.monotonic() + 20
+        while any(map(held, released)):
+            assert time.monotonic() < deadline, "what was released is there yet"
+            end.connection.poll(0.01)
+        assert end.ring.views(kept, rows)["feature.x"].tolist() == blocks[0][0].columns["feature.x"].tolist()
+
+
 def test_pause_stops_the_reading_and_resume_goes_on() -> None:
     partition = FakePartition()
     client = FakeClient({P0: partition})
