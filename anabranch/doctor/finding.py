@@ -114,6 +114,7 @@ FINDINGS: dict[str, Kind] = {
     "cut.schema": Kind("problem", "Put [schema] back, or begin anew by moving {path} away."),
     "cut.misfit": Kind("problem", "Put the settings of the cut back, or begin anew by moving the cuts away."),
     "version.damaged": Kind("warning", 'Nothing, serving takes none such; see "anabranch versions show {number}".'),
+    "version.model": Kind("warning", "Put [model] back, or let the learner publish a version of it."),
     "version.schema": Kind("note", "Nothing, when [schema] was changed on purpose: serving waits for newer ones."),
     "port.taken": Kind("problem", "Stop the program that has it, or set {key} to another port."),
     "port.address": Kind("problem", "Set {key} to an address of this machine and a port above 1023."),

@@ -10,6 +10,7 @@ import msgspec
 from anabranch.doctor.finding import Finding, Patient, found, ok
 from ingest.failure import DamagedError, decoded
 from ingest.schema import Schema
+from learner.version import ModelReference, other_model, reference_to
 from replay.files import MOST_BYTES, check_names, number_of, open_file, read_file
 
 _MANIFEST = "manifest.json"
@@ -20,6 +21,10 @@ class _Manifest(msgspec.Struct):
 
     schema: str
     files: dict[str, str]
+
+
+class _VersionManifest(msgspec.Struct):
+    model: ModelReference
 
 
 def check_cuts(patient: Patient) -> Iterator[Finding]:
@@ -50,8 +55,19 @@ def _check_newest(patient: Patient, what: str, made: str) -> Iterator[Finding]:
     elif schema is not None and schema != Schema(patient.config.pipeline.events).digest:
         matter = f"The newest {what}, {number}, was {made} under another [schema]."
         yield found(f"{what}.schema", matter, path=folder, number=number)
+    elif what == "version" and (other := _other_model(patient, folder / str(number))) is not None:
+        yield found("version.model", f"Serving does not take the newest version, {number}: {other}.")
     else:
         yield ok(f"The newest {what}, {number}, is whole and of this schema.")
+
+
+def _other_model(patient: Patient, version: Path) -> str | None:
+    """Say how a version's model differs from `[model]`, as serving does; None when it does not."""
+    try:
+        manifest = decoded(read_file(version / _MANIFEST, MOST_BYTES), _VersionManifest)
+    except (OSError, DamagedError) as exc:
+        return f"{version / _MANIFEST} cannot be read: {exc}"
+    return other_model(manifest.model, reference_to(patient.config.pipeline.model))
 
 
 def _damage(directory: Path, below: str) -> tuple[str | None, str | None]:

@@ -49,7 +49,7 @@ from learner.report import LearnerReport, write_report
 from learner.strategy import OUTPUT, ExperienceReplay
 from learner.task import Classification
 from learner.trainer import Trainer
-from learner.version import Manifest, ModelReference, Verdict, Versions
+from learner.version import Manifest, ModelReference, Verdict, Versions, reference_to
 
 EVENT = {"x": [0.5] * 64, "y": 7}
 
@@ -774,7 +774,7 @@ class TestWhatIsSaved:
     def save(self, example):
         """Writes a cut and a version under a schema; returns their directories."""
 
-        def write(digest=None):
+        def write(digest=None, model=None):
             config = load_config(example / "pipeline.toml")
             digest = digest or Schema(config.pipeline.events).digest
             cut = Cuts(config.state_dir / "cuts", digest, 1).write(3, Cut(1, {"model": {"w": torch.ones(9)}}, {}), 1.0)
@@ -788,7 +788,7 @@ class TestWhatIsSaved:
                 metrics={},
                 schema=digest,
                 encoders={},
-                model=ModelReference("m:b", {}, "classification"),
+                model=model or reference_to(config.pipeline.model),
                 files={},
             )
             versions = Versions(config.state_dir / "versions")
@@ -855,6 +855,18 @@ class TestWhatIsSaved:
         save("0" * 64)
         assert only(diagnose("cuts"), "cut.schema").level == "problem"
         assert only(diagnose("versions"), "version.schema").level == "note"
+
+    @pytest.mark.finds("version.model")
+    def test_other_args_of_the_model(self, diagnose, save, edit):
+        save()
+        edit("hidden = 128", "hidden = 64")
+        matter = only(diagnose("versions"), "version.model").matter
+        assert "it was learned with other model.args (hidden) than [model] has now" in matter
+
+    @pytest.mark.finds("version.model")
+    def test_another_factory(self, diagnose, save):
+        save(model=ModelReference("m:b", {}, "classification"))
+        assert "it is of m:b for classification, but" in only(diagnose("versions"), "version.model").matter
 
 
 class TestPorts:
