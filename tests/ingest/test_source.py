@@ -750,6 +750,9 @@ class TestGaps:
             def error(self) -> None:
                 return None
 
+            def __len__(self) -> int:
+                return 1
+
         batches: list[Any] = []
         deadline = time.monotonic() + 60
         with contextlib.closing(client):
@@ -758,10 +761,10 @@ class TestGaps:
             taken = client._taken
             client._positions[TopicPartition(shortened, 0)] = 1
 
-            def with_one_before(polled: list[Any]) -> Any:
+            def with_one_before(polled: list[Any], limit: int) -> Any:
                 if polled and not batches:
-                    return taken([Before(), *polled])
-                return taken(polled)
+                    return taken([Before(), *polled], limit)
+                return taken(polled, limit)
 
             monkeypatch.setattr(client, "_taken", with_one_before)
             while sum(map(len, batches)) < 5:
