@@ -23,7 +23,6 @@ from learner.storage import LocalStorage
 from replay.clerk import Clerk
 
 ERRORS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
-SOON = Deadline(timedelta(seconds=30))
 
 
 class Released:
@@ -55,7 +54,7 @@ def moment_of(state: dict[str, Any]) -> Moment:
 def cut(cutter: Cutter, state: dict[str, Any] | None = None) -> None:
     cutter.ask()
     cutter.cut_if_due(lambda _: moment_of(state or {}))
-    cutter.wait(SOON)
+    cutter.wait(Deadline(timedelta(seconds=30)))
 
 
 def test_a_cut_has_the_state_of_its_moment_whatever_changes_while_it_is_written(
@@ -156,4 +155,4 @@ def test_a_learner_that_is_stopped_waits_for_no_disk(tmp_path: Path, monkeypatch
     cutter.cut_first({"ledger": []}, stop, stop.set)
     assert cutter.busy
     go.set()
-    cutter.wait(SOON)
+    cutter.wait(Deadline(timedelta(seconds=30)))

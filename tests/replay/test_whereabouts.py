@@ -67,7 +67,7 @@ def seek(store: Store, step: int, near: np.ndarray) -> None:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while not (found := condition()):
         assert time.monotonic() < deadline
     return found
