@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import tomllib
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from learner.report import LearnerReport, read_report
+from tests import forkserver
 
 T = TypeVar("T")
 
@@ -74,8 +74,8 @@ class Part:
         self.state_dir = config.parent / "var"
         self.log = config.parent / f"{name}.log"
         with self.log.open("ab") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", name, "-c", str(config), "--supervised"],
+            self.process = forkserver.start(
+                ["-m", name, "-c", str(config), "--supervised"],
                 stdin=subprocess.PIPE,
                 stderr=said,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},

@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 
 from ingest.config import SchemaSettings
 from ingest.schema import Schema
+from tests import forkserver
 from tests.pipelines import Learner
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"
@@ -62,10 +60,8 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[st
     def run(size: int, scenarios: list[dict[str, Any]], timeout: float = 100) -> list[dict[str, Tensor]]:
         folder = tmp_path_factory.mktemp("ranks")
         texts = [json.dumps(scenario) for scenario in scenarios]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         processes = [
-            subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(size), str(folder), *texts], env=environment)
-            for rank in range(size)
+            forkserver.start([str(PROGRAM), str(rank), str(size), str(folder), *texts]) for rank in range(size)
         ]
         try:
             assert [process.wait(timeout) for process in processes] == [0] * size

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -23,6 +22,7 @@ from anabranch.replay import draw_sample, read_stats
 from ingest.errors import SettingsError
 from learner.report import LearnerReport
 from replay.forgotten_log import ForgottenLog
+from tests import forkserver
 from tests.pipelines import Learner, total
 
 CONFIG = """
@@ -271,13 +271,7 @@ def secrets_in(server: Any) -> list[bytes]:
 
 def command(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `anabranch replay` as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "anabranch", "replay", *arguments, "-c", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    return forkserver.run(["-m", "anabranch", "replay", *arguments, "-c", str(config)])
 
 
 @pytest.mark.any_broker

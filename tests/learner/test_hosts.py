@@ -3,9 +3,7 @@
 import contextlib
 import json
 import logging
-import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +27,7 @@ from learner.hosts import Change, Leading, Led
 from learner.report import LearnerReport
 from learner.version import Versions
 from learner.voice import Round, Voice, Word, listen
+from tests import forkserver
 from tests.pipelines import NARROW, Learner, adds_up, events, total
 
 pytestmark = pytest.mark.any_broker
@@ -84,8 +83,8 @@ def second(start: Start) -> Start:
 
 def ranks(learner: Learner) -> list[psutil.Process]:
     """Return the processes that are the ranks of a host, in order."""
-    found = [child for child in psutil.Process(learner.process.pid).children() if "--group" in child.cmdline()]
-    return sorted(found, key=lambda child: int(child.environ()["RANK"]))
+    found = [child for child in forkserver.children(learner.process) if "--group" in child.arguments]
+    return [child.process for child in sorted(found, key=lambda child: int(child.environment["RANK"]))]
 
 
 def whole(report: LearnerReport, events: int) -> bool:
@@ -131,8 +130,8 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
         learn()
     report = learn()
 
-    (reader,) = (each for each in psutil.Process(other.process.pid).children() if "--listen" in each.cmdline())
-    reader.kill()
+    (reader,) = (each for each in forkserver.children(other.process) if "--listen" in each.arguments)
+    reader.process.kill()
     leader.until(lambda: "another host does not read its part of the stream" in leader.log.read_text())
     learn()
     report = leader.wait_for(lambda each: not each.ill)
@@ -144,7 +143,7 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
     assert leader.log.read_text().count("with 3 ranks") == 2
     assert leader.log.read_text().rpartition("with 3 ranks")[2].count(halves), "by the rates that the cut has"
 
-    orphans = psutil.Process(other.process.pid).children()
+    orphans = [each.process for each in forkserver.children(other.process)]
     assert len(orphans) == 3, "two ranks, and ingest"
     other.kill()
     assert psutil.wait_procs(orphans, 20)[1] == []
@@ -227,8 +226,7 @@ def test_a_host_that_hangs_keeps_nobody_waiting_and_is_taken_in_when_it_goes_on(
     produce(kafka.bootstrap, topic, events(200))
     report = leader.wait_for(lambda each: total(each) == 200 and each.cut is not None)
     assert "2 of 2 hosts take part" in leader.log.read_text()
-    launcher = psutil.Process(other.process.pid)
-    hanging = [launcher, *launcher.children()]
+    hanging = [psutil.Process(other.process.pid), *(each.process for each in forkserver.children(other.process))]
     for process in hanging:
         process.suspend()
     produce(kafka.bootstrap, topic, events(200))
@@ -420,14 +418,10 @@ def test_ranks_that_meet_as_hosts_do_learn_what_one_learns_and_have_the_same_wei
     store = listen(address)
     (tmp_path / "address").write_text(address)
     scenario = {"steps": [[11, 9], [1, 0], [1, 1], [2, 0], [1, 5], [3, 1], [7, 0]]}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     (tmp_path / "alone").mkdir()
     for folder, size in ((tmp_path / "alone", 1), (tmp_path, 2)):
         command = [str(size), str(folder), json.dumps(scenario)]
-        processes = [
-            subprocess.Popen([sys.executable, str(PROGRAM), str(rank), *command], env=environment)
-            for rank in range(size)
-        ]
+        processes = [forkserver.start([str(PROGRAM), str(rank), *command]) for rank in range(size)]
         try:
             assert [process.wait(60) for process in processes] == [0] * size
         finally:

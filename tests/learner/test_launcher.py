@@ -19,6 +19,7 @@ from learner.launcher import launch
 from learner.lock import hold_state_directory
 from learner.version import Versions
 from learner.voice import Round, Seat
+from tests import forkserver
 from tests.pipelines import NARROW, Learner, adds_up, events, total
 
 pytestmark = pytest.mark.any_broker
@@ -46,8 +47,8 @@ def pipeline(write_pipeline: Callable[..., Path]) -> Callable[..., Path]:
 
 def ranks(learner: Learner) -> list[psutil.Process]:
     """Return the processes that are its ranks, in order."""
-    found = [child for child in psutil.Process(learner.process.pid).children() if "--group" in child.cmdline()]
-    return sorted(found, key=lambda child: int(child.environ()["RANK"]))
+    found = [child for child in forkserver.children(learner.process) if "--group" in child.arguments]
+    return [child.process for child in sorted(found, key=lambda child: int(child.environment["RANK"]))]
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from learner.cut import Cuts
 from learner.lock import EPOCH, LOCK, hold_state_directory
 from learner.report import LearnerReport, read_report
 from learner.version import Versions
+from tests import forkserver
 from tests.pipelines import LINEAR, Learner, adds_up, events, total
 
 CONFIG = """
@@ -61,13 +60,7 @@ def pipeline(write_pipeline: Callable[..., Path]) -> Callable[..., Path]:
 
 def ended(config: Path, **environment: str) -> tuple[int, str]:
     """Run a learner that ends by itself; return its exit code and what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "learner", "-c", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, **environment},
-    )
+    done = forkserver.run(["-m", "learner", "-c", str(config)], env={**os.environ, **environment})
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
 
@@ -598,11 +591,8 @@ def test_events_of_several_classes_are_learned_stored_and_gone_on_with(
     assert report.accuracy["now"] > 0.9
     resumed.wait_for(lambda each: each.classes.keys() == {"red", "green", "blue"})
     assert resumed.stop() == 0
-    shown = subprocess.run(
-        [sys.executable, "-m", "anabranch", "replay", "sample", "9", "-c", str(config)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
+    shown = forkserver.run(
+        ["-m", "anabranch", "replay", "sample", "9", "-c", str(config)], env={**os.environ, **environment}
     )
     assert shown.returncode == 0, shown.stderr
     for line in shown.stdout.splitlines():
@@ -632,11 +622,8 @@ def test_the_output_of_the_model_is_kept_with_each_event_for_der(
     report = resumed.wait_for(lambda each: total(each) == 600)
     assert (report.outcomes["stored_only"], report.ill) == (100, [])
     assert resumed.stop() == 0
-    shown = subprocess.run(
-        [sys.executable, "-m", "anabranch", "replay", "sample", "5", "-c", str(config)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
+    shown = forkserver.run(
+        ["-m", "anabranch", "replay", "sample", "5", "-c", str(config)], env={**os.environ, **environment}
     )
     assert (shown.returncode, len(shown.stdout.splitlines())) == (0, 5), shown.stderr
     code, sentence = ended(config)

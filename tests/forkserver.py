@@ -1,0 +1,417 @@
+"""Pythons that have torch and our packages imported already: a test that starts ten does not pay ten times for that.
+
+`start` is `subprocess.Popen` of this Python, less the seconds of imports: a server, one for each worker of the tests,
+has them loaded, and forks. What it forks has arguments, environment, folder, descriptors and random seeds of its own,
+and runs its module as `__main__`; ranks, ingest and workers of serving, which it starts in its turn, are forked too.
+
+Where forking is not safe (macOS, CUDA), where another number of threads is asked for, and under ANABRANCH_TEST_SPAWN=1,
+it is `subprocess.Popen` indeed. CI runs the tests marked `kafka` that way, so that they start what users start.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import random
+import runpy
+import select
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias
+
+import psutil
+
+Stream: TypeAlias = IO[Any] | int | None
+
+_ROOT = Path(__file__).parent.parent
+_LENGTH = struct.Struct("!Q")
+_NUMBER = struct.Struct("!i")
+_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_MODULES = {"ingest", "learner", "serving"}
+"""What a forked process starts as a process of its own and is forked as well."""
+_MOST_DESCRIPTORS = 32
+_SPARE = 300
+"""From this number on descriptors wait until those that they replace are closed."""
+
+_Popen = subprocess.Popen
+_address: str | None = None
+"""Where the server listens, in what it has forked."""
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    stdin: Stream = None,
+    stdout: Stream = None,
+    stderr: Stream = None,
+    text: bool = False,
+    pass_fds: Sequence[int] = (),
+    start_new_session: bool = False,
+) -> Any:
+    """Run this Python with `-m MODULE ...`, `-c CODE` or `FILE ...`, with or without `-P` before it, on one thread."""
+    environment = {"OMP_NUM_THREADS": "1", **(os.environ if env is None else env)}
+    if environment["OMP_NUM_THREADS"] != "1" or not _forks():
+        return _Popen(
+            [sys.executable, *arguments],
+            env=environment,
+            cwd=cwd,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            text=text,
+            pass_fds=pass_fds,
+            start_new_session=start_new_session,
+        )
+    sys.audit("subprocess.Popen", sys.executable, [sys.executable, *arguments], cwd, environment)
+    request = {
+        "arguments": [os.fspath(each) for each in arguments],
+        "environment": environment,
+        "folder": str(Path.cwd() if cwd is None else cwd),
+        "leads": start_new_session,
+        "passed": list(pass_fds),
+        "parent": os.getpid(),
+    }
+    return Forked(request, (stdin, stdout, stderr), text)
+
+
+def run(
+    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 100
+) -> "subprocess.CompletedProcess[str]":
+    """Run it to its end, and return its exit code and what it said."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = start(arguments, env=env, stdout=out, stderr=err)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(list(arguments), code, out.read(), err.read())
+
+
+class Child(NamedTuple):
+    """A process that another one has started, and as what."""
+
+    process: psutil.Process
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def children(process: Any) -> list[Child]:
+    """Return the living children of a process that `start` has started."""
+    if not isinstance(process, Forked):
+        found = psutil.Process(process.pid).children()
+        return [Child(each, each.cmdline(), each.environ()) for each in found]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(_server())
+        connection.sendall(_LENGTH.pack(0) + _NUMBER.pack(process.pid))
+        told = json.loads(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
+    return [Child(psutil.Process(pid), each["arguments"], each["environment"]) for pid, each in told]
+
+
+class Forked:
+    """A child of the server, to be treated as a `subprocess.Popen`."""
+
+    def __init__(self, request: dict[str, Any], streams: Iterable[Stream], text: bool) -> None:
+        self.args = [sys.executable, *request["arguments"]]
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        given: list[int] = []
+        pipes: list[IO[Any] | None] = [None, None, None]
+        with contextlib.ExitStack() as stack:
+            for number, stream in enumerate(streams):
+                if stream == subprocess.PIPE:
+                    reading, writing = os.pipe()
+                    ours, its = (reading, writing) if number else (writing, reading)
+                    stack.callback(os.close, its)
+                    # As Popen has them: what is written waits for nothing, or for the end of a line of text.
+                    kind = ("r" if number else "w") + ("" if text else "b")
+                    pipes[number] = os.fdopen(ours, kind, -1 if number else int(text))
+                elif stream == subprocess.DEVNULL:
+                    its = os.open(os.devnull, os.O_RDWR)
+                    stack.callback(os.close, its)
+                elif stream == subprocess.STDOUT:
+                    its = given[1]
+                else:
+                    its = number if stream is None else stream if isinstance(stream, int) else stream.fileno()
+                given.append(its)
+            self.stdin, self.stdout, self.stderr = pipes
+            self._connection = socket.socket(socket.AF_UNIX)
+            self._connection.connect(_address or _server())
+            body = json.dumps(request).encode()
+            socket.send_fds(self._connection, [_LENGTH.pack(len(body))], [*given, *request["passed"]])
+            self._connection.sendall(body)
+        self.pid = _NUMBER.unpack(_exactly(self._connection, _NUMBER.size))[0]
+
+    def __enter__(self) -> "Forked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_pipes()
+        self.wait()
+
+    def __del__(self) -> None:
+        self._connection.close()
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the signal, once it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it ends, and return as `poll` does."""
+        if self.returncode is None:
+            ready = select.poll()
+            ready.register(self._connection, select.POLLIN)
+            if not ready.poll(None if timeout is None else timeout * 1000) and self.returncode is None:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            with self._lock:
+                if self.returncode is None:
+                    self.returncode = _NUMBER.unpack(_exactly(self._connection, _NUMBER.size))[0]
+        return self.returncode
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002 as Popen
+        """Write to it, read what it says until it ends, and return that."""
+        said: dict[int, Any] = {}
+
+        def read(number: int, pipe: IO[Any]) -> None:
+            said[number] = pipe.read()
+
+        readers = [
+            threading.Thread(target=read, args=(number, pipe), daemon=True)
+            for number, pipe in ((1, self.stdout), (2, self.stderr))
+            if pipe is not None
+        ]
+        for reader in readers:
+            reader.start()
+        if self.stdin is not None and not self.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                if input is not None:
+                    self.stdin.write(input)
+                self.stdin.close()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join()
+        self._close_pipes()
+        return said.get(1), said.get(2)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def _close_pipes(self) -> None:
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+class _ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` in what the server forks: our own modules are forked as well."""
+
+    def __new__(cls, args: Any, **options: Any) -> Any:
+        if _address is not None and isinstance(args, list | tuple) and args[:1] == type(args)([sys.executable]):
+            arguments = [str(each) for each in args[1:]]
+            named = arguments[arguments[0] == "-P" :][:2]
+            if named[:1] == ["-m"] and named[1] in _MODULES:
+                return start(arguments, **options)
+        return super().__new__(cls)
+
+
+def _forks() -> bool:
+    return (
+        sys.platform == "linux"
+        and not Path("/dev/nvidia0").exists()
+        and os.environ.get("ANABRANCH_TEST_SPAWN", "") in ("", "0")
+    )
+
+
+@functools.cache
+def _server() -> str:
+    """Start the server of this process, which ends with it, and return where it listens."""
+    folder = tempfile.mkdtemp(prefix="anabranch-fork-")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/socket")
+        listener.listen(64)
+        process = _Popen(
+            [sys.executable, "-m", "tests.forkserver", str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **_THREADS},
+            cwd=_ROOT,
+            start_new_session=True,
+        )
+
+    def end() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(20)
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    return f"{folder}/socket"
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size and (part := connection.recv(size - len(found))):
+        found += part
+    if len(found) < size:
+        raise ConnectionError("the server of forked processes, or who asked it, is gone")
+    return found
+
+
+def _load() -> None:
+    """Import what the processes of tests need, and what torch leaves for the first optimizer and the first ranks."""
+    subprocess.Popen = _ForkingPopen  # type: ignore[misc]
+    import torch
+    import torch.distributed.elastic.agent.server.local_elastic_agent
+    import torch.distributed.optim
+    import torch.nn.parallel
+
+    import serving.app  # noqa: F401
+    from learner.config import OptimizerSettings
+    from learner.optimizer import build_optimizer
+
+    build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
+
+
+class _Served(NamedTuple):
+    request: dict[str, Any]
+    connection: socket.socket
+
+
+def _serve(listener: socket.socket) -> None:
+    """Fork for each request until the tests end; a forked process returns, to run what it is there for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    woken, wakes = os.pipe()
+    for end in (woken, wakes):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes)
+    children: dict[int, _Served] = {}
+    with selectors.DefaultSelector() as ready:
+        for file in (listener, woken, 0):
+            ready.register(file, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fd == woken:
+                    _reap(woken, children)
+                elif key.fd == 0:
+                    for pid in children:
+                        os.kill(pid, signal.SIGKILL)
+                    sys.exit()
+                else:
+                    connection, _ = listener.accept()
+                    with contextlib.suppress(ConnectionError):
+                        length, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
+                        if not fds:
+                            _tell_children(connection, children)
+                            continue
+                        request = json.loads(_exactly(connection, _LENGTH.unpack(length)[0]))
+                        pid = os.fork()
+                        if not pid:
+                            for each in (listener, connection, ready, *(one.connection for one in children.values())):
+                                each.close()
+                            os.close(woken)
+                            os.close(wakes)
+                            _become(request, fds)
+                            return
+                        children[pid] = _Served(request, connection)
+                        for fd in fds:
+                            os.close(fd)
+                        connection.sendall(_NUMBER.pack(pid))
+
+
+def _tell_children(connection: socket.socket, children: Mapping[int, _Served]) -> None:
+    parent = _NUMBER.unpack(_exactly(connection, _NUMBER.size))[0]
+    found = [(pid, served.request) for pid, served in children.items() if served.request["parent"] == parent]
+    body = json.dumps(found).encode()
+    with connection:
+        connection.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def _reap(woken: int, children: dict[int, _Served]) -> None:
+    os.read(woken, 4096)
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            connection = children.pop(found[0]).connection
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(found[1])))
+
+
+def _become(request: dict[str, Any], given: Sequence[int]) -> None:
+    """Be the process that was asked for."""
+    import numpy as np
+
+    if request["leads"]:
+        os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    waiting = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _SPARE) for fd in given]
+    for fd in given:
+        os.close(fd)
+    for fd, number in zip(waiting, (0, 1, 2, *request["passed"]), strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.getppid = lambda: request["parent"]  # who asked for it
+    time.tzset()
+    os.chdir(request["folder"])
+    random.seed()
+    np.random.seed()
+    sys.argv[1:] = request["arguments"]
+
+
+def _run() -> None:
+    """Run what the arguments name."""
+    arguments = sys.argv[1:]
+    safe = arguments[0] == "-P"
+    if safe:
+        del arguments[0]
+    module = arguments[1] if arguments[0] == "-m" else None
+    sys.path[:1] = [] if safe else [str(Path.cwd() if arguments[0] in ("-m", "-c") else Path(arguments[0]).parent)]
+    sys.argv = arguments[1:] if module else arguments
+    if module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _load()
+    with socket.socket(fileno=int(sys.argv[1])) as listening:
+        where = listening.getsockname()
+        _serve(listening)
+    _address = where
+    _run()
