@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import importlib
 import json
 import os
 import random
@@ -41,6 +42,19 @@ _NUMBER = struct.Struct("!i")
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _MODULES = {"ingest", "learner", "serving"}
 """What a forked process starts as a process of its own and is forked as well."""
+_LOADED = (
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.optim",
+    "torch.nn.parallel",
+    "anabranch.cli",
+    "ingest.arrow",
+    "ingest.kafka",
+    "ingest.worker",
+    "learner.launcher",
+    "learner.replica",
+    "learner.session",
+    "serving.app",
+)
 _MOST_DESCRIPTORS = 32
 _SPARE = 300
 """From this number on descriptors wait until those that they replace are closed."""
@@ -231,11 +245,11 @@ class Forked:
                     pipe.close()
 
 
-class _ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` in what the server forks: our own modules are forked as well."""
+class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` in what the server forks, and where a test puts it: our own modules are forked as well."""
 
     def __new__(cls, args: Any, **options: Any) -> Any:
-        if _address is not None and isinstance(args, list | tuple) and args[:1] == type(args)([sys.executable]):
+        if isinstance(args, list | tuple) and args[0] == sys.executable:
             arguments = [str(each) for each in args[1:]]
             named = arguments[arguments[0] == "-P" :][:2]
             if named[:1] == ["-m"] and named[1] in _MODULES:
@@ -288,13 +302,11 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 def _load() -> None:
     """Import what the processes of tests need, and what torch leaves for the first optimizer and the first ranks."""
-    subprocess.Popen = _ForkingPopen  # type: ignore[misc]
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
     import torch
-    import torch.distributed.elastic.agent.server.local_elastic_agent
-    import torch.distributed.optim
-    import torch.nn.parallel
 
-    import serving.app  # noqa: F401
+    for module in _LOADED:
+        importlib.import_module(module)
     from learner.config import OptimizerSettings
     from learner.optimizer import build_optimizer
 

@@ -24,7 +24,7 @@ from learner.sharing import Sharing, Terms, share
 from learner.strategies import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Trainer
-from tests.pipelines import LINEAR, Learner, events
+from tests.pipelines import LINEAR, Learner, encoded, events
 
 pytestmark = pytest.mark.any_broker
 
@@ -78,7 +78,9 @@ class After(nn.Module):
 def build():
     return nn.Sequential(nn.Linear(3, 3), Meeting(), After())
 """
-EVENTS = events(3000)
+EVENTS = encoded(events(6000))
+FEED_SECONDS = 0.5
+"""Between so many events; a learner that is slowed down has more to read than it takes."""
 
 
 def gives_way(learner: Learner) -> bool:
@@ -109,6 +111,7 @@ def begin(
         def feed() -> None:
             while not ended.is_set():
                 produce(kafka.bootstrap, topic, EVENTS)
+                ended.wait(FEED_SECONDS)
 
         feeding.append(threading.Thread(target=feed))
         feeding[-1].start()
