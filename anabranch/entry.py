@@ -4,11 +4,13 @@ Imports nothing of the four packages before it has seen that they are this distr
 """
 
 import argparse
+import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from anabranch.intruders import refuse_intruders
 
@@ -73,3 +75,9 @@ def enter(
                 work(config, stop)
 
     return run(work_until_stopped)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with `code`, and without a last search for garbage: with torch it takes 0.3 s of CPU."""
+    gc.freeze()
+    sys.exit(code)

@@ -16,7 +16,7 @@ from anabranch.daemon import Exit
 from anabranch.supervisor import Part, Supervisor
 from ingest.failure import state_errors
 from serving.crew import COUNTS_VARIABLE, Crew
-from serving.listener import address_of, listen_patiently
+from serving.listener import address_of, check_tls, listen_patiently
 from serving.report import STOPPED, ServingReport, write_report
 
 _LOOK_SECONDS = 0.05
@@ -31,10 +31,12 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
     """Keep the workers alive until `stop` is set (DONE), or one of them ends in a way that a restart cannot mend.
 
     Raises:
-        SettingsError: the address or the port cannot be taken, or this user may not write to the state directory.
+        SettingsError: certificate and key cannot be used, the address or the port cannot be taken, or this user may
+            not write to the state directory.
         DependencyError: the state directory cannot be written for now.
     """
     settings = config.pipeline.serving
+    check_tls(settings.tls, config.folder)  # each worker would find out by itself, seconds later
     with state_errors(f"state_dir: cannot write to {config.state_dir}"):
         config.state_dir.mkdir(parents=True, exist_ok=True)
     with (

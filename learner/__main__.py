@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.entry import enter
+from anabranch.entry import enter, leave
 
 if TYPE_CHECKING:
     from anabranch.config import Config
@@ -44,13 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def prepare() -> None:
     """Import what a learner needs, and what torch leaves for the first optimizer; touches no device and no file."""
-    import torch
+    gc.disable()  # nothing of it is garbage
+    try:
+        import torch
 
-    import learner.session  # noqa: F401 what takes seconds
-    from learner.config import OptimizerSettings
-    from learner.optimizer import build_optimizer
+        import learner.session  # noqa: F401 what takes seconds
+        from learner.config import OptimizerSettings
+        from learner.optimizer import build_optimizer
 
-    build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
+        build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
+    finally:
+        gc.enable()
 
 
 def learn_config(config: "Config", stop: threading.Event) -> None:
@@ -101,6 +105,7 @@ def _rank(group: Path, arguments: list[str]) -> int:
         from learner.replica import follow_leader
         from learner.session import learn
 
+        gc.disable()  # as `learn_config` does
         stop_with_launcher(stop)
         place = take_place(group, config.pipeline.learner)
         try:
@@ -151,4 +156,4 @@ def deployment_of(config: "Config", rows: int | None = None) -> "Deployment":
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -41,6 +41,7 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
             if sharing is not None:
                 sharing.attend(trainer, place.size)
             gc.freeze()  # as rank 0 does
+            gc.enable()
             return trainer, replicas
 
         follow(channel, make)

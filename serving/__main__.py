@@ -4,12 +4,13 @@ With `serving.workers` it starts so many of itself, each of which is told its pl
 """
 
 import argparse
+import gc
 import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.entry import enter
+from anabranch.entry import enter, leave
 
 if TYPE_CHECKING:
     from anabranch.config import Config
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
             codes.append(serve_by_workers(config, stop))
         else:
+            gc.disable()  # until all is there, of which nothing is garbage
             from serving.server import serve
 
             serve(_deployment(config), config.pipeline.serving, stop)
@@ -43,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) -> None:
     """Be one of several workers."""
+    gc.disable()  # as above
     from serving.crew import Crew, Worker
     from serving.listener import inherited
     from serving.server import serve
@@ -69,4 +72,4 @@ def _deployment(config: "Config") -> "Deployment":
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -25,7 +25,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingest.errors import SettingsError
 from serving.acceptor import Acceptor, most_connections
 from serving.access import check_host, check_order
 from serving.body import Bodies, HangUp, Held, HungUpError
@@ -41,6 +40,7 @@ from serving.errors import (
     TokenError,
     shorten,
 )
+from serving.listener import tls_errors
 from serving.metrics import Metrics
 from serving.openapi import whole
 from serving.overview import Overview
@@ -114,10 +114,8 @@ class HttpServer:
 
     def load(self) -> None:
         """Read certificate and key; raises SettingsError when they cannot be used."""
-        try:
+        with tls_errors():
             self._server.config.load()
-        except OSError as exc:  # ssl.SSLError is one
-            raise SettingsError(f"serving.tls: the certificate and key cannot be used: {exc}") from exc
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer requests until `stop`, then finish those in flight; closes the listener."""

@@ -1,14 +1,18 @@
 """The socket that serving listens on. Loads neither torch nor the web framework."""
 
+import contextlib
 import errno
 import logging
 import os
 import socket
+import ssl
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 from ingest.errors import SettingsError
-from serving.config import ServingSettings
+from serving.config import ServingSettings, TlsSettings
 
 log = logging.getLogger("anabranch.serving")
 
@@ -47,6 +51,22 @@ def listen(host: str, port: int) -> socket.socket:
         key = f"serving.port = {port}" if exc.errno == errno.EACCES else f'serving.host = "{host}"'
         raise SettingsError(f"{key} cannot be listened on: {exc.strerror}") from exc
     return listener
+
+
+@contextlib.contextmanager
+def tls_errors() -> Iterator[None]:
+    """Raise SettingsError for what goes wrong with certificate and key."""
+    try:
+        yield
+    except OSError as exc:  # ssl.SSLError is one
+        raise SettingsError(f"serving.tls: the certificate and key cannot be used: {exc}") from exc
+
+
+def check_tls(tls: TlsSettings, folder: Path) -> None:
+    """Raise SettingsError when there are certificate and key, and they cannot be used."""
+    if tls.cert is not None and tls.key is not None:
+        with tls_errors():
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(folder / tls.cert, folder / tls.key)
 
 
 def listen_patiently(host: str, port: int, patience: timedelta) -> socket.socket:

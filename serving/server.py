@@ -116,6 +116,7 @@ class _Process:
             http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)
             http.load()
             gc.freeze()  # a look at all that is imported takes a tenth of a second, in which nobody is answered
+            gc.enable()
             stack.enter_context(self._swap)
             stack.enter_context(self._shadow)
             log.info("serving %s on %s/v2/models/%s", self._deployment.name, self._address, self._deployment.name)

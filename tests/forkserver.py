@@ -126,15 +126,26 @@ class Child(NamedTuple):
 
 
 def children(process: Any) -> list[Child]:
-    """Return the living children of a process that `start` has started."""
-    if not isinstance(process, Forked):
-        found = psutil.Process(process.pid).children()
-        return [Child(each, each.cmdline(), each.environ()) for each in found]
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(_server())
-        connection.sendall(_LENGTH.pack(0) + _NUMBER.pack(process.pid))
-        told = json.loads(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
-    return [Child(psutil.Process(pid), each["arguments"], each["environment"]) for pid, each in told]
+    """Return the living children of a process: those that were forked for it, and its own."""
+    found = []
+    for each in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(Child(each, each.cmdline(), each.environ()))
+    if _forks() and _server.cache_info().currsize:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(_server())
+            connection.sendall(_LENGTH.pack(0) + _NUMBER.pack(process.pid))
+            told = json.loads(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
+        for pid, request in told:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(Child(psutil.Process(pid), request["arguments"], request["environment"]))
+    return found
+
+
+def descendants(process: Any) -> list[psutil.Process]:
+    """Return its children, theirs, and so on."""
+    found = [child.process for child in children(process)]
+    return [*found, *(each for child in found for each in descendants(child))]
 
 
 class Forked:
@@ -209,7 +220,7 @@ class Forked:
         readers = [
             threading.Thread(target=read, args=(number, pipe), daemon=True)
             for number, pipe in ((1, self.stdout), (2, self.stderr))
-            if pipe is not None
+            if pipe is not None and not pipe.closed
         ]
         for reader in readers:
             reader.start()
@@ -348,6 +359,9 @@ def _serve(listener: socket.socket) -> None:
                         request = json.loads(_exactly(connection, _LENGTH.unpack(length)[0]))
                         pid = os.fork()
                         if not pid:
+                            if request["leads"]:
+                                os.setsid()
+                            connection.sendall(_NUMBER.pack(os.getpid()))
                             for each in (listener, connection, ready, *(one.connection for one in children.values())):
                                 each.close()
                             os.close(woken)
@@ -357,7 +371,6 @@ def _serve(listener: socket.socket) -> None:
                         children[pid] = _Served(request, connection)
                         for fd in fds:
                             os.close(fd)
-                        connection.sendall(_NUMBER.pack(pid))
 
 
 def _tell_children(connection: socket.socket, children: Mapping[int, _Served]) -> None:
@@ -381,8 +394,6 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
     """Be the process that was asked for."""
     import numpy as np
 
-    if request["leads"]:
-        os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -392,6 +403,7 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
     for fd, number in zip(waiting, (0, 1, 2, *request["passed"]), strict=True):
         os.dup2(fd, number)
         os.close(fd)
+    tempfile.tempdir = None  # what TMPDIR says is asked for again
     os.environ.clear()
     os.environ.update(request["environment"])
     os.getppid = lambda: request["parent"]  # who asked for it

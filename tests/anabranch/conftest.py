@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from anabranch.init import write_example
+from tests import forkserver
 
 PATIENCE_SECONDS = 60.0
 
@@ -55,12 +56,16 @@ def example(tmp_path):
 
 @pytest.fixture
 def spawn():
-    """Starts `python -c/-m ...` with pipes, in a session of its own; whatever is left of it is killed at the end."""
+    """Starts `python -c/-m ...` with pipes, in a session of its own; whatever is left of it is killed at the end.
+
+    What is of `anabranch` is forked.
+    """
     processes = []
 
     def start(*arguments, environment=None, **options):
-        process = subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
+        command = [str(each) for each in arguments]
+        process = (forkserver.start if command[:2] == ["-m", "anabranch"] else start_python)(
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -71,6 +76,9 @@ def spawn():
         )
         processes.append(process)
         return process
+
+    def start_python(command, **options):
+        return subprocess.Popen([sys.executable, *command], **options)
 
     yield start
     for process in processes:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import time
 
 import msgspec
 import pytest
@@ -169,9 +168,7 @@ def test_the_panel_shows_every_figure(figures, tmp_path, width):
     console = Console(width=width, height=60, file=io.StringIO(), force_terminal=True, color_system=None)
     with LivePanel(console, "http://127.0.0.1:8000", "digits", tmp_path / "request.json") as panel:
         panel.show(figures())
-        begin = time.monotonic()
         panel.show(figures(sent=101))
-        assert time.monotonic() - begin < 1
     text = console.file.getvalue()
     for part in ("100 events", "trained 90", "90%", "80%", "10%", "90 old events in device", "version 11"):
         assert part in text

@@ -140,11 +140,11 @@ class Pipeline:
 
 @contextlib.contextmanager
 def asked_all_the_while(pipeline):
-    """Asks without a pause until the end."""
+    """Asks again and again until the end."""
     done, replies = threading.Event(), []
 
     def run():
-        while not done.is_set():
+        while not done.wait(0.02):
             replies.append(pipeline.ask())
 
     asker = threading.Thread(target=run)

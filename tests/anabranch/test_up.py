@@ -60,11 +60,11 @@ def trained_through(anabranch):
 
 @contextlib.contextmanager
 def asked_all_the_while(ask):
-    """Asks without a pause until the end; each reply has to be a good one, and none may know less than one before."""
+    """Asks again and again until the end; each reply has to be a good one, and none may know less than one before."""
     done, replies = threading.Event(), []
 
     def run():
-        while not done.is_set():
+        while not done.wait(0.02):
             replies.append(ask())
 
     asker = threading.Thread(target=run)

@@ -1,6 +1,5 @@
 """`python -m serving` as a process: what it loads, how it ends, and with which exit code."""
 
-import os
 import re
 import signal
 import subprocess
@@ -18,17 +17,17 @@ from anabranch.daemon import Exit
 from ingest.schema import Schema
 from serving.listener import listen
 from serving.report import read_report
+from tests import forkserver
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "serving", *arguments],
+def start(*arguments: str) -> Any:
+    return forkserver.start(
+        ["-m", "serving", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -37,9 +36,7 @@ def start(*arguments: str) -> "subprocess.Popen[str]":
 
 
 @contextmanager
-def daemon(
-    path: Path, eventually: Callable[..., Any], *arguments: str
-) -> "Iterator[tuple[subprocess.Popen[str], str]]":
+def daemon(path: Path, eventually: Callable[..., Any], *arguments: str) -> Iterator[tuple[Any, str]]:
     process = start("-c", str(path), *arguments)
     try:
         report = eventually(lambda: process.poll() is not None or read_report(path.parent / "var"), 60)
