@@ -7,12 +7,12 @@ pass slots to and fro, so there is nothing to lock.
 
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 
 import numpy as np
 
+from ingest.anonymous_file import anonymous_file
 from ingest.block import Array, BlockLayout
 from ingest.errors import SettingsError
 
@@ -74,14 +74,3 @@ def _rows_of_a_slot(layout: BlockLayout, buffer_bytes: int) -> int:
             f"so at least {layout.slot_bytes(1) * _SLOTS} are needed"
         )
     return rows
-
-
-def anonymous_file(size: int) -> int:
-    """Make a file of so many bytes that has no name, and return its descriptor."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("anabranch-ring", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.truncate(descriptor, size)
-    return descriptor

@@ -221,7 +221,7 @@ def test_tests_are_no_packages():
         ("anabranch.orders", ["torch", "kafka", "fastapi"]),
         ("ingest.source", ["torch", "kafka", "confluent_kafka"]),
         ("replay.neighbours", ["torch", "faiss"]),
-        ("replay.index_process", ["torch"]),
+        ("replay.index_process", ["torch", "pydantic"]),
         ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow"]),
         *((f"{package}.config", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]) for package in PACKAGES),
     ],
