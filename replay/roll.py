@@ -128,7 +128,8 @@ class Roll:
         """Return what the importance of n events held is made of: their rates and shares, float64 `[n]` each."""
         group = self.admission.group(records["label"].astype(np.int64), cluster)
         share = self.entries.counts / np.maximum(1, self._offered)
-        mean = self._weight / max(1, int(self._offered.sum()))
+        # Nothing of weight is counted where all that is held was offered out of its partition's order.
+        mean = self._weight / max(1, int(self._offered.sum())) or 1.0
         return self.admission.rates(self.quotas.thresholds[group], records["time_s"], share[group], mean)
 
     def hold(self, number: int) -> tuple[Change, dict[str, Any]]:
