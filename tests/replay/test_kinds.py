@@ -173,10 +173,10 @@ def test_a_cut_whose_rows_are_in_a_tier_of_an_unknown_kind_is_refused(schema: Sc
 
 
 def test_the_order_of_the_dict_says_which_tier_is_the_home(
-    schema: Schema, build: Build, mortal_redis: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    schema: Schema, build: Build, shared_redis: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(kinds, "TIERS", dict(reversed(kinds.TIERS.items())))
-    redis = {"url": mortal_redis.url, "bytes": "1MB"}
+    redis = {"url": shared_redis.url, "bytes": "1MB"}
     options = {"disk": {"bytes": "20kB"}, "redis": redis, "device_bytes": 0}
     store = build(options)
     fill(store, schema, 0, 1000)

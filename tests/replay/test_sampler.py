@@ -167,9 +167,10 @@ class TestEven:
 
 class TestRecent:
     def test_one_half_as_likely_for_each_half_life_that_it_is_older(self) -> None:
+        """Draws enough to tell a factor of 1.8 or 2.2 from 2 in all of 4,000 trials."""
         bench = Bench("recent")
         bench.add(300, hours=np.repeat(np.arange(6), 50))
-        counts = bench.places(1, 12_000)[0].reshape(6, 50).sum(axis=1)
+        counts = bench.places(1, 5000)[0].reshape(6, 50).sum(axis=1)
         assert chi_square(counts, 2.0 ** np.arange(6)) < 4.5
 
     def test_no_span_of_time_is_too_long_or_too_far_back(self) -> None:
@@ -199,23 +200,25 @@ class TestRecent:
 @pytest.mark.slow
 class TestLoss:
     def test_probability_and_correction_are_those_of_the_paper(self) -> None:
+        """Draws enough to tell an exponent of 0.5 or 0.7 from 0.6, in 998 of 1,000 trials."""
         bench = Bench("loss")
         losses = np.geomspace(0.01, 50, 100).astype(np.float32)
         bench.sampler.learned(bench.add(100), losses)
         weights = losses.astype(np.float64) ** 0.6
-        assert chi_square(bench.places(1, 20_000)[0], weights) < 4.5
+        assert chi_square(bench.places(1, 8000)[0], weights) < 4.5
         choice = bench.choose(30)
         chosen = bench.offsets(choice.slots)
         expected = (100 * weights[chosen] / weights.sum()) ** -0.4
         assert choice.correction == pytest.approx(expected / expected.max(), rel=1e-6)
 
     def test_an_event_without_a_loss_has_a_high_one_of_those_heard_last(self) -> None:
+        """Draws enough to tell 32 ** 0.6 from the 1 of the others and from the 32 itself in all of 4,000 trials."""
         bench = Bench("loss")
         bench.sampler.learned(bench.add(50), np.full(50, 32.0, np.float32))
         bench.sampler.learned(bench.entries.slots[10:50], np.full(40, 1.0, np.float32))
         bench.add(50)
         expected = np.array([*[8.0] * 10, *[1.0] * 40, *[8.0] * 50])
-        assert chi_square(bench.places(1, 20_000)[0], expected) < 4.5
+        assert chi_square(bench.places(1, 5000)[0], expected) < 4.5
 
     @pytest.mark.parametrize("known", [2, 900])
     def test_one_outlier_says_nothing_of_events_that_come_after_it(self, known: int) -> None:

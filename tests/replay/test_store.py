@@ -19,6 +19,7 @@ from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.identity import identity_hash, partition_base
 from ingest.schema import Schema
+from replay import kinds
 from replay.admission import exponentials
 from replay.build import build_store
 from replay.config import ReplaySettings
@@ -300,6 +301,15 @@ def test_offering_again_changes_no_importance_either(schema: Schema) -> None:
     assert drawn[0] == drawn[1] == drawn[2]
 
 
+def test_events_out_of_order_have_an_importance_though_none_of_weight_was_counted(schema: Schema) -> None:
+    store = build_store(ReplaySettings(capacity=50, admission="recent"), schema, torch.device("cpu"), 0)
+    columns = fake_columns(schema, range(10)[::-1])
+    columns["weight"][:] = [0.0, *[1.0] * 9]
+    store.add(columns, PARTITIONS)
+    draw = store.fetch(store.plan(0, 50))
+    assert draw.importance.tolist() == [1.0] * 9
+
+
 def test_a_burst_larger_than_the_room_for_it_is_taken_in_pieces(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(10)
     total = 3 * store.burst + 7
@@ -406,10 +416,9 @@ class TestDraws:
         assert one.plan(9, 20).records["offset"].tolist() == two.plan(9, 20).records["offset"].tolist()
         assert one.plan(9, 20).records["offset"].tolist() != one.plan(10, 20).records["offset"].tolist()
 
-    @pytest.mark.slow
-    def test_uniform_means_uniform(self, schema: Schema, make_store: MakeStore) -> None:
+    def test_uniform_means_uniform(self, schema: Schema) -> None:
         """Chi-square over 64 events: the statistic of 63 degrees of freedom exceeds 110 once in 5,000 fair trials."""
-        store = make_store(64)
+        store = build_store(ReplaySettings(capacity=64), schema, torch.device("cpu"), 0)
         store.add(fake_columns(schema, range(64)), PARTITIONS)
         alone, ahead, first = np.zeros(64), np.zeros(64), np.zeros(64)
         for step in range(4000):
@@ -422,17 +431,35 @@ class TestDraws:
             expected = counts.sum() / 64
             assert ((counts - expected) ** 2 / expected).sum() < 110
 
-    @pytest.mark.slow
-    def test_what_is_held_is_a_uniform_sample_of_the_stream(self, schema: Schema, make_store: MakeStore) -> None:
+    def test_what_is_held_is_a_uniform_sample_of_the_stream(self, schema: Schema) -> None:
         """Each tenth of the stream has the same share, over many seeds: 9 degrees of freedom, 33 once in 8,000."""
         counts = np.zeros(10)
         for seed in range(40):
-            store = make_store(100, seed)
+            store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), seed)
             for begin in range(0, 4000, 250):
                 store.add(fake_columns(schema, range(begin, begin + 250)), PARTITIONS)
             counts += np.bincount(store.entries.copy()["offset"] // 400, minlength=10)
         expected = counts.sum() / 10
         assert ((counts - expected) ** 2 / expected).sum() < 33
+
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_no_tier_changes_what_is_held_or_drawn(
+        self, schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, seed: int
+    ) -> None:
+        """So what is uniform in memory is so in every tier: the same events at the same places of every draw."""
+        store = make_store(64, seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(kinds, "TIERS", {})
+            memory = build_store(ReplaySettings(capacity=64), schema, torch.device("cpu"), seed)
+        for step in range(64):
+            drawn = []
+            for each in (memory, store):
+                each.add(fake_columns(schema, range(50 * step, 50 * step + 50)), PARTITIONS)
+                alone = each.plan(step, 8).records["offset"].tolist()
+                each.plan_ahead(step, 8)
+                drawn.append((alone, each.draw(step, 8).records["offset"].tolist()))
+            assert drawn[0] == drawn[1]
+            assert store.entries.copy()["offset"].tolist() == memory.entries.copy()["offset"].tolist()
 
 
 def test_bytes_decide_where_they_hold_less_than_the_capacity(schema: Schema, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,8 @@
 With the cutter of the learner, in a thread of its own, over a file in which slots are soon written again.
 """
 
-import contextlib
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -31,6 +31,7 @@ from learner.cut import Cuts
 from learner.cutter import Cutter, Moment
 from learner.metrics import LearnerMetrics
 from learner.replay_cut import unpack
+from replay import redis
 from replay.build import build_store
 from replay.clerk import Clerk
 from replay.config import ReplaySettings
@@ -172,6 +173,8 @@ def expect_whole(store: Store, schema: Schema) -> None:
     records = store.entries.records(slots)
     for partition in (0, 1):
         mine = records["partition"] == partition
+        if not mine.any():  # the first cut may be made before anything came
+            continue
         expected = columns_of(schema, partition, records["offset"][mine])
         for name, column in columns.items():
             assert column.numpy()[mine].tobytes() == np.ascontiguousarray(expected[name]).tobytes(), name
@@ -211,7 +214,13 @@ def one_thread() -> Iterator[None]:
     ],
 )
 def test_a_store_is_whole_after_kills_at_random_moments(
-    tmp_path: Path, one_thread: None, settings: str, kills: int, tiers: str, request: pytest.FixtureRequest
+    tmp_path: Path,
+    one_thread: None,
+    nursery: "_Nursery",
+    settings: str,
+    kills: int,
+    tiers: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     """After each: every event of the last cut, no torn one, no slot leaked, and the next draws bit for bit.
 
@@ -221,27 +230,26 @@ def test_a_store_is_whole_after_kills_at_random_moments(
     schema = Schema(SchemaSettings.model_validate(SCHEMA))
     moments, undisturbed, cuts = random.Random(kills), Undisturbed(schema, settings), Cuts(tmp_path / "cuts", "", 1)
     longest, crashes, newest = 0.15, 0, set[int]()
-    server = request.getfixturevalue("mortal_redis").url if "redis" in TIERS[tiers] else ""
-    with _nursery(tmp_path, settings, tiers, server) as nursery:
-        while crashes < kills:
-            pid = nursery.begin()
-            threading.Event().wait(moments.uniform(0.01, longest))
-            os.kill(pid, signal.SIGKILL)
-            nursery.await_end()
-            number = max(cuts.numbers(), default=0)
-            if number in newest | {0}:
-                longest *= 1.1  # for a slow machine: if lives end before a cut, nothing goes on
-            if not number:
-                continue
-            newest.add(number)
-            crashes += 1
-            for path in (tmp_path, *_with_the_oldest_alone(tmp_path, cuts.numbers())):
-                life = Life(path, schema, settings, tiers, server)
-                expect_whole(life.store, schema)
-                assert life.state() == undisturbed.state(life.step), "others are held or planned"
-                for step in range(life.step, life.step + AHEAD):
-                    assert digest_of(life.store.draw(step, DRAWN)) == undisturbed.draw(step)
-                life.close()
+    server = request.getfixturevalue("shared_redis").url if "redis" in TIERS[tiers] else ""
+    while crashes < kills:
+        pid = nursery.begin(str(tmp_path), settings, tiers, server)
+        threading.Event().wait(moments.uniform(0.01, longest))
+        os.kill(pid, signal.SIGKILL)
+        nursery.await_end()
+        number = max(cuts.numbers(), default=0)
+        if number in newest | {0}:
+            longest *= 1.1  # for a slow machine: if lives end before a cut, nothing goes on
+        if not number:
+            continue
+        newest.add(number)
+        crashes += 1
+        for path in (tmp_path, *_with_the_oldest_alone(tmp_path, cuts.numbers())):
+            life = Life(path, schema, settings, tiers, server)
+            expect_whole(life.store, schema)
+            assert life.state() == undisturbed.state(life.step), "others are held or planned"
+            for step in range(life.step, life.step + AHEAD):
+                assert digest_of(life.store.draw(step, DRAWN)) == undisturbed.draw(step)
+            life.close()
     assert len(newest) > kills / 4
 
 
@@ -262,41 +270,44 @@ class _Nursery:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def begin(self) -> int:
-        """Start a life, and return its pid."""
-        return int(self._tell())
+    def begin(self, *how: str) -> int:
+        """Start a life with these arguments, and return its pid."""
+        return int(self._tell(json.dumps(how)))
 
     def await_end(self) -> None:
         assert int(self._tell()) == -signal.SIGKILL, "it ended by itself"
 
-    def _tell(self) -> str:
+    def _tell(self, line: str = "") -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return self._process.stdout.readline()
 
 
-@contextlib.contextmanager
-def _nursery(path: Path, *how: str) -> Iterator[_Nursery]:
-    command = [sys.executable, __file__, str(path), *how]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[_Nursery]:
+    process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         yield _Nursery(process)
 
 
-def _breed(path: Path, settings: str, tiers: str, redis: str) -> None:
-    """Be the nursery: for every two lines that come in, a life's pid and how it ended go out."""
+def _breed() -> None:
+    """Be the nursery: for a line with a life's arguments its pid goes out, for the one after that how it ended."""
     schema = Schema(SchemaSettings.model_validate(SCHEMA))
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:  # the first step imports much, which a life would be too short for
-        warm = Life(Path(scratch), schema, settings, "disk")
-        warm.take_step()
-        warm.close()
-    for _ in sys.stdin:
+    redis._TIMEOUT_SECONDS = 60.0  # as for the fixture `shared_redis`
+    for settings in SETTINGS:
+        # The first step imports much, which a life would be too short for.
+        with tempfile.TemporaryDirectory() as scratch:
+            warm = Life(Path(scratch), schema, settings, "disk")
+            warm.take_step()
+            warm.close()
+    for line in sys.stdin:
         pid = os.fork()
         if not pid:
-            life = Life(path, schema, settings, tiers, redis)
+            path, *how = json.loads(line)
+            life = Life(Path(path), schema, *how)
             while True:
                 life.cut_if_due()
                 life.take_step()
@@ -307,4 +318,4 @@ def _breed(path: Path, settings: str, tiers: str, redis: str) -> None:
 
 
 if __name__ == "__main__":
-    _breed(Path(sys.argv[1]), *sys.argv[2:])
+    _breed()

@@ -33,7 +33,7 @@ def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[Op
             file = path / f"{row_bytes}.rows"
             tiers.append(DiskTier.open(file) if file.exists() else DiskTier.create(file, row_bytes, slots))
         else:
-            server = RedisServer(request.getfixturevalue("mortal_redis").url, "anabranch:test:rank-0:")
+            server = RedisServer(request.getfixturevalue("shared_redis").url, "anabranch:test:rank-0:")
             server.open(needed=True)
             tiers.append(RedisTier(server, f"g{row_bytes}", row_bytes, slots))
         return tiers[-1]

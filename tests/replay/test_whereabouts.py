@@ -15,6 +15,7 @@ from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.identity import partition_name
 from ingest.schema import Schema
+from replay import neighbours
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCuts
@@ -30,14 +31,14 @@ Build = Callable[..., Store]
 
 def place(offsets: np.ndarray) -> np.ndarray:
     """Most events lie at the first centre; one in 16 at each of the others."""
-    near = np.minimum(offsets % 16, DIM - 1)
-    near = np.where(offsets % 16 >= DIM, 0, near)
+    near = np.where(offsets % 16 >= DIM, 0, offsets % 16)
     jitter = np.random.default_rng(0).standard_normal((len(offsets), DIM))
     return (CENTRES[near] + 0.1 * jitter).astype(np.float32)
 
 
 @pytest.fixture
-def build(schema: Schema) -> Iterator[Build]:
+def build(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    monkeypatch.setattr(neighbours, "_REPORT_SECONDS", 0.01)
     stores: list[Store] = []
 
     def make(capacity: int = 9000, **options: Any) -> Store:
@@ -70,6 +71,7 @@ def until(condition: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 100
     while not (found := condition()):
         assert time.monotonic() < deadline
+        time.sleep(0.001)
     return found
 
 
