@@ -264,7 +264,9 @@ class _Infer:
         path = scope["path_params"]
         body = await held.read(receive, _header(scope, b"content-length"))
         async with HangUp(receive):
-            reply, length = await self._service.infer(path["name"], path.get("version"), body, header_length)
+            reply, length = await self._service.infer(
+                path["name"], path.get("version"), body, header_length, scope.get("client")
+            )
         if length is None:
             return Response(reply, media_type="application/json")
         return Response(reply, headers={HEADER_LENGTH: str(length)}, media_type="application/octet-stream")

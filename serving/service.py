@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import ParamSpec, TypeVar
 
 from learner.version import RegistryState
@@ -109,9 +109,11 @@ class Service:
         return state
 
     async def infer(
-        self, name: str, version: str | None, body: bytes, header_length: int | None
+        self, name: str, version: str | None, body: bytes, header_length: int | None, peer: Hashable = None
     ) -> tuple[bytes, int | None]:
         """Answer a request whole by one version; return the reply's body and the length of its JSON before binary data.
+
+        `peer` names the connection that it came on, where there is one.
 
         Raises:
             RequestError: it gets no prediction; the sentence says why.
@@ -119,7 +121,7 @@ class Service:
         self.check_name(name)
         request = await _run(len(body) > _LARGE_BYTES, self.signature.decode, body, header_length)
         chosen = await self._choose(request, version)
-        answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed)
+        answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed, peer)
         large = sum(answer.size for answer in answers.values()) > _LARGE_ELEMENTS
         reply = await _run(
             large, self.signature.encode, request, answers, self.name, chosen.name, chosen.trained_through

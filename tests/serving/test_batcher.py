@@ -2,10 +2,11 @@
 
 import asyncio
 import gc
+import math
 import tempfile
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,15 @@ from serving.errors import BadRequestError, CrowdedError, FailedError
 
 
 class FakeVersion:
-    """Doubles its input and notes the rows of each run; waits for `go_on` when it is cleared."""
+    """Doubles its input; fails on negative ones, or on all; waits for `go_on` when it is cleared.
+
+    `tried` are the rows of each run, `runs` those of the runs that did not fail.
+    """
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
         self.runs: list[int] = []
+        self.tried: list[int] = []
         self.threads: set[int] = set()
         self.running = threading.Event()
         self.go_on = threading.Event()
@@ -36,6 +41,7 @@ class FakeVersion:
         self.running.set()
         assert self.go_on.wait(30)
         self.threads.add(threading.get_ident())
+        self.tried.append(len(x))
         if self.broken or (x < 0).any():
             raise IndexError("index out of range in self\nand a second line")
         self.runs.append(len(x))
@@ -59,9 +65,9 @@ def batching(test: Callable[[Batcher], Awaitable[None]], **settings: Any) -> Non
     assert not bugs
 
 
-def ask(batcher: Batcher, version: FakeVersion, *values: float) -> asyncio.Task[Any]:
+def ask(batcher: Batcher, version: FakeVersion, *values: float, peer: Hashable = None) -> asyncio.Task[Any]:
     x = np.array(values, np.float32)
-    return asyncio.ensure_future(batcher.predict(version, {"x": x}, len(x)))  # type: ignore[arg-type]
+    return asyncio.ensure_future(batcher.predict(version, {"x": x}, len(x), peer=peer))  # type: ignore[arg-type]
 
 
 async def occupied(version: FakeVersion) -> None:
@@ -194,26 +200,109 @@ def test_an_input_on_which_the_model_fails_is_the_clients_fault_and_harms_no_oth
 
 
 def test_a_bad_input_among_many_is_found_by_halves() -> None:
+    assert runs_to_find(64, {40}) == 1 + 2 * 6
+
+
+@pytest.mark.parametrize("bad", [range(64), range(0, 64, 2), range(32), range(63), [0, 63], [3, 17, 40, 41]])
+def test_the_search_for_bad_inputs_costs_little_more_than_a_run_for_each_request(bad: Collection[int]) -> None:
+    assert runs_to_find(64, bad) <= 64 + 2 * 6 + 3
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 7, 33])
+def test_that_bound_holds_for_batches_of_any_size(n: int) -> None:
+    for bad in ([0], [n - 1], range(n), range(0, n, 2)):
+        assert runs_to_find(n, bad) <= n + 2 * int(math.log2(n)) + 3
+
+
+def runs_to_find(n: int, bad: Collection[int]) -> int:
+    """Return the runs of the model that a batch of `n` requests costs, of which these are bad."""
     version = FakeVersion()
-    attempts: list[int] = []
-    run = version.run
-
-    def counted(features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
-        attempts.append(len(features["x"]))
-        return run(features, embed)
-
-    version.run = counted  # type: ignore[method-assign]
 
     async def test(batcher: Batcher) -> None:
-        rows = [np.array([-1 if n == 40 else n], np.float32) for n in range(64)]
+        rows = [np.array([-1 if row in bad else row], np.float32) for row in range(n)]
         answers = await asyncio.gather(
             *(batcher.predict(version, {"x": row}, 1) for row in rows),  # type: ignore[arg-type]
             return_exceptions=True,
         )
-        assert [type(answer) for answer in answers] == [BadRequestError if n == 40 else dict for n in range(64)]
-        assert len(attempts) == 1 + 2 * 6
+        assert [type(answer) for answer in answers] == [BadRequestError if row in bad else dict for row in range(n)]
 
     batching(test)
+    return len(version.tried)
+
+
+def test_requests_of_a_client_that_made_the_model_raise_do_not_share_a_batch_again() -> None:
+    version = FakeVersion()
+
+    async def test(batcher: Batcher) -> None:
+        for _ in range(3):
+            version.tried.clear()
+            good = [ask(batcher, version, row, peer="good") for row in range(8)]
+            bad = [ask(batcher, version, -1, peer="bad") for _ in range(2)]
+            answers = await asyncio.gather(*good, *bad, return_exceptions=True)
+            assert [type(answer) for answer in answers] == [dict] * 8 + [BadRequestError] * 2
+        assert sorted(version.tried) == [1, 1, 8]
+
+    batching(test)
+
+
+def test_where_many_such_requests_wait_the_others_have_every_second_run() -> None:
+    version = FakeVersion()
+
+    async def test(batcher: Batcher) -> None:
+        with pytest.raises(BadRequestError):
+            await ask(batcher, version, -1, peer="bad")
+        version.go_on.clear()
+        version.running.clear()
+        first = ask(batcher, version, 0)
+        await occupied(version)
+        version.tried.clear()
+        bad = [ask(batcher, version, -1, peer="bad") for _ in range(4)]
+        good = [ask(batcher, version, 1, 2, peer="good") for _ in range(4)]
+        await asyncio.sleep(0)
+        version.go_on.set()
+        await asyncio.gather(first, *good, *bad, return_exceptions=True)
+        assert version.tried[1:] == [1, 4, 1, 4, 1, 1]
+
+    batching(test, max_batch=4, max_delay=timedelta(0))
+
+
+def test_rows_that_are_to_run_alone_count_among_those_that_wait_and_can_be_cancelled() -> None:
+    version = FakeVersion()
+
+    async def test(batcher: Batcher) -> None:
+        with pytest.raises(BadRequestError):
+            await ask(batcher, version, -1, peer="bad")
+        version.go_on.clear()
+        version.running.clear()
+        first = ask(batcher, version, 0)
+        await occupied(version)
+        waiting = ask(batcher, version, 1, 2, 3, peer="bad")
+        await asyncio.sleep(0)
+        with pytest.raises(CrowdedError, match="3 rows wait already"):
+            await ask(batcher, version, 4, 5)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        others = ask(batcher, version, 4, 5)
+        await asyncio.sleep(0)
+        version.go_on.set()
+        await asyncio.gather(first, others)
+
+    batching(test, max_queue=4, max_delay=timedelta(0))
+    assert version.runs == [1, 2]
+
+
+def test_a_model_that_fails_on_everything_is_held_against_no_client() -> None:
+    version = FakeVersion()
+    version.broken = True
+
+    async def test(batcher: Batcher) -> None:
+        with pytest.raises(FailedError):
+            await ask(batcher, version, 1, peer="a")
+        version.broken = False
+        await asyncio.gather(ask(batcher, version, 1, peer="a"), ask(batcher, version, 2, peer="b"))
+
+    batching(test)
+    assert version.runs == [2]
 
 
 def test_an_answer_that_is_not_finite_is_refused_alone() -> None:

@@ -25,6 +25,7 @@ from learner.errors import ModelError
 from learner.report import LearnerReport
 from learner.report import write_report as write_learner_report
 from serving.app import _Infer
+from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.listener import listen
 from serving.metrics import Metrics
@@ -341,6 +342,23 @@ def test_an_input_that_breaks_the_model_is_a_400_and_harms_nobody(deploy: Any, s
             assert sentence in response.json()["error"]
             assert "Traceback" not in response.text
         assert httpx.post(server.infer, json=body_of(1)).json()["outputs"][0]["data"] == [4.0]
+
+
+def test_the_batcher_can_tell_one_connection_from_another(
+    running: Any, body_of: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers: list[Any] = []
+    predict = Batcher.predict
+
+    async def noted(*args: Any) -> Any:
+        peers.append(args[-1])
+        return await predict(*args)
+
+    monkeypatch.setattr(Batcher, "predict", noted)
+    with httpx.Client() as one, httpx.Client() as other:
+        for client in (one, other, one):
+            assert client.post(running.infer, json=body_of(1)).status_code == 200
+    assert peers[0] == peers[2] != peers[1]
 
 
 @pytest.fixture
