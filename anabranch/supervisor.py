@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from anabranch.child_environment import without_admin_token
 from anabranch.config import Config
 from anabranch.daemon import Exit
 from ingest.failure import DamagedError, away_is_dependency, decoded
@@ -46,8 +47,8 @@ class Part:
     command: tuple[str, ...]
     report: Path | None = None
     """The file in which it tells its pid, and steps or a version once it has made progress."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of the supervisor."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables beside those of the supervisor; None removes one."""
     output: Path | None = None
     """File to which its stdout and stderr are appended; None passes them through."""
     stop_timeout: timedelta = timedelta(seconds=30)
@@ -277,8 +278,11 @@ class Supervisor:
             self._kill_leftovers()
 
 
-def pipeline_parts(config: Config) -> list[Part]:
-    """Return learner and serving of a pipeline."""
+def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) -> list[Part]:
+    """Return learner and serving of a pipeline whose config was loaded with these variables.
+
+    The learner, with its ingest and the user's model, is not given the admin token, which is for serving.
+    """
     # The path is made absolute because a part may not be started from the same folder.
     arguments = ("-c", str(config.path), "--supervised")
     learner_timeout = config.pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
@@ -289,6 +293,7 @@ def pipeline_parts(config: Config) -> list[Part]:
             "learner",
             learner,
             config.state_dir / LEARNER_REPORT,
+            without_admin_token(config.pipeline.serving.tokens, environment),
             stop_timeout=learner_timeout,
             has_run_before=has_run_before,
             standby=(*learner, "--standby") if config.pipeline.learner.standby else None,
@@ -362,6 +367,7 @@ def _goes_on(standby: subprocess.Popen[bytes]) -> bool:
 
 
 def _spawn(part: Part, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, **part.environment}
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(part.output.open("ab")) if part.output else None
         return subprocess.Popen(
@@ -369,7 +375,7 @@ def _spawn(part: Part, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            env={**os.environ, **part.environment},
+            env={name: value for name, value in environment.items() if value is not None},
             start_new_session=True,
             pass_fds=part.descriptors,
         )

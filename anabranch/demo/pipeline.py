@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anabranch.broker import free_port
+from anabranch.child_environment import without_admin_token
 from anabranch.config import ENVIRONMENT_PREFIX, Config, load_config
 from anabranch.init import write_example
 from anabranch.supervisor import Part, pipeline_parts
@@ -63,8 +64,8 @@ def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, twin: 
     for directory in (config.state_dir, folder / "logs"):
         directory.mkdir()
     parts = [
-        replace(part, environment=environment, output=folder / "logs" / f"{part.name}.log")
-        for part in pipeline_parts(config)
+        replace(part, environment={**environment, **part.environment}, output=folder / "logs" / f"{part.name}.log")
+        for part in pipeline_parts(config, environment)
     ]
     topics = {events: 2, dead: 1}
     if twin_state_dir is not None:
@@ -78,11 +79,12 @@ def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, twin: 
             "STATE_DIR": str(twin_state_dir),
         }
         topics[twin_dead] = 1
-        parts.append(_twin(config, twin_state_dir, {**environment, **_variables(changes)}))
+        withheld = without_admin_token(config.pipeline.serving.tokens, environment)
+        parts.append(_twin(config, twin_state_dir, {**environment, **_variables(changes), **withheld}))
     return DemoPipeline(config, environment, tuple(parts), topics, twin_state_dir)
 
 
-def _twin(config: Config, state_dir: Path, environment: Mapping[str, str]) -> Part:
+def _twin(config: Config, state_dir: Path, environment: Mapping[str, str | None]) -> Part:
     return Part(
         "twin",
         (sys.executable, "-P", "-m", "learner", "-c", str(config.path), "--supervised"),
