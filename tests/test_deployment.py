@@ -175,8 +175,37 @@ class TestCompose:
     def test_a_container_of_ours_can_write_to_nothing_but_the_state(self):
         for name in OURS:
             assert SERVICES[name]["read_only"] is True
-            assert SERVICES[name]["cap_drop"] == ["ALL"]
             assert [v for v in SERVICES[name]["volumes"] if not v.endswith(":ro")] == ["state:/var/lib/anabranch"]
+
+    @pytest.mark.parametrize("name", SERVICES)
+    def test_a_container_gains_no_privileges_and_cannot_take_the_whole_host(self, name):
+        service = SERVICES[name]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert 0 < service["pids_limit"] <= 1024
+        assert re.fullmatch(r"[1-9]\d*[mg]", service["mem_limit"])
+        assert all(":size=" in mount for mount in service.get("tmpfs", []))
+
+    def test_a_limit_of_memory_is_above_what_the_program_in_it_is_told_to_take(self):
+        megabytes = {"m": 1, "g": 1024}
+        limits = {name: int(it["mem_limit"][:-1]) * megabytes[it["mem_limit"][-1]] for name, it in SERVICES.items()}
+        heap = re.search(r"-Xmx(\d)g", SERVICES["kafka"]["environment"]["KAFKA_HEAP_OPTS"])[1]
+        redis = next(word for word in SERVICES["redis"]["command"] if re.fullmatch(r"\d+mb", word))
+        assert limits["kafka"] >= 2 * int(heap) * megabytes["g"]
+        assert limits["redis"] >= 2 * int(redis.removesuffix("mb"))
+
+    def test_of_what_asks_for_no_password_each_is_reached_by_those_alone_that_need_it(self):
+        networks = {name: set(service["networks"]) for name, service in SERVICES.items()}
+        assert set.union(*networks.values()) == set(compose()["networks"])
+        reached = {
+            name: {other for other in networks if networks[name] & networks[other]} - {name} for name in networks
+        }
+        assert reached["kafka"] == {"topics", "redis", "learner"}
+        assert reached["redis"] == {"topics", "kafka", "learner"}
+        assert reached["prometheus"] == {"learner", "serving", "node-exporter", "grafana"}
+        assert reached["grafana"] == {"prometheus"}
+        for name, service in SERVICES.items():
+            assert reached[name] >= set(service.get("depends_on", ()))
 
     def test_everything_that_is_mounted_is_there(self):
         named = set(compose()["volumes"])
