@@ -2,7 +2,8 @@
 
 Nothing here waits longer than a quarter of a second for it. A server that has not answered is *away*: it is not asked
 again until a thread of its own has reached it, so that a reader pays for an outage once. Every error of the client
-becomes an OSError here. KEYS and FLUSHDB are never sent: others may use the same server.
+becomes an OSError here. Replies are bounded in bytes: others may write values of any length. KEYS and FLUSHDB are never
+sent: others may use the same server.
 """
 
 import collections
@@ -28,6 +29,8 @@ _MOST_AT_ONCE = 256
 """Keys of one command, and ..."""
 _MOST_BYTES = 1_000_000
 """... their bytes: others wait while the server is at it."""
+_LONGEST_REPLY_BYTES = 2 * _MOST_BYTES
+"""Longest reply that is read, where a row is not longer than that."""
 _SWEPT_AT_ONCE = 500
 _SWEEP_PAUSE_SECONDS = 0.005
 _PROBE_LIFE_MS = 10_000
@@ -37,6 +40,62 @@ Sweep = Callable[[str], bool]
 """Tells of a key, without the prefix, whether it is an orphan."""
 
 log = logging.getLogger(__name__)
+
+
+class _ReplyTooLongError(redis.RedisError):
+    """The server sends more than any reply of this pipeline has; the connection is closed."""
+
+
+class _Limit:
+    """How many bytes a reply may have."""
+
+    def __init__(self) -> None:
+        self.bytes = _LONGEST_REPLY_BYTES
+
+    def allow(self, value_bytes: int) -> None:
+        """Allow replies with a value of so many bytes."""
+        self.bytes = max(self.bytes, 2 * value_bytes)
+
+
+class _BoundedSocket:
+    """A socket that receives no more than the limit after each send."""
+
+    def __init__(self, inner: Any, limit: _Limit) -> None:
+        self._inner = inner
+        self._limit = limit
+        self._received = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def sendall(self, data: Any) -> None:
+        self._received = 0
+        self._inner.sendall(data)
+
+    def recv(self, *arguments: Any) -> bytes:
+        data: bytes = self._inner.recv(*arguments)
+        self._count(len(data))
+        return data
+
+    def recv_into(self, *arguments: Any) -> int:
+        size: int = self._inner.recv_into(*arguments)
+        self._count(size)
+        return size
+
+    def _count(self, size: int) -> None:
+        self._received += size
+        if self._received > self._limit.bytes:
+            raise _ReplyTooLongError(f"a reply has more than {self._limit.bytes} bytes")
+
+
+def _bounded(connection: type[Any], limit: _Limit) -> type[Any]:
+    """Return a class of connections of that kind, such as TLS, whose sockets are bounded."""
+
+    class Bounded(connection):  # type: ignore[misc]
+        def _connect(self) -> Any:
+            return _BoundedSocket(super()._connect(), limit)
+
+    return Bounded
 
 
 class RedisServer:
@@ -58,7 +117,10 @@ class RedisServer:
             )
         except ValueError as exc:
             raise SettingsError(f"replay.redis.url cannot be used: {exc}") from exc
-        options = self._client.connection_pool.connection_kwargs
+        self._limit = _Limit()
+        pool = self._client.connection_pool
+        pool.connection_class = _bounded(pool.connection_class, self._limit)
+        options = pool.connection_kwargs
         _check_files(options)
         self.address = str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
         """Where it is, without user and password."""
@@ -113,12 +175,30 @@ class RedisServer:
     def get(self, keys: Sequence[str], value_bytes: int) -> list[bytes | None]:
         """Return the values of keys, `prefix` not included, of so many bytes each; None where there is none.
 
+        What others have written under the keys is not read beyond one byte more.
+
         Raises:
             OSError: it is away.
         """
+        self._limit.allow(value_bytes)
         found: list[bytes | None] = []
         for chunk in _chunks(len(keys), value_bytes):
-            found += self._ask(self._client.mget, [self.prefix + key for key in keys[chunk]])
+            found += self._ask(self._values, [self.prefix + key for key in keys[chunk]], value_bytes)
+        return found
+
+    def _values(self, names: Sequence[str], value_bytes: int) -> list[bytes | None]:
+        try:
+            found: list[Any] = self._client.mget(names)
+        except _ReplyTooLongError:
+            sentence = f"replay.redis: {self.address} has values that are no rows under this pipeline's keys"
+            if sentence != self._refusal:
+                log.warning("%s; who writes there?", sentence)
+            self._refusal = sentence
+            beginnings = self._client.pipeline(transaction=False)
+            for name in names:
+                beginnings.getrange(name, 0, value_bytes)
+            answers = beginnings.execute(raise_on_error=False)
+            found = [answer if isinstance(answer, bytes) and answer else None for answer in answers]
         return found
 
     def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import redis
 import torch
+from redis._parsers import _RESP2Parser
 
 from ingest.block import TopicPartition
 from ingest.errors import DependencyError, SettingsError
@@ -155,6 +156,37 @@ def test_a_server_that_became_a_replica_is_looked_for_anew_with_each_write(morta
         server.put(["1"], [memoryview(b"x")])
         assert server.ill is None
     client.close()
+
+
+@pytest.mark.parametrize("parser", ["hiredis", "python"])
+def test_a_value_of_any_length_under_its_keys_is_not_read_whole(
+    mortal_redis: Any, caplog: pytest.LogCaptureFixture, parser: str
+) -> None:
+    client = redis.Redis.from_url(mortal_redis.url)
+    with RedisServer(mortal_redis.url, "test:") as server:
+        if parser == "python":
+            server._client.connection_pool.connection_kwargs["parser_class"] = _RESP2Parser
+        server.open(needed=True)
+        server.put(["row", "other"], [memoryview(bytes(100))] * 2)
+        client.set("test:long", bytes(5_000_000))
+        client.lpush("test:list", 1)
+        for _ in range(2):
+            values = server.get(["row", "long", "missing", "list", "other"], 100)
+            assert [None if value is None else len(value) for value in values] == [100, 101, None, None, 100]
+        assert "has values that are no rows" in str(server.ill)
+        assert caplog.text.count("that are no rows") == 1
+        server.put(["long"], [memoryview(bytes(100))])
+        assert server.ill is None
+        assert server.get(["row", "long"], 100) == [bytes(100)] * 2
+    client.close()
+
+
+def test_a_row_that_is_longer_than_most_replies_is_read(mortal_redis: Any) -> None:
+    with RedisServer(mortal_redis.url, "test:") as server:
+        server.open(needed=True)
+        server.put(["row"], [memoryview(bytes(3_000_000))])
+        assert server.get(["row"], 3_000_000) == [bytes(3_000_000)]
+        assert server.ill is None
 
 
 def test_above_a_disk_a_pause_costs_one_wait_and_no_event(
