@@ -22,7 +22,7 @@ from ingest.identity import identity_hash, partition_name
 from ingest.schema import Schema
 from learner.cut import RANK, Cut, Cuts
 from learner.errors import CutError, MisfitError
-from learner.forgotten_cut import remembered
+from learner.forgotten_cut import check_age, remembered
 from learner.replay_cut import unpack
 from learner.report import read_report
 from learner.strategy import OUTPUT, kept
@@ -173,6 +173,7 @@ def _stored(config: Config) -> Stored:
                 raise
             continue
         if found is not None:
+            check_age(*found, log)
             number, cut = found[0], remembered(found[1], log.forgotten)[0]
             unpacked = unpack(cut)
             if cut.begins:

@@ -199,6 +199,8 @@ class Lag:
 
     ends: dict[TopicPartition, int] = field(default_factory=dict)
     ill: str | None = None
+    log_starts: dict[TopicPartition, int] = field(default_factory=dict)
+    """The first offset that each partition still has; empty unless it was asked for."""
 
 
 class Client(Protocol):
@@ -249,8 +251,8 @@ class Client(Protocol):
         """
         ...
 
-    def lag(self) -> Lag:
-        """Ask the broker how far it is; never raises for a broker that is away."""
+    def lag(self, *, log_starts: bool = False) -> Lag:
+        """Ask the broker how far it is, and how far back it goes; never raises for a broker that is away."""
         ...
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:

@@ -159,18 +159,23 @@ class ConfluentClient:
             self.assign(self._positions)
             raise
 
-    def lag(self) -> Lag:
-        """Ask for the end offsets, within two seconds, and whether the topics are still the same."""
+    def lag(self, *, log_starts: bool = False) -> Lag:
+        """Ask for the end offsets, and for the first ones, and whether the topics are still the same.
+
+        Each request takes two seconds at most.
+        """
         servers = self._settings.bootstrap_servers
         try:
             self._notice(self._described(_REQUEST_SECONDS))
             ends = self._offsets(list(self._positions), OffsetSpec.latest())
+            starts = self._offsets(list(self._positions), OffsetSpec.earliest()) if log_starts else {}
         except KafkaException as exc:
             return Lag({}, silent(servers, brief(exc)))
         except BrokerError as exc:
             return Lag({}, str(exc))
         # A broker may report less than it has already delivered, so what was delivered counts as well.
-        return Lag({partition: max(end, self._positions[partition]) for partition, end in ends.items()})
+        told = {partition: max(end, self._positions[partition]) for partition, end in ends.items()}
+        return Lag(told, log_starts=starts)
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:
         """Commit in the background, for lag tools."""

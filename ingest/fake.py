@@ -20,6 +20,8 @@ class FakePartition:
 
     messages: dict[int, bytes | None] = field(default_factory=dict)
     end: int = 0
+    start: int = 0
+    """The first offset that is still there."""
 
     def append(self, value: bytes | None) -> int:
         """Add a message and return its offset."""
@@ -83,9 +85,12 @@ class FakeClient:
         self._reach()
         return [self._messages(p, limit) for p, position in self._positions.items() if position < self._of(p).end]
 
-    def lag(self) -> Lag:
-        """The end of each partition."""
-        return Lag({}, "away") if self.away else Lag({p: self._of(p).end for p in self._positions})
+    def lag(self, *, log_starts: bool = False) -> Lag:
+        """The end and the first offset of each partition."""
+        if self.away:
+            return Lag({}, "away")
+        starts = {p: self._of(p).start for p in self._positions} if log_starts else {}
+        return Lag({p: self._of(p).end for p in self._positions}, log_starts=starts)
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:
         """Remember the positions."""

@@ -200,11 +200,13 @@ class KafkaPythonClient:
         partition = self._incarnations[tp.topic, tp.partition]
         return unreadable(partition, range(begin, end), exc.time_ms, exc.reason)
 
-    def lag(self) -> Lag:
-        """Ask for the end offsets, within two seconds."""
-        partitions = list(self._incarnations.values())
+    def lag(self, *, log_starts: bool = False) -> Lag:
+        """Ask for the end offsets, and for the first ones, within two seconds each."""
+        partitions, starts = list(self._incarnations.values()), {}
         try:
             ends = self._consumer.end_offsets([_theirs(p) for p in partitions], timeout_ms=_REQUEST_MS)
+            if log_starts:
+                starts = self._consumer.beginning_offsets([_theirs(p) for p in partitions], timeout_ms=_REQUEST_MS)
         except kafka_errors.KafkaError as exc:
             servers = self._settings.bootstrap_servers
             gone = [topic for topic in self._settings.topics if not self._consumer.partitions_for_topic(topic)]
@@ -213,7 +215,8 @@ class KafkaPythonClient:
         self._still = {tp for tp in self._behind if self._positions[tp] == self._before.get(tp)}
         self._before = dict(self._positions)
         # A broker may report less than it has already delivered, so what was delivered counts as well.
-        return Lag({p: max(int(ends[_theirs(p)]), self._positions[_theirs(p)]) for p in partitions})
+        told = {p: max(int(ends[_theirs(p)]), self._positions[_theirs(p)]) for p in partitions}
+        return Lag(told, log_starts={p: int(starts[_theirs(p)]) for p in partitions if _theirs(p) in starts})
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:
         """Commit in a thread of its own, for lag tools; skipped while the commit before is not done.

@@ -91,6 +91,8 @@ class Broker(msgspec.Struct, frozen=True, tag=True):
     ill: str | None
     time: float
     """When the broker was asked, by `time.monotonic` of the host on which the learner is."""
+    log_starts: list[tuple[int, int]] = []
+    """The first offset that the broker still has, by index of the partition; told every ten minutes."""
 
 
 class Passed(msgspec.Struct, frozen=True, tag=True):

@@ -61,13 +61,15 @@ class SharedBlock(Block):
 class Partition:
     """One partition as the source found it: `start` is this pipeline's first offset, `end` the broker's, if known.
 
-    A partition whose topic was made anew ends with what was read of it. `topic_id` is the topic's, if known.
+    A partition whose topic was made anew ends with what was read of it. `topic_id` is the topic's, if known, and
+    `log_start` the first offset that the broker still had ten minutes ago.
     """
 
     name: TopicPartition
     start: int
     end: int | None
     topic_id: str | None = None
+    log_start: int | None = None
 
 
 class Source:
@@ -99,6 +101,7 @@ class Source:
         self._marks: dict[TopicPartition, Mark] = {}
         self._starts: dict[TopicPartition, int] = {}
         self._ends: dict[int, int] = {}
+        self._log_starts: dict[int, int] = {}
         self._table: list[TopicPartition] = []
         self._paused = False
         self._passing = False
@@ -196,7 +199,9 @@ class Source:
         if self._partitions is None:
             self._there = frozenset(current(self._table).values())
             self._partitions = [
-                Partition(name, self._starts[name], self._ends.get(i), self._marks[name].topic_id)
+                Partition(
+                    name, self._starts[name], self._ends.get(i), self._marks[name].topic_id, self._log_starts.get(i)
+                )
                 if i in self._there
                 else Partition(name, self._starts[name], self._received[name].offset)
                 for i, name in enumerate(self._table)
@@ -327,6 +332,7 @@ class Source:
         if report.ends:
             self.told, self._partitions = report.time, None
         self._ends.update(report.ends)
+        self._log_starts.update(report.log_starts)
 
     def _note_silence(self) -> None:
         told = self._silence.look()

@@ -69,7 +69,8 @@ class Sources:
             found = list(self._first.partitions)
             for place, reader in enumerate(self._shares):
                 if reader:
-                    found[place] = replace(found[place], end=told[reader][place].end)
+                    theirs = told[reader][place]
+                    found[place] = replace(found[place], end=theirs.end, log_start=theirs.log_start)
             self._joined, self._joined_of = found, parts
         return self._joined
 

@@ -44,6 +44,8 @@ _LITTLE = 8
 """A poll that brings less than one in so many of a slot's rows has brought little."""
 _LETTER_TIMEOUT = timedelta(seconds=10)
 _LAG_SECONDS = 1.0
+_LOG_STARTS_SECONDS = 600.0
+"""A broker that crashes may forget the removals of its last minute: only what is removed this long is told."""
 _PARTITIONS_SECONDS = 5.0
 _BUSY_SHARE = 0.1
 """How much time counts towards a stall while all that is read comes in plenty: partitions may have to take turns."""
@@ -97,7 +99,9 @@ class Worker:
         self._ill: str | None = None
         self._fault: str | None = None
         self._fault_until = 0.0
-        self._next_lag = 0.0
+        self._next_lag = self._next_log_starts = 0.0
+        self._log_starts: dict[TopicPartition, int] = {}
+        """The first offset of each partition when that was last asked for."""
         self._stalls = Stalls()
         self._stall: str | None = None
         self._looked = time.monotonic()
@@ -385,9 +389,13 @@ class Worker:
         """Lag is told also while nothing is read: that is when it grows."""
         if time.monotonic() >= self._next_lag:
             asked = time.monotonic()
-            lag = self._client.lag()
+            lag = self._client.lag(log_starts=asked >= self._next_log_starts)
             if not lag.ill:
                 self._stall = self._stalled(lag.ends)
+            if lag.log_starts:
+                self._next_log_starts = asked + _LOG_STARTS_SECONDS
+                before, self._log_starts = self._log_starts, lag.log_starts
+                lag.log_starts = {p: min(before[p], first) for p, first in lag.log_starts.items() if p in before}
             self._report(lag, asked)
             self._next_lag = time.monotonic() + _LAG_SECONDS
 
@@ -410,10 +418,11 @@ class Worker:
             return
         self._unheard += 1
         ends = [(index, lag.ends[partition]) for index, partition in enumerate(self._table) if partition in lag.ends]
+        starts = [(index, lag.log_starts[name]) for index, name in enumerate(self._table) if name in lag.log_starts]
         fault = self._fault if time.monotonic() < self._fault_until else None
         send(
             self._connection,
-            Broker(ends, lag.ill or self._stall or fault, time.monotonic() if asked is None else asked),
+            Broker(ends, lag.ill or self._stall or fault, time.monotonic() if asked is None else asked, starts),
         )
 
 

@@ -34,6 +34,8 @@ from learner.tensor_file import Piece, TensorFile, digest_of, pieces_of
 from replay.files import MOST_BYTES, check_names
 
 STATE = "state.json"
+FORGOTTEN = "forgotten"
+"""What in the state says how many records of `forgotten.log` are applied to a cut."""
 FORMAT = 4
 SEGMENT = "segment-"
 """What the names of parts begin with that cuts share: events of the store, without which a cut can do."""
@@ -195,6 +197,21 @@ class Cuts:
     def part(self, number: int, part: str) -> dict[str, Tensor]:
         """Read one part of a cut; raises CutError when it is not what was written."""
         return load_tensors(self.read(self.manifest(number), self.name(number, part)))
+
+    def clean_of(self, through: int) -> int:
+        """Return the number of the last record of `forgotten.log`, up to `through`, of which no cut has an event.
+
+        0 while a cut is damaged, or of another release. Raises OSError where one cannot be read.
+        """
+        for number in self.numbers():
+            try:
+                manifest = self.manifest(number)
+                if not manifest.begins:
+                    state = decoded(self.read(manifest, f"{RANK}/{STATE}"), dict[str, Any])
+                    through = min(through, int(state.get(FORGOTTEN, 0)))
+            except (CutError, DamagedError):
+                return 0
+        return through
 
     def open(self, manifest: CutManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
         """Return the parts of a cut, whose tensors are read when they are looked at, and its state.

@@ -4,7 +4,7 @@ SettingsError
 |-- ModelError            the model's factory or its output does not fit (exit 2)
 |-- VersionError          a version directory cannot be used: missing, torn, or another schema's
 `-- CutError              a cut cannot be used: damaged
-    `-- MisfitError       ... or whole, and of another schema or release
+    `-- MisfitError       ... or whole, and of another schema or release, or too old
 
 RankLostError             another rank is gone: end, and all ranks begin again from the newest cut
 RankTooLargeError         a device ran out of memory: the same, with fewer events at once on this host
@@ -28,7 +28,7 @@ class CutError(SettingsError):
 
 
 class MisfitError(CutError):
-    """A cut is whole, and of another schema or release: a person has to decide, and no other cut takes its place."""
+    """A cut is whole, and of another schema or release, or too old: a person decides, and none takes its place."""
 
 
 class RankLostError(Exception):

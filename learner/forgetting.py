@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array, Outcome, SkipReason, TopicPartition
+from ingest.block import Array, Outcome, SkipReason, TopicPartition, current
 from ingest.errors import DependencyError
-from ingest.identity import partition_base
+from ingest.identity import partition_base, partition_name
+from ingest.source import Partition
 from learner.batches import Batch, Span
 from learner.cut import Cuts
 from learner.cut_eraser import Eraser
@@ -71,7 +72,9 @@ class Forgetting:
         self._looked = written.count
         self._erased = written.through
         self._count = _Count()
-        self._partitions: Sequence[TopicPartition] = ()
+        self._names: Sequence[TopicPartition] = ()
+        self._partitions: Sequence[Partition] = ()
+        self._positions: Positions = dict
         self._bases: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._tombstones = Tombstones()
         self._unwritten: list[Record] = []
@@ -91,6 +94,11 @@ class Forgetting:
         return self._erased
 
     @property
+    def looked(self) -> int:
+        """The number of the last record that is applied to store and guard set."""
+        return self._looked
+
+    @property
     def records(self) -> int:
         """How many records there are."""
         return self._log.count
@@ -108,12 +116,13 @@ class Forgetting:
         if self._erased < self._looked and self._clerk is not None:
             self._clerk.store.tiers.doubt()
 
-    def meet(self, partitions: Sequence[TopicPartition]) -> None:
-        """Learn of partitions by their index."""
-        if len(partitions) > len(self._partitions):
-            self._partitions = list(partitions)
-            self._bases = np.array([partition_base(name) for name in partitions], np.uint64)
-            self._tombstones.meet(self._partitions)
+    def meet(self, partitions: Sequence[Partition], positions: Positions) -> None:
+        """Learn of partitions by their index; `positions` returns how far they are learned."""
+        self._partitions, self._positions = partitions, positions
+        if len(partitions) > len(self._names):
+            self._names = [partition.name for partition in partitions]
+            self._bases = np.array([partition_base(name) for name in self._names], np.uint64)
+            self._tombstones.meet(self._names)
 
     def filter(self, batch: Batch, positions: Positions) -> Batch:
         """Write down what the tombstones of a batch forget, and return the batch without what is forgotten.
@@ -226,13 +235,30 @@ class Forgetting:
     def _compact(self) -> Iterator[None]:
         """Write the log anew, beside the steps, without what it need not say any more."""
         self._retry_at = None
-        compacting = _Job(lambda: _compact(ForgottenLog(self._log.path)))
+        written, log_starts = self._log.copy(), self._log_starts()
+        compacting = _Job(lambda: _compact(written, log_starts, self._cuts))
         yield from self._wait_for(compacting)
         if compacting.error is not None:
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             log.warning("%s cannot be written anew yet: %s", self._log.path, compacting.error)
         else:
             self._log.refresh()
+
+    def _log_starts(self) -> Mapping[str, int]:
+        """Return, by name of the partition, the first offset that may still be read: by Kafka, or in the ring.
+
+        A partition of a topic that was made anew, or whose log lost its end, is as far as the one in its place: after
+        beginning anew what both have is read under the first name.
+        """
+        there, positions = current(partition.name for partition in self._partitions), self._positions()
+        found = {}
+        for place, each in enumerate(self._partitions):
+            last = there[each.name.topic, each.name.partition]
+            first = self._partitions[last].log_start
+            if first is not None and each.name in positions:
+                read = first if last != place else positions[each.name].offset
+                found[partition_name(each.name)] = min(first, read)
+        return found
 
     def _wait_for(self, job: "_Job") -> Iterator[None]:
         while not self._cutter.run(job.run):
@@ -300,9 +326,9 @@ class _Job:
         self.done = True
 
 
-def _compact(written: ForgottenLog) -> Mapping[str, NDArray[np.int64]]:
+def _compact(written: ForgottenLog, log_starts: Mapping[str, int], cuts: Cuts) -> Mapping[str, NDArray[np.int64]]:
     try:
-        written.compact()
+        written.compact(log_starts, cuts.clean_of(written.through) if log_starts else 0)
     except DependencyError as exc:  # it cannot be read now, which the next try may
         raise OSError(str(exc)) from exc
     return {}

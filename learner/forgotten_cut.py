@@ -17,10 +17,12 @@ from torch import Tensor
 
 from ingest.block import TopicPartition
 from ingest.identity import partition_base
-from learner.cut import SEGMENT, Cut
+from learner.cut import FORGOTTEN, SEGMENT, Cut
+from learner.errors import MisfitError
 from replay.contents import ENTRY, PLANNED
 from replay.entries import columns_of
 from replay.forgotten import Forgotten
+from replay.forgotten_log import ForgottenLog
 from replay.sampler import by_position
 
 Tensors = Mapping[str, Tensor]
@@ -54,6 +56,15 @@ def without(tensors: Mapping[str, Tensors], state: Mapping[str, Any], forgotten:
                 found[part] = _erased(tensors[part], covered)
     changed = _standing(tensors["replay"], state["replay"], hits, forgotten, bases)
     return found | ({"replay": changed} if changed is not None else {})
+
+
+def check_age(number: int, cut: Cut, written: ForgottenLog) -> None:
+    """Raise MisfitError where the log does not know any more all that was forgotten since a cut was made."""
+    if not cut.begins and cut.state.get(FORGOTTEN, 0) < written.dropped:
+        raise MisfitError(
+            f"cut {number} was made before events were forgotten that {written.path} does not know any more, which "
+            "would come back with it; put a newer cut in its place, or begin anew by moving the cuts away"
+        )
 
 
 def remembered(cut: Cut, forgotten: Forgotten) -> tuple[Cut, tuple[int, int]]:

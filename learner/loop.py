@@ -17,7 +17,7 @@ from ingest.sources import Sources
 from learner.batches import Batch, Batches
 from learner.config import LearnerSettings
 from learner.counting import OutcomeCounters
-from learner.cut import Cut
+from learner.cut import FORGOTTEN, Cut
 from learner.cutter import Cutter, Moment
 from learner.deadline import Deadline
 from learner.drift import Drift
@@ -379,7 +379,7 @@ class Loop:
         partitions = self._parts.source.partitions
         if partitions is not self._met:
             self._met = partitions
-            self._parts.forgetting.meet([partition.name for partition in partitions])
+            self._parts.forgetting.meet(partitions, lambda: self.ledger.positions)
             for index, partition in enumerate(partitions):
                 if index == len(self.ledger.partitions):
                     self.ledger.take_up(partition.name, partition.start)
@@ -458,6 +458,7 @@ class Loop:
             "batches": self._batches.state(),
             "lag": parts.lag.state(),
             "gate": parts.publisher.jury.state(),
+            FORGOTTEN: parts.forgetting.looked,
         }
         return Moment(self.steps, tensors, state, parts.clerk.store.hold(number) if parts.clerk is not None else None)
 

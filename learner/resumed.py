@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ingest.errors import SettingsError
 from learner.cut import RANK, Cut, Cuts
-from learner.forgotten_cut import remembered
+from learner.forgotten_cut import check_age, remembered
 from learner.loop import Loop
 from learner.replay_cut import unpack
 from learner.room import most_offered
@@ -15,7 +15,7 @@ from learner.workbench import Deployment, Workbench
 from replay.build import build_store
 from replay.contents import Contents
 from replay.disk_files import make_way
-from replay.forgotten import Forgotten
+from replay.forgotten_log import ForgottenLog
 from replay.segments import Segment
 from replay.store import Store
 
@@ -43,14 +43,15 @@ class Resumed:
     first: bool
 
     @classmethod
-    def newest(cls, cuts: Cuts, forgotten: Forgotten) -> "Resumed":
-        """Read the newest cut that is whole."""
+    def newest(cls, cuts: Cuts, written: ForgottenLog) -> "Resumed":
+        """Read the newest cut that is whole; raises CutError where it cannot be used."""
         cuts.clean()
         found = cuts.newest()
         if found is None:
             return cls(cuts, None, None, (), (0, 0), first=True)
         number, whole = found
-        cut, less = remembered(whole, forgotten)
+        check_age(number, whole, written)
+        cut, less = remembered(whole, written.forgotten)
         contents, segments = unpack(cut) or (None, ())
         return cls(cuts, (number, cut), contents, segments, less, first=cut.begins and cuts.numbers() == [number])
 

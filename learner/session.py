@@ -97,7 +97,7 @@ def learn(
         written.refresh()
         cuts, ranks = Cuts(deployment.state_dir / "cuts", schema.digest, epoch), place.size if place is not None else 1
         with away_is_dependency(_AWAY.format(cuts.path)):
-            resumed = Resumed.newest(cuts, written.forgotten)
+            resumed = Resumed.newest(cuts, written)
         store = resumed.store(deployment, bench, ranks)
         # Metal does not bear that two threads give it work at once.
         clerk = Clerk(store, beside=device.type != "mps") if store is not None else None

@@ -80,6 +80,8 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     """Of the partitions, uint64 `[P]`."""
     rows: bytes
     """The first offset of each that is not forgotten, int64 `[R, P]`."""
+    numbers: bytes
+    """The number of the last record that refers to each row, int64 `[R]`."""
     keys: bytes
     """Hashes of keys, rising, uint64."""
     rest: bytes
@@ -91,14 +93,16 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
 class Forgotten:
     """What some records cover. Used by one thread while it grows; a copy stays as it is.
 
-    Some 24 bytes a key, and 8 P for each row of ends, which records share. A record that a later one of the same key
-    covers takes nothing.
+    Some 24 bytes a key, and 8 P + 8 for each row of ends, which records share. A record that a later one of the same
+    key covers takes nothing.
     """
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         self._columns: dict[int, int] = {}
         """The place of each partition, by its base."""
         self._rows: NDArray[np.int64] = np.zeros((0, 1), np.int64)
+        self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
+        """Of each row, the number of the last record that refers to it."""
         self._used = 0
         self._last: Mapping[str, int] | None = None
         """What the last row was made from."""
@@ -118,12 +122,13 @@ class Forgotten:
     def nbytes(self) -> int:
         """Memory that it takes."""
         runs = sum(run.keys.nbytes + run.rest.nbytes for run in self._runs)
-        return runs + self._rows.nbytes + sum(ranges.nbytes for ranges in self._ranges.values())
+        return runs + self._rows.nbytes + self._numbers.nbytes + sum(ranges.nbytes for ranges in self._ranges.values())
 
     def copy(self) -> "Forgotten":
         """Return what is covered now, for another thread."""
         copy = Forgotten()
         copy._columns, copy._rows, copy._used = dict(self._columns), self._rows[: self._used], self._used
+        copy._numbers = self._numbers[: self._used].copy()
         copy._runs, copy._ranges = list(self._runs), dict(self._ranges)
         return copy
 
@@ -137,6 +142,7 @@ class Forgotten:
                 ranges.setdefault(base_of(record.partition), []).append((record.first, record.last))
                 continue
             row = self._row(record.up_to)
+            self._numbers[row] = max(self._numbers[row], record.number)
             beyond = [(end, row, self._column(base_of(name))) for name, end in record.beyond.items()]
             rest += beyond or [(0, row, _NONE)]
             keys += [int(record.key_hash, 16)] * max(1, len(beyond))
@@ -145,6 +151,33 @@ class Forgotten:
         for base, new in ranges.items():
             before = self._ranges.get(base, np.empty((2, 0), np.int64))
             self._ranges[base] = _merged(np.concatenate([before, np.array(new, np.int64).T], axis=1))
+
+    def drop(self, ends: Mapping[str, int], through: int) -> int:
+        """Drop what records by key up to number `through` cover, where all of it lies below `ends`.
+
+        Args:
+            ends: by name of the partition; nothing lies below those of others.
+            through: a number of a record.
+
+        Returns:
+            The highest number of a record that was dropped; 0 where none was.
+        """
+        below = np.zeros(self._rows.shape[1], np.int64)
+        for name, end in ends.items():
+            if (column := self._columns.get(base_of(name))) is not None:
+                below[column] = end
+        numbers = self._numbers[: self._used]
+        goes_R = (self._rows[: self._used] <= below).all(axis=1) & (numbers <= through)
+        runs, dropped = [], 0
+        for run in self._runs:
+            row, part = run.rest["row"], run.rest["part"]
+            goes = goes_R[row] & ((part == _NONE) | (run.rest["end"] <= below[np.where(part == _NONE, 0, part)]))
+            dropped = max(dropped, int(numbers[row[goes]].max(initial=0)))
+            runs.append(_Run(run.keys[~goes], run.rest[~goes]) if goes.any() else run)
+        if dropped:
+            self._runs = [run for run in runs if len(run)]
+            self._merge_all()
+        return dropped
 
     def knows(self, key: int, partition: str, offset: int) -> bool:
         """Whether a tombstone of a key at an offset of a partition says nothing that is not covered."""
@@ -183,6 +216,7 @@ class Forgotten:
         return Packed(
             bases=list(self._columns),
             rows=self._rows[: self._used].astype("<i8").tobytes(),
+            numbers=self._numbers[: self._used].astype("<i8").tobytes(),
             keys=runs[0].keys.astype("<u8").tobytes(),
             rest=runs[0].rest.tobytes(),
             ranges={base: (each[0].tolist(), each[1].tolist()) for base, each in self._ranges.items()},
@@ -194,6 +228,7 @@ class Forgotten:
         new = cls()
         new._columns = {base: place for place, base in enumerate(packed.bases)}
         new._rows = np.frombuffer(packed.rows, "<i8").astype(np.int64).reshape(-1, max(1, len(packed.bases)))
+        new._numbers = np.frombuffer(packed.numbers, "<i8").astype(np.int64)
         new._used = len(new._rows)
         if packed.keys:
             new._runs = [_Run(np.frombuffer(packed.keys, "<u8").astype(np.uint64), np.frombuffer(packed.rest, _REST))]
@@ -225,9 +260,9 @@ class Forgotten:
             return self._used - 1
         columns = np.array([self._column(base_of(name)) for name in up_to], np.int64)
         if self._used == len(self._rows):
-            self._rows = np.concatenate(
-                [self._rows, np.zeros((max(4, len(self._rows) // 2), self._rows.shape[1]), np.int64)]
-            )
+            more = max(4, len(self._rows) // 2)
+            self._rows = np.concatenate([self._rows, np.zeros((more, self._rows.shape[1]), np.int64)])
+            self._numbers = np.concatenate([self._numbers, np.zeros(more, np.int64)])
         np.maximum.at(self._rows[self._used], columns, np.array(list(up_to.values()), np.int64))
         self._used, self._last = self._used + 1, up_to
         return self._used - 1
@@ -251,7 +286,7 @@ class Forgotten:
             self._merge_last()
         if self._runs:
             self._runs = [self._without_covered(*self._joined(self._runs[-1:]))]
-            self._drop_rows()
+        self._drop_rows()
 
     def _merge_last(self) -> None:
         """Merge the last two runs; what was said of a key later comes later."""
@@ -281,14 +316,15 @@ class Forgotten:
 
     def _drop_rows(self) -> None:
         """Let go of rows that no record refers to any more, once they are half of all."""
-        (run,) = self._runs
+        run = self._runs[0] if self._runs else _Run(np.empty(0, np.uint64), np.empty(0, _REST))
         used = np.unique(run.rest["row"])
         if self._last is not None:
             used = np.union1d(used, np.array([self._used - 1], used.dtype))
         if 2 * len(used) < self._used:
             rest = run.rest.copy()
             rest["row"] = np.searchsorted(used, rest["row"])
-            self._runs, self._rows, self._used = [_Run(run.keys, rest)], self._rows[used], len(used)
+            self._runs = [_Run(run.keys, rest)] if len(run) else []
+            self._rows, self._numbers, self._used = self._rows[used], self._numbers[used], len(used)
 
 
 def _merged(ranges: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -48,6 +48,10 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="wha
     guard: int = 0
     ends: dict[str, int] = {}
     """Those of the last tombstone, to which lines that have none refer."""
+    dropped: int = 0
+    """The highest number of a record that was dropped: a cut that is older may have what it forgot."""
+    log_starts: dict[str, int] = {}
+    """Below which all lay that was dropped last: who has read the records drops the same."""
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied", tag_field="what"):
@@ -67,6 +71,7 @@ class PackedLine(msgspec.Struct, frozen=True, kw_only=True, tag="packed", tag_fi
     nonce: str
     bases: list[int] = []
     rows: bytes = b""
+    numbers: bytes = b""
     keys: bytes = b""
     rest: bytes = b""
     ranges: dict[int, tuple[list[int], list[int]]] = {}
@@ -178,20 +183,24 @@ class Secret:
                 nonce=nonce,
                 bases=packed.bases if first else [],
                 rows=packed.rows if first else b"",
+                numbers=packed.numbers if first else b"",
                 keys=self._hidden(packed.keys[begin : begin + 8 * _AT_ONCE], nonce),
                 rest=packed.rest[begin // 8 * _REST_BYTES : (begin // 8 + _AT_ONCE) * _REST_BYTES],
                 ranges=packed.ranges if first else {},
             )
             first = False
 
-    def unpack(self, lines: Sequence[PackedLine]) -> Forgotten:
-        """Return what they cover."""
+    def unpack(self, lines: Sequence[PackedLine], last: int) -> Forgotten:
+        """Return what they cover; the records of a log that does not say their numbers count as the `last` one."""
         if not lines:
             return Forgotten()
         keys = b"".join(self._hidden(line.keys, line.nonce) for line in lines)
         rest = b"".join(line.rest for line in lines)
         first = lines[0]
-        return Forgotten.unpacked(Packed(bases=first.bases, rows=first.rows, keys=keys, rest=rest, ranges=first.ranges))
+        rows = len(first.rows) // (8 * max(1, len(first.bases)))
+        numbers = first.numbers or last.to_bytes(8, "little") * rows
+        packed = Packed(bases=first.bases, rows=first.rows, numbers=numbers, keys=keys, rest=rest, ranges=first.ranges)
+        return Forgotten.unpacked(packed)
 
     def _mask(self, record: ByKey | KeyLine) -> int:
         """Return 64 bits that no other record has: who knows a hash, and one line of it, knows no other."""

@@ -5,15 +5,17 @@ torn by a crash, before anybody was told that it is there: it is cut off. A line
 checksum is damage, and is refused: what it said must not come back in silence.
 
 Now and then `compact` writes a new file, in which what all records cover is packed, and puts it in the place of the old
-one. Numbers go on from there, so that a log that lost records is told from one that is whole.
+one. Numbers go on from there, so that a log that lost records is told from one that is whole. Records by key whose
+events cannot be read again, nor come from a cut, are dropped then.
 """
 
 import contextlib
+import copy
 import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -59,6 +61,9 @@ class ForgottenLog:
         """The number of the last record that is known to be applied everywhere; 0 when none is."""
         self.store = self.guard = 0
         """Events of the store and of the guard set that were removed in all."""
+        self.dropped = 0
+        """The highest number of a record that was dropped: what it forgot may be in a cut that is older."""
+        self._log_starts: dict[str, int] = {}
         self._open: list[Record] = []
         """Those after `through`, in order."""
         self._fresh: list[Record] = []
@@ -152,8 +157,19 @@ class ForgottenLog:
         self.refresh()
         return records
 
-    def compact(self) -> None:
+    def copy(self) -> "ForgottenLog":
+        """Return the log as far as it was read, for another thread."""
+        new = copy.copy(self)
+        new.forgotten, new._open, new._fresh, new._packed = self.forgotten.copy(), list(self._open), [], []
+        return new
+
+    def compact(self, log_starts: Mapping[str, int] | None = None, through: int = 0) -> None:
         """Write the log anew, with what all records cover packed, and put it in the place of the old one.
+
+        Args:
+            log_starts: by name of the partition the first offset that may still be read.
+            through: the number of the last record of which no cut has events. With all its events below `log_starts`,
+                a record up to it, and of which is known that it is applied, is dropped.
 
         Whoever reads sees the old file or the new one. Most of it is done while others may append; what they did is
         taken over, under the lock, before the new one takes its place. A crash leaves a file that is written over.
@@ -162,10 +178,12 @@ class ForgottenLog:
             OSError: it cannot be written; the old one is as it was.
             SettingsError: what is there is damaged.
         """
-        whole = ForgottenLog(self.path)
+        whole = self.copy()
         whole.refresh()
         if whole._secret is None:
             return
+        if dropped := whole.forgotten.drop(log_starts or {}, min(through, whole.through)):
+            whole.dropped, whole._log_starts = max(dropped, whole.dropped), dict(log_starts or {})
         temporary = self.path.with_name(f"{NAME}{_TEMPORARY}")
         with _locked(temporary) as descriptor:
             os.ftruncate(descriptor, 0)
@@ -192,6 +210,8 @@ class ForgottenLog:
             store=self.store,
             guard=self.guard,
             ends=self._ends,
+            dropped=self.dropped,
+            log_starts=self._log_starts,
         )
         begin = len(encode(head)) + sum(map(len, packed))
         head = msgspec.structs.replace(head, tail=f"{begin:020d}")
@@ -226,12 +246,15 @@ class ForgottenLog:
             self._bytes = self._packed_bytes = int(head.tail)
             self._ends = head.ends
             self.through, self.store, self.guard = head.through, head.store, head.guard
+            self.forgotten.drop(head.log_starts, head.dropped)
+            self.dropped, self._log_starts = head.dropped, head.log_starts
             return
         secret = self._secret
         self._begin_anew()
         self._head, self._secret, self._bytes = line, secret, len(line)
         self.count, self.through, self._ends = head.records, head.through, head.ends
         self.store, self.guard, self._packed_bytes = head.store, head.guard, int(head.tail)
+        self.dropped, self._log_starts = head.dropped, head.log_starts
 
     def _known(self, head: Head) -> Secret:
         secret = Secret.read(self.path)
@@ -254,7 +277,7 @@ class ForgottenLog:
             self._take_record(said)
         self._bytes += len(line)
         if self._packed and self._bytes == self._packed_bytes and self._secret is not None:
-            self.forgotten, self._packed = self._secret.unpack(self._packed), []
+            self.forgotten, self._packed = self._secret.unpack(self._packed, self.count), []
 
     def _take_applied(self, said: Applied) -> None:
         self._open = self._open[max(0, said.through - (self.count - len(self._open))) :]

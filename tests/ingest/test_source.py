@@ -19,7 +19,7 @@ from kafka.errors import KafkaError
 
 from ingest import silence
 from ingest.block import Outcome, TopicPartition
-from ingest.client import DeadLetter
+from ingest.client import DeadLetter, Lag
 from ingest.clients import CLIENTS
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.confluent import ConfluentClient
@@ -536,6 +536,25 @@ def test_the_end_of_a_log_does_not_depend_on_what_is_committed(kafka: Any, make_
         assert client.log_ends([partition]) == {partition: 3}
         if transaction:
             assert client.first_offsets([partition], "latest", None) == {partition: 0}
+
+
+def test_how_far_back_a_partition_goes_is_told_with_the_lag_when_it_is_asked_for(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic(partitions=2)
+    named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [topic]}
+    settings = StreamSettings.model_validate(named).resolved("test")
+    produce(kafka.bootstrap, topic, [{}] * 9)
+    one, two = TopicPartition(topic, 0), TopicPartition(topic, 1)
+    with contextlib.closing(CLIENTS[settings.client](settings)) as reader:
+        reader.open()
+        reader.assign({one: 9, two: 0})
+        assert reader.lag(log_starts=True).log_starts == {one: 0, two: 0}
+        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+            admin.delete_records({KafkaPartition(topic, 0): 5})
+        lag = reader.lag(log_starts=True)
+        assert (lag.ends, lag.log_starts) == ({one: 9, two: 0}, {one: 5, two: 0})
+        assert reader.lag() == Lag({one: 9, two: 0})
 
 
 def test_an_aborted_transaction_at_the_end_is_not_waited_for(kafka: Any, make_topic: Callable[..., str]) -> None:

@@ -18,7 +18,7 @@ from ingest import stalls
 from ingest import worker as worker_module
 from ingest.assembler import Assembler
 from ingest.block import Block, BlockLayout, Coverage, Fingerprint, Outcome, TopicPartition
-from ingest.client import Messages
+from ingest.client import Lag, Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.decoded import Decoded
 from ingest.errors import GapError, RecreatedError
@@ -130,6 +130,43 @@ def test_blocks_cover_messages_and_gaps() -> None:
     assert block.columns["offset"].tolist() == [0, 4]
     (cover,) = block.coverage
     assert (cover.start, cover.end, cover.removed) == (0, 6, 0)
+
+
+def test_of_log_starts_only_what_was_so_ten_minutes_ago_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.0)
+    monkeypatch.setattr(worker_module, "_LOG_STARTS_SECONDS", 0.0)
+    starts, asked = [7, 9, 8, 10], itertools.count()
+
+    class Aging(FakeClient):
+        def lag(self, *, log_starts: bool = False) -> Lag:
+            if log_starts:
+                self.topics[P0].start = starts[min(next(asked), 3)]
+            return super().lag(log_starts=log_starts)
+
+    with learner(Aging({P0: FakePartition()})) as end:
+        told: list[int] = []
+        while len(told) < 4:
+            report = end.hear(lambda each: isinstance(each, Broker))
+            send(end.connection, Resume())
+            assert isinstance(report, Broker)
+            told += [first for _, first in report.log_starts]
+        assert told == [7, 8, 8, 10]
+
+
+def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.0)
+    asked: list[bool] = []
+
+    class Noting(FakeClient):
+        def lag(self, *, log_starts: bool = False) -> Lag:
+            asked.append(log_starts)
+            return super().lag(log_starts=log_starts)
+
+    with learner(Noting({P0: FakePartition()})) as end:
+        while len(asked) < 5:
+            end.hear(lambda each: isinstance(each, Broker))
+            send(end.connection, Resume())
+    assert asked[:5] == [True, False, False, False, False]
 
 
 def test_a_full_ring_stops_the_reading_until_a_slot_is_released() -> None:

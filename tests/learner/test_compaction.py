@@ -4,9 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ingest.block import TopicPartition
 from ingest.errors import DependencyError
+from ingest.identity import base_of
+from ingest.messages import Position
+from ingest.source import Partition
 from learner.forgetting import Forgetting
 from replay.forgotten import ByKey
 from replay.forgotten_file import Applied
@@ -17,6 +22,9 @@ class Cuts:
     """No cuts, in a thread that does at once what it is given."""
 
     busy = False
+
+    def clean_of(self, through: int) -> int:
+        return min(through, 8000)
 
     def run(self, work: Callable[[], object]) -> bool:
         work()
@@ -35,7 +43,7 @@ def test_a_learner_at_work_compacts_a_long_log_and_tries_again_when_it_cannot_be
     forgetting = Forgetting(written, cuts, tmp_path, None, cuts, cuts)
     before = written.path.stat().st_size
 
-    def away(_log: ForgottenLog) -> None:
+    def away(*_arguments: object) -> None:
         raise DependencyError("forgotten.log cannot be read: Stale file handle")
 
     monkeypatch.setattr("learner.forgetting._RETRY_SECONDS", 0.0)
@@ -52,3 +60,34 @@ def test_a_learner_at_work_compacts_a_long_log_and_tries_again_when_it_cannot_be
     fresh = ForgottenLog(written.path)
     fresh.refresh()
     assert (fresh.count, fresh.through) == (written.count, written.through)
+
+
+def test_what_is_dropped_is_below_what_kafka_has_and_below_what_is_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a partition whose topic was made anew, or has lost its end, is as far as the one in its place."""
+    monkeypatch.setattr("learner.forgetting._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(ForgottenLog, "is_long", True)
+    names = [TopicPartition("e", 0), TopicPartition("e", 1), TopicPartition("e", 0, 1), TopicPartition("gone", 0)]
+    ends = [{"e#0[0]": 50}, {"e#0[0]": 51}, {"e#1[0]": 50}, {"e#1[0]": 51}, {"e#0[1]": 30}, {"e#0[1]": 31}]
+    ends += [{"gone#0[0]": 1}]
+    written = ForgottenLog(tmp_path / "forgotten.log")
+    written.append([ByKey(time=0.0, by="command", key_hash=f"{n:016x}", up_to=each) for n, each in enumerate(ends)])
+    written.append(Applied(time=0.0, through=written.count, store=0, guard=0))
+    cuts: Any = Cuts()
+    forgetting = Forgetting(written, cuts, tmp_path, None, cuts, cuts)
+    starts = [None, 40, 50, None]
+    positions = dict(zip(names, map(Position, [5, 30, 70, 9]), strict=True))
+    found = [Partition(name, 0, 99, None, start) for name, start in zip(names, starts, strict=True)]
+    forgetting.meet(found, lambda: positions)
+    for _ in range(5):
+        forgetting.look_if_due()
+
+    def is_left(number: int, name: str) -> bool:
+        event = {"partition": np.zeros(1, np.int32), "offset": np.zeros(1, np.int64)}
+        event["key_hash"] = np.array([number], np.uint64)
+        return bool(written.forgotten.covers(np.array([base_of(name)], np.uint64), event)[0])
+
+    left = [number for number, each in enumerate(ends) if is_left(number, *each)]
+    assert left == [1, 3, 5, 6]
+    assert written.dropped == 5

@@ -43,7 +43,7 @@ from learner.cut import RANK, Cuts
 from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.embedding import Embedding
-from learner.errors import CutError
+from learner.errors import CutError, MisfitError
 from learner.forgetting import Forgetting
 from learner.guard import GuardSet
 from learner.jury import Jury
@@ -179,6 +179,7 @@ class Bench:
         guard = GuardSet(schema, guard_rows)
         source = cast("Source", self.stream)
         self.log = ForgottenLog(path / "forgotten.log")
+        self.log.refresh()
         forgetting = Forgetting(self.log, self.cuts, path / "replay" / RANK, self.clerk, guard, self.cutter)
         lag = LagPolicy(LagPolicySettings(), 0, source)
         parts = Parts(source, trainer, self.clerk, guard, publisher, self.cutter, forgetting, lag)
@@ -974,11 +975,46 @@ def test_cuts_that_were_moved_away_are_gone_on_from_once_they_are_back(
     assert again.loop.steps == 14
 
 
+def test_a_cut_from_before_what_the_log_has_dropped_is_refused_and_keeps_records_from_being_dropped(
+    make_bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    key = f"{10**9:016x}"
+    bench = make_bench(12)
+    bench.run()
+    bench.finish()
+    assert bench.cuts.clean_of(5) == 0
+    shutil.copytree(tmp_path / "cuts", tmp_path / "backup")
+    bench.close()
+    bench.log.append([ByKey(time=0, by="command", key_hash=key, up_to={"events#0[0]": 3}) for _ in range(3)])
+    bench.log.append(Applied(time=0, through=3, store=0, guard=0))
+    later = make_bench(14)
+    later.resume()
+    later.run()
+    later.finish()
+    later.close()
+    assert [later.cuts.clean_of(through) for through in (5, 3, 2)] == [0, 0, 0], "the first cut is there"
+    later.cuts.prune(1)
+    assert [later.cuts.clean_of(through) for through in (5, 3, 2)] == [3, 3, 2]
+    written = ForgottenLog(tmp_path / "forgotten.log")
+    written.refresh()
+    written.compact({"events#0[0]": 3}, later.cuts.clean_of(written.through))
+    written.refresh()
+    assert (written.dropped, bool(written.forgotten)) == (3, False)
+    assert Resumed.newest(later.cuts, written).found is not None
+    shutil.rmtree(tmp_path / "cuts")
+    (tmp_path / "backup").rename(tmp_path / "cuts")
+    with pytest.raises(MisfitError, match=r"cut 1 was made before events were forgotten that .*forgotten.log does not"):
+        Resumed.newest(later.cuts, written)
+    flip = later.cuts.path / "1" / RANK / "state.json"
+    flip.write_bytes(flip.read_bytes().replace(b'"forgotten":0', b'"forgotten":9'))
+    assert later.cuts.clean_of(3) == 0, "a damaged cut says nothing"
+
+
 def _begin_anew(path: Path, schema: Schema, replay: Mapping[str, Any]) -> Store:
     """Open the store as a learner does that finds no cut."""
     cuts, written = Cuts(path / "cuts", schema.digest, 1), ForgottenLog(path / "forgotten.log")
     parts = SimpleNamespace(strategy=STRATEGIES["er"](), schema=schema, device=CPU, output_shape=(3,), embedding=None)
-    resumed = Resumed.newest(cuts, written.forgotten)
+    resumed = Resumed.newest(cuts, written)
     store = resumed.store(_deployment(path, schema, "er", replay), cast("Workbench", parts), 1)
     assert resumed.first
     assert store is not None

@@ -18,6 +18,7 @@ from learner.resumed import Resumed
 from learner.storage import LocalStorage
 from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 from replay.forgotten import ByKey, Forgotten
+from replay.forgotten_log import ForgottenLog
 
 ERRORS = pytest.mark.parametrize(
     "number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES], ids=lambda number: errno.errorcode[number]
@@ -67,10 +68,10 @@ def path_of(cuts: Cuts, number: int, name: str) -> Path:
 @ERRORS
 @pytest.mark.parametrize("name", FILES_OF_A_CUT)
 def test_no_older_cut_takes_the_place_of_one_that_is_away_and_none_is_deleted(
-    cuts: Cuts, name: str, number: int
+    cuts: Cuts, name: str, number: int, tmp_path: Path
 ) -> None:
     with failing(path_of(cuts, 3, name), number), pytest.raises(OSError, match=name) as caught:
-        Resumed.newest(cuts, Forgotten([]))
+        Resumed.newest(cuts, ForgottenLog(tmp_path / "forgotten.log"))
     assert caught.value.errno == number
     cuts.write(4, cut_of(4), 0.0)
     cuts.prune(4)
@@ -78,10 +79,10 @@ def test_no_older_cut_takes_the_place_of_one_that_is_away_and_none_is_deleted(
 
 
 @ERRORS
-def test_a_folder_of_cuts_that_cannot_be_listed_is_not_an_empty_one(cuts: Cuts, number: int) -> None:
+def test_a_folder_of_cuts_that_cannot_be_listed_is_not_an_empty_one(cuts: Cuts, number: int, tmp_path: Path) -> None:
     for path in (cuts.path, path_of(cuts, 3, "manifest.json")):
         with failing(path, number), pytest.raises(OSError, match="cuts"):
-            Resumed.newest(cuts, Forgotten([]))
+            Resumed.newest(cuts, ForgottenLog(tmp_path / "forgotten.log"))
     assert cuts.numbers() == [1, 2, 3]
 
 
@@ -167,7 +168,7 @@ def test_cuts_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
     flip(path_of(cuts, 1, "model.safetensors"))
     sentence = r"there are cuts in .*cuts \(1, 2, 3\), and none can be used: cut 3: .*; put it back .* or begin anew by"
     with pytest.raises(CutError, match=sentence):
-        Resumed.newest(cuts, Forgotten([]))
+        Resumed.newest(cuts, ForgottenLog(tmp_path / "forgotten.log"))
     nest(path_of(cuts, 1, "manifest.json"))
     with pytest.raises(OSError, match="all cuts are damaged, and are deleted once there is a whole one"):
         Eraser(cuts, tmp_path / "replay", forgotten()).run()

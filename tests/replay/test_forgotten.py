@@ -188,6 +188,100 @@ def test_a_log_that_was_compacted_says_the_same_to_whoever_reads_it_and_whenever
         assert again[0] == again[1] == plain.count - len(batches[0]) + 1
 
 
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(by_keys | by_ranges, min_size=1, max_size=4), min_size=1, max_size=6),
+    *(st.integers(0, 20), st.integers(0, 20)),
+    st.lists(st.integers(0, 45), max_size=3).map(lambda starts: dict(zip(NAMES, starts, strict=False))),
+)
+def test_a_dropped_record_is_of_no_event_that_may_still_come_from_kafka_or_a_cut(
+    batches: list[list[Record]], applied: int, clean: int, log_starts: dict[str, int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync"):
+        log = ForgottenLog(Path(folder) / "forgotten.log")
+        for records in batches:
+            log.append(records)
+        applied = min(applied, log.count)
+        log.append(Applied(time=0, through=applied, store=0, guard=0))
+        before, late = covered(log), ForgottenLog(log.path)
+        needed = Forgotten([each for each in log.copy()._open if each.number > min(applied, clean)])
+        ForgottenLog(log.path).compact(log_starts, clean)
+        log.refresh()
+        late.refresh()
+        assert covered(late) == covered(log)
+        assert (late.dropped, late.count) == (log.dropped, log.count)
+        assert late.dropped <= min(applied, clean)
+        after, all_of = np.array(covered(log)), np.array(before)
+        assert not (after & ~all_of).any()
+        readable = np.concatenate([np.arange(45) >= log_starts.get(name, 0) for name in NAMES[:2]])
+        assert (after[:, readable] == all_of[:, readable]).all()
+        log.forgotten = needed
+        assert not (np.array(covered(log)) & ~after).any()
+        again = ForgottenLog(log.path)
+        again.refresh()
+        again.compact()  # before the broker is known after a restart
+        again.refresh()
+        assert (covered(again), again.dropped) == (after.tolist(), late.dropped)
+
+
+def test_a_record_stays_until_it_is_applied_everywhere_and_no_log_and_no_cut_goes_back_to_its_ends(
+    tmp_path: Path,
+) -> None:
+    log = ForgottenLog(tmp_path / "forgotten.log")
+    first, gone = {NAMES[0]: 30, NAMES[1]: 9}, {NAMES[0]: 30, NAMES[1]: 9, NAMES[2]: 1}
+    log.append([tombstone(1, 30, first), tombstone(2, 31, first), ByKey(time=0, by="command", key_hash="3", up_to={})])
+    log.append([ByRange(time=0, by="command", partition=NAMES[0], first=2, last=4)])
+
+    def left(log_starts: dict[str, int], through: int) -> int:
+        ForgottenLog(log.path).compact(log_starts, through)
+        log.refresh()
+        return len(log.forgotten)
+
+    assert left(gone, 4) == 4, "not applied"
+    log.append(Applied(time=0, through=4, store=0, guard=0))
+    assert left(gone, 0) == 4, "a cut is older"
+    assert left({}, 4) == 3, "the broker has not told anything, and one record is of no event"
+    assert left({NAMES[0]: 30}, 4) == 3, "a partition is away"
+    assert left({**gone, NAMES[1]: 8}, 4) == 3, "a partition goes back to what it says"
+    assert log.dropped == 3
+    assert left(gone, 4) == 2, "one is of more"
+    assert left({**gone, NAMES[0]: 31}, 4) == 1, "ranges stay"
+    assert (log.dropped, log.count, log.through) == (3, 4, 4)
+    log.append([tombstone(1, 40, {})])
+    assert log.count == 5
+
+
+def test_what_forgetting_takes_is_bounded_by_keys_of_which_kafka_still_has_events(tmp_path: Path) -> None:
+    log, sizes = ForgottenLog(tmp_path / "forgotten.log"), []
+    for turn in range(1, 17):
+        up_to = dict.fromkeys(NAMES, 1000 * turn)
+        log.append([tombstone(1000 * turn + key, 1000 * turn + key, up_to) for key in range(1, 201)])
+        log.append(Applied(time=0, through=log.count, store=0, guard=0))
+        log.copy().compact(dict.fromkeys(NAMES, 1000 * (turn - 2)), log.count)
+        log.refresh()
+        sizes.append((log.path.stat().st_size // 1000, len(log.forgotten), log.forgotten.nbytes // 1000))
+    assert sizes[3:] == sizes[3:4] * 13
+    assert sizes[3][1] == 3 * 200
+
+
+def test_a_packed_log_without_the_numbers_of_its_records_drops_them_once_the_last_one_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ForgottenLog(tmp_path / "forgotten.log")
+    log.append([tombstone(key, 20, {}) for key in range(1, 5)])
+    log.append(Applied(time=0, through=4, store=0, guard=0))
+    packed = Forgotten.packed
+    with monkeypatch.context() as patch:
+        patch.setattr(Forgotten, "packed", lambda all_of: msgspec.structs.replace(packed(all_of), numbers=b""))
+        log.compact()
+    for through, left in ((3, 4), (4, 0)):
+        ForgottenLog(log.path).compact({NAMES[0]: 20}, through)
+        reader = ForgottenLog(log.path)
+        reader.refresh()
+        assert len(reader.forgotten) == left
+        assert reader.dropped == (0 if left else 4)
+
+
 def test_records_share_the_ends_of_partitions_over_a_compaction_too(tmp_path: Path) -> None:
     log = ForgottenLog(tmp_path / "forgotten.log")
     one, two = ({f"events#0[{place}]": 10**6 + ends for place in range(64)} for ends in (0, 1))
@@ -280,9 +374,27 @@ def test_a_record_is_on_the_disk_before_append_returns(tmp_path: Path, monkeypat
         assert synced[path.stat().st_ino] == path.stat().st_size
         assert synced[path.with_name("forgotten.key").stat().st_ino] == 32
         assert (synced.pop(tmp_path.stat().st_ino, None) is not None) == (turn == 0), "the new name in the folder"
-    log.compact()
-    assert synced[path.stat().st_ino] == path.stat().st_size
+    pack = ForgottenLog._compacted
+
+    def pack_late(whole: ForgottenLog, secret: Any) -> bytes:
+        content = pack(whole, secret)
+        log.append([tombstone(4, 20, {})])
+        return content
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ForgottenLog, "_compacted", pack_late)
+        log.copy().compact()
+    assert synced[path.stat().st_ino] == path.stat().st_size, "what was appended meanwhile, too"
     assert tmp_path.stat().st_ino in synced
+
+
+def test_nothing_of_a_torn_record_stays_under_one_that_is_shorter(tmp_path: Path) -> None:
+    log = ForgottenLog(tmp_path / "forgotten.log")
+    log.append([tombstone(1, 20, {})])
+    log.path.write_bytes(log.path.read_bytes() + b"torn" * 200)
+    ForgottenLog(log.path).append(Applied(time=0, through=1, store=0, guard=0))
+    assert log.path.read_bytes().endswith(b"}\n")
+    assert b"torn" not in log.path.read_bytes()
 
 
 def test_a_record_tells_nobody_who_it_is_about_who_does_not_have_the_secret(tmp_path: Path) -> None:
