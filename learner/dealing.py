@@ -4,7 +4,7 @@ Legend: N ranks, b bytes of a message.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -67,6 +67,15 @@ class Share:
     def counts(self) -> list[int]:
         """How many travel of each."""
         return [len(part) for part in self.parts]
+
+    def whose(self, places: Iterable[int], slices: Slices) -> Iterator[tuple[int, int]]:
+        """Return of each place among the events that travel where its event comes from: the group, and the place there.
+
+        What stands in is the first event of its group.
+        """
+        groups = [(group, place) for group, count in enumerate(self.counts) for place in range(count)]
+        for group, place in (groups[each] for each in places):
+            yield group, slices[group].start + place if place < self.real[group] else 0
 
 
 def form_of(examples: Examples) -> Form:

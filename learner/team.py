@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from learner.channel import Action, Channel
-from learner.dealing import Form, Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
+from learner.dealing import Form, Share, Slices, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
 from learner.heard import StepResult
+from learner.raised import RaisingEventsError, error_of
 from learner.replicas import Replicas
 from learner.rng import restore_rng, rng_tensors, rng_values
 from learner.strategy import Examples
@@ -46,7 +47,7 @@ class Leader(Trainer):
         self._gathered = False
 
     def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
-        """Deal events to all ranks, and step with them; what is returned is of all events."""
+        """Deal events to all ranks, and step with them; what is returned, or raised, is of all events."""
         assert rows is None
         everything = [new, *old]
         self._agree_on([form_of(each) for each in everything])
@@ -59,7 +60,11 @@ class Leader(Trainer):
             numbers = [wants, self.micro_batch_size or 0, _bits(self.update.schedule.scale), *share.counts, *share.real]
             self._channel.tell(rank, Action.STEP, numbers, packed(share.parts))
         first, *others = shares[0].parts
-        mine = super().step(first, others, shares[0].real[0])
+        try:
+            mine = super().step(first, others, shares[0].real[0])
+        except RaisingEventsError as exc:
+            self._channel.arrived()
+            raise self._named_by_all(exc, shares, dealt) from None
         self._replicas.stepped()
         self._channel.arrived()
         self._gathered = False
@@ -134,6 +139,18 @@ class Leader(Trainer):
         if forms != self._forms:
             self._forms = forms
             self._channel.tell_all(Action.FORMS, (), _bytes(forms_to_json(forms)).to(self.device))
+
+    def _named_by_all(self, mine: RaisingEventsError, shares: Sequence[Share], dealt: Sequence[Slices]) -> Exception:
+        """Return an error that names the events on which the model raises on any rank, each of which says its own."""
+        named = [(list(mine.places), mine.said)]
+        named += [json.loads(bytes(self._channel.receive_with_size(rank).tolist())) for rank in self._channel.others]
+        sizes = [dealt[-1][group].stop for group in range(len(dealt[0]))]
+        found = {
+            sum(sizes[:group]) + place: said
+            for (places, said), share, slices in zip(named, shares, dealt, strict=True)
+            for group, place in share.whose(places, slices)
+        }
+        return error_of(dict(sorted(found.items())))
 
     def _together(self, mine: StepResult, shares: Sequence[Share], wants: int) -> StepResult:
         """Put what all ranks found out in the order in which the events came."""
@@ -210,7 +227,11 @@ def _step(
     share = Share(unpacked(message, forms, counts), real)
     trainer.micro_batch_size = micro or None if most is None else min(micro or most, most)
     trainer.scale_learning_rate(_number(lr_factor))
-    result = trainer.step(share.parts[0], share.parts[1:], real[0])
+    try:
+        result = trainer.step(share.parts[0], share.parts[1:], real[0])
+    except RaisingEventsError as exc:
+        channel.reply_with_size(_bytes(json.dumps([list(exc.places), exc.said]).encode()).to(channel.device))
+        return
     replicas.stepped()  # before the reply, for which the leader asks after it
     pieces = _pieces(result, share, wants)
     if pieces:

@@ -29,10 +29,11 @@ from learner.memory import Dice, note, release, smaller
 from learner.micro import idle, micro_batches
 from learner.model import forward, tensor_dtype
 from learner.precision import Precision
-from learner.raised import error_of, may_be_of_events, raising, works_on_zeros
+from learner.raised import RaisingEventsError, error_of, may_be_of_events, raising, works_on_zeros
 from learner.ranks import Alone, Ranks
 from learner.rng import restore_rng, rng_tensors, rng_values
-from learner.strategy import Examples, Learner, Strategy, Tensors, Whole, joined, twice
+from learner.stand_in import RankRaisedError, StandIn
+from learner.strategy import Examples, Learner, Loss, Strategy, Tensors, Whole, joined, twice
 from learner.task import Task
 from learner.transfer import Transfer
 from learner.update import Update
@@ -83,6 +84,7 @@ class Trainer:
         self._precision = precision
         self._buffers = Buffers(model)
         self._ranks = ranks or Alone()
+        self._stand_in = StandIn(self._ranks)
         self._ranks.weights.split(model)
         self.update = Update(settings, model, precision, device, self._ranks)
         checkpoint_activations(self.model, settings.activation_checkpointing)
@@ -91,7 +93,7 @@ class Trainer:
             self._trained = compiled(self._trained, schema, device, precision, self._ranks)
         strategy.begin(
             Learner(
-                *(model, task, self._ranks.average, self.update.rate, self._parts, _probe(schema, device)),
+                *(model, task, self._stand_in.average, self.update.rate, self._parts, _probe(schema, device)),
                 None if embedding is None else self._embed,
                 self._ranks.size,
             )
@@ -164,7 +166,8 @@ class Trainer:
 
         Raises:
             RaisingEventsError: model or task raises on some of the events; nothing has changed, so that the caller may
-                step again without them. Any other error that they raise is none of these events'.
+                step again without them. Any other error that they raise is none of these events'. Of several ranks
+                each raises this, and names those of its own, which may be none.
         """
         with self.lane():
             return self._step(new, old, rows)
@@ -177,8 +180,17 @@ class Trainer:
             new = twice(new)
         self.update.begin(self._steps)
         before, dice = self._buffers.saved(), Dice(self.device)
+        self._stand_in.begin()
         try:
             found = self._passes(new, old, rows, before, dice)
+        except RankRaisedError as exc:
+            self._ranks.start_afresh()
+            self._undo(before, dice)
+            error = self._stand_in.error
+            if error is None:
+                raise RaisingEventsError((), "") from exc
+            self._name_events(error, given, before, dice)
+            raise error from None
         except Exception as exc:  # the user's own code may raise anything
             if self._ranks.size > 1 or not may_be_of_events(exc):
                 raise
@@ -244,19 +256,21 @@ class Trainer:
             try:
                 self._try(twice(events) if len(events) == 1 else events)
             finally:
-                self.update.give_up()
-                self._buffers.put_back(before)
-                dice.put_back()
+                self._undo(before, dice)
 
         def learn_zeros(features: Tensors, label_B: Tensor) -> None:
             learn(Examples(dict(features), label_B, torch.ones(len(label_B), device=self.device)))
 
-        self.update.give_up()
-        self._buffers.put_back(before)
-        dice.put_back()
+        self._undo(before, dice)
         found = raising(len(everything), lambda begin, end: learn(everything[begin:end]))
         if found and (len(found) < len(everything) or works_on_zeros(learn_zeros, self._schema, self.device)):
             raise error_of(found) from error
+
+    def _undo(self, before: Saved, dice: Dice) -> None:
+        """Leave no trace of a pass."""
+        self.update.give_up()
+        self._buffers.put_back(before)
+        dice.put_back()
 
     def _try(self, events: Examples) -> None:
         """Compute the gradient and the score of events, as of new ones, on this rank alone and without the compiler."""
@@ -286,11 +300,11 @@ class Trainer:
         if not self.strategy.picks or not any(map(len, old)):
             return None
 
-        def pick() -> Sequence[Tensor] | None:
+        def pick(new: Examples, old: Sequence[Examples]) -> Sequence[Tensor] | None:
             with self._precision.autocast(self.device):
                 return self.strategy.pick(lambda features: forward(self.model, features), new, old)
 
-        picked = self._fitting(pick, max(map(len, (new, *old))), before, dice)
+        picked = self._fitting(lambda: self._stand_in.instead(pick, new, old), max(map(len, (new, *old))), before, dice)
         if picked is not None:
             self._buffers.put_back(before)
         return picked
@@ -363,13 +377,20 @@ class Trainer:
         return heard
 
     def _learn(self, new: Examples, old: Sequence[Examples], whole: Whole, heard: Heard) -> None:
-        if self._embedding is not None:
-            self._embedding.listen()
-        with self._precision.autocast(self.device):
-            loss = self.strategy.loss(lambda features: forward(self._trained, features), new, old, whole)
-        if self.strategy.learns_gradient:
-            self.strategy.backward(loss, self.update.scaler.scale)
-        heard.add(loss, None if self._embedding is None else self._embedding.heard())
+        def run(new: Examples, old: Sequence[Examples]) -> Loss:
+            if self._embedding is not None:
+                self._embedding.listen()
+            with self._precision.autocast(self.device):
+                loss = self.strategy.loss(lambda features: forward(self._trained, features), new, old, whole)
+            if self.strategy.learns_gradient:
+                self.strategy.backward(loss, self.update.scaler.scale)
+            return loss
+
+        loss = self._stand_in.instead(run, new, old)
+        embedding_N: Tensor | None = None
+        with self._stand_in.noting():
+            embedding_N = None if self._embedding is None else self._embedding.heard()
+        heard.add(loss, embedding_N)
 
     def _numbers(
         self, heard: Heard, new: Examples, rows: int, before: Saved
@@ -380,20 +401,28 @@ class Trainer:
             The loss, the gradient's norm, whether running statistics that were finite `before` no longer are (an
             overflow can spoil them while loss and gradient look well), score and loss of the first `rows` events; of
             all ranks.
+
+        Raises:
+            RankRaisedError: the model raised on one of them.
         """
         norm = self.update.gradients.clip()
         with torch.no_grad():
             output_B, label_B = cat(heard.output)[:rows], new.label_B[:rows]
-            loss_B = cat(heard.new)[:rows] if heard.new else self.task.loss(output_B, label_B)
-            score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
+            score = loss_new = norm.new_zeros(())
+            with self._stand_in.noting():
+                loss_B = cat(heard.new)[:rows] if heard.new else self.task.loss(output_B, label_B)
+                score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
             told = [reduce(torch.add, heard.total), norm, score, loss_new, *self._buffers.spoiled(before)]
             if self._ranks.size == 1 and self.device.type == "cpu":
                 total_, norm_, score_, loss_, *spoiled = [each.item() for each in told]
                 return total_, norm_, any(spoiled), score_, loss_
+            told.append(norm.new_full((), self._stand_in.error is not None))
             together = torch.stack([each.float() for each in told])
             self._ranks.average([together])
             # The one wait for the device in a step: whether its events were learned is settled before the next.
-            total_, norm_, score_, loss_, *spoiled = together.tolist()
+            total_, norm_, score_, loss_, *spoiled, raised = together.tolist()
+        if raised:
+            raise RankRaisedError
         return total_, norm_, any(spoiled), score_ * self._ranks.size, loss_ * self._ranks.size
 
     def snapshot(self) -> dict[str, Tensor]:

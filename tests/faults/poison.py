@@ -50,6 +50,7 @@ label = {{name = "y", classes = 3}}
 factory = "faulty_model:build"
 {{learner}}
 device = "cpu"
+replicas = {replicas}
 [gate]
 guard_fraction = 0.02
 """
@@ -229,10 +230,11 @@ def send(bootstrap: str, topic: str, messages: Iterator[tuple[Kind | None, Messa
     return fates
 
 
-def learned(folder: Path, bootstrap: str, client: str, count: int, poison: int, seed: int) -> Found:
+def learned(folder: Path, bootstrap: str, client: str, count: int, poison: int, seed: int, replicas: int = 1) -> Found:
     """Have a learner read so many good events with so many poisonous ones."""
-    topic = make_topic(bootstrap, f"poison-{client}")
-    pipeline = Pipeline(folder / client, bootstrap, topic, CODE, TEXT.format(client=client))
+    name = f"{client}-{replicas}"
+    topic = make_topic(bootstrap, f"poison-{name}")
+    pipeline = Pipeline(folder / name, bootstrap, topic, CODE, TEXT.format(client=client, replicas=replicas))
     fates = send(bootstrap, topic, mixed(random.Random(seed), count, poison))
     sent = sum(fates.values())
     patience = 120.0 + sent / 1000 * _SECONDS_FOR_1000
@@ -260,8 +262,12 @@ def _wrong(report: LearnerReport, fates: dict[str, int]) -> int:
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say how many events have no outcome or a wrong one, and how often something was started again."""
     count, poison = (5_000, 200) if quick else (100_000, 1_000)
-    figures.title("poison", f"{poison} events of {len(KINDS)} kinds among {count} good ones, with either Kafka client")
-    clients = [learned(folder, bootstrap, client, count, poison, seed=1) for client in ("kafka-python", "confluent")]
+    ways = "with either client, and with two replicas"
+    figures.title("poison", f"{poison} events of {len(KINDS)} kinds among {count} good ones, {ways}")
+    clients = [
+        learned(folder, bootstrap, client, count, poison, seed=1, replicas=replicas)
+        for client, replicas in (("kafka-python", 1), ("confluent", 1), ("kafka-python", 2))
+    ]
     told = " ".join(f"{each.report.outcomes} {each.report.skipped}" for each in clients)
     figures.say("poison_events", sum(each.sent for each in clients), told)
     figures.say("poison_without_outcome", sum(each.without_outcome for each in clients))

@@ -25,7 +25,9 @@ from learner.channel import Channel
 from learner.config import LearnerSettings
 from learner.cut import Cut, Cuts
 from learner.embedding import Embedding
+from learner.heard import StepResult
 from learner.precision import choose_precision
+from learner.raised import RaisingEventsError
 from learner.replicas import Meeting, Place, Replicas, join_group
 from learner.strategies import STRATEGIES
 from learner.strategy import Examples
@@ -39,6 +41,7 @@ SCHEMA = Schema(
     )
 )
 CPU = torch.device("cpu")
+BAD = 900.0
 
 
 def settings_of(scenario: dict[str, Any]) -> LearnerSettings:
@@ -55,6 +58,39 @@ class Noise(nn.Module):
         return x_BH * (1 + random.random()) * (1 + np.random.random())
 
 
+class Choosy(Classification):
+    """Raises in its loss or its score where a label is 2."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+        self._refuse("loss", label_B)
+        return super().loss(output_B, label_B)
+
+    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+        self._refuse("score", label_B)
+        return super().score(output_B, label_B)
+
+    def _refuse(self, method: str, label_B: Tensor) -> None:
+        if method == self._method and (label_B == 2).any():
+            raise ValueError("no twos")
+
+
+def refuse(_model: nn.Module, given: tuple[Tensor]) -> None:
+    if (given[0][:, 0] == BAD).any():
+        raise IndexError("index out of range in self")
+
+
+def refuse_gradient(_model: nn.Module, given: tuple[Tensor], output: Tensor) -> None:
+    if output.requires_grad and (given[0][:, 0] == BAD).any():
+        output.register_hook(no_gradient)
+
+
+def no_gradient(_gradient: Tensor) -> None:
+    raise ValueError("no gradient of this")
+
+
 def arguments_of(scenario: dict[str, Any], rank: int = 0, device: torch.device = CPU) -> dict[str, Any]:
     torch.manual_seed(0)
     width = scenario.get("width", 8)
@@ -65,11 +101,15 @@ def arguments_of(scenario: dict[str, Any], rank: int = 0, device: torch.device =
         model = model.double()
         model.register_forward_pre_hook(lambda _, given: (given[0].double(),))
     settings = settings_of(scenario)
+    if scenario.get("raises") == "forward":
+        model.register_forward_pre_hook(refuse)
+    if scenario.get("raises") == "backward":
+        model.register_forward_hook(refuse_gradient)
     model.to(device)
     seed(rank)
     return {
         "model": model,
-        "task": Classification(),
+        "task": Choosy(scenario.get("raises", "")),
         "strategy": STRATEGIES[scenario.get("strategy", "er")](),
         "schema": SCHEMA,
         "settings": settings,
@@ -115,9 +155,31 @@ def apart(examples: Examples) -> Examples:
     return replace(examples, features={"x": nn.functional.one_hot(examples.label_B, 3).to(examples.features["x"])})
 
 
+def spoiled(examples: Examples, every: int) -> Examples:
+    """Return events of which some, from the second on, are such that the model raises on them."""
+    x = examples.features["x"].clone()
+    x[1::every, 0] = BAD
+    return replace(examples, features={"x": x})
+
+
+def step_without(trainer: Trainer, given: list[Examples], raised: list[int]) -> StepResult | None:
+    """Step without the events on which the model raises, and note which they are; None: no new one is left."""
+    while len(given[0]):
+        try:
+            return trainer.step(given[0], given[1:])
+        except RaisingEventsError as exc:
+            raised += exc.places
+            stays = torch.ones(sum(map(len, given)), dtype=torch.bool)
+            stays[list(exc.places)] = False
+        left = [each[part] for each, part in zip(given, torch.split(stays, [*map(len, given)]), strict=True)]
+        given = left if sum(map(len, left[1:])) else left[:1]
+    return None
+
+
 def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Step as the scenario says: [new, old...] a step; return the weights, and what the last step found out."""
     begun: float | None = None
+    raised: list[int] = []
     found = {}
     taken_up, first_step = go_on(trainer, scenario["go_on_from"]) if "go_on_from" in scenario else ({}, 0)
     for step in range(first_step, scenario.get("times", 1) * len(scenario["steps"])):
@@ -129,7 +191,11 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
             first, old = bent(first), [bent(each, scenario["candidates"]) for each in old]
         if scenario.get("separable"):
             first, old = apart(first), [apart(each) for each in old]
-        result = trainer.step(first, old if trainer.strategy.replays else [])
+        if scenario.get("raises") in ("forward", "backward"):
+            first, old = spoiled(first, 5), [spoiled(each, 7) for each in old]
+        result = step_without(trainer, [first, *(old if trainer.strategy.replays else [])], raised)
+        if result is None:
+            continue
         assert result.finite
         begun = result.loss_new if begun is None else begun
         found = {"score": torch.tensor(result.score), "loss": torch.tensor(result.loss)}
@@ -150,6 +216,8 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     taken_up |= {f"optimizer.{name}": value for name, value in tensors["optimizer"].items()}
     if scenario.get("tells_strategy"):
         found |= {f"strategy.{name}": value.contiguous() for name, value in tensors["strategy"].items()}
+    if "raises" in scenario:
+        found["raised"] = torch.tensor(raised)
     return found | taken_up | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
 
 

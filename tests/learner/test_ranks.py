@@ -26,6 +26,7 @@ UNEVEN = [[11, 9], [1, 0], [1, 1], [2, 0], [1, 5], [3, 1], [7, 0]]
 
 NOISY = {"steps": UNEVEN, "times": 2, "noisy": True, "double": False}
 """Of a model that throws dice, in the precision that models have."""
+POWERSGD = {"comm_hook": "powersgd"}
 
 Play = Any
 
@@ -89,6 +90,30 @@ def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> Non
         if scenario["strategy"] == "mir":
             continue  # each rank picks among the candidates that it was dealt; the next test deals both the same
         for name, value in one.items():
+            atol = 1e-6 if value.dtype is torch.float64 else 1e-5
+            assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+
+
+def test_events_on_which_the_model_raises_on_some_rank_are_left_out_on_all(play: Play) -> None:
+    steps, scenarios = [[11, 9], [1, 0], [2, 0], [2, 5], [6, 3], [12, 0]], []
+    for strategy, kind in STRATEGIES.items():
+        dealt = [[new, *[old] * len(kind().draws(2))] for new, old in steps]
+        scenarios.append({"strategy": strategy, "steps": dealt, "raises": "forward", "settings": {}})
+    small = {"micro_batch_size": 3, "optimizer": {"name": "adamw", "lr": 0.01}}
+    for place in ("forward", "backward", "loss", "score"):
+        scenarios.append({"strategy": "er", "steps": steps, "raises": place, "settings": small})
+    replicas = [each | {"settings": each["settings"] | {"replicas": 2}} for each in scenarios]
+    zero = replicas[-1] | {"settings": replicas[-1]["settings"] | {"sharding": "zero1"}}
+    others = [replicas[-1] | {"settings": small | {"replicas": 2} | each} for each in ({"sync_every": 2}, POWERSGD)]
+    alone, together = play(1, scenarios), play(2, [*replicas, zero, *others])
+    assert all(torch.equal(each["raised"], alone[-1]["raised"]) for each in together[-2:])
+    for scenario, one, two in zip([*scenarios, zero], [*alone, alone[-1]], together, strict=False):
+        del two["seconds"]
+        assert one.keys() == two.keys(), scenario
+        assert len(one["raised"]) >= 8
+        for name, value in one.items():
+            if scenario["strategy"] == "mir" and name != "raised":
+                continue  # as above
             atol = 1e-6 if value.dtype is torch.float64 else 1e-5
             assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
 

@@ -242,15 +242,13 @@ def test_diverse_takes_nothing_twice_into_account_also_when_clusters_are_found_a
     until(store._whereabouts.follow)
     again = np.arange(4000, 5000)
     for anew in (False, True):
-        trained = store._whereabouts.follow()
-
-        def are_found_anew(trained: int = trained) -> bool:
-            slots = store.entries.slots
-            store._whereabouts.move(slots, -place(store.entries.of("offset", slots)))
-            return store._whereabouts.follow() != trained
-
         if anew:
-            until(are_found_anew)
+            trained = store._whereabouts.follow()
+            for _ in range(4):  # as many as make clusters be found anew: were there no end, none would be told whole
+                until(lambda: not store.neighbours.stats().waiting)
+                slots = store.entries.slots
+                store._whereabouts.move(slots, -place(store.entries.of("offset", slots)))
+            until(lambda trained=trained: store._whereabouts.follow() != trained)
         before = store.entries.copy()["offset"].tolist()
         assert store.add(fake_columns(schema, again.tolist()), PARTITIONS, place(again)) == 0
         assert store.entries.copy()["offset"].tolist() == before

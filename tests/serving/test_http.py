@@ -629,7 +629,7 @@ def test_a_report_that_cannot_be_read_does_not_end_serving(
 
 def test_a_body_and_its_reply_count_as_held_until_the_reply_is_read() -> None:
     class Echo:
-        async def infer(self, _name: str, _version: None, body: bytes, _header: None) -> tuple[bytes, None]:
+        async def infer(self, *_: Any) -> tuple[bytes, None]:
             return b"r" * 100_000, None
 
     async def main() -> None:
