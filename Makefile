@@ -1,14 +1,14 @@
 # make demo | test | test-fast | test-PACKAGE | check | bench | faults | fmt: each makes .venv first, when it is missing or stale.
 #
 #   ARGS='...'          goes to the demo, to pytest, to the benchmarks or to the faults
-#   JOBS=1              runs so many tests at once; as many as there are cores by default, 4 at most
+#   JOBS=1              runs so many tests at once; 4 by default, since many wait for processes of theirs
 #   PYTHON=python3.12   the Python to take, instead of the first one that fits
 #   TORCH_INDEX=URL     where torch comes from, instead of the choice below
 #
 # Kept to what GNU make 3.81 understands, the one that macOS has.
 
 ARGS ?=
-JOBS ?= logical
+JOBS ?= 4
 PYTHON ?=
 TORCH_INDEX ?=
 TORCH_CPU_INDEX = https://download.pytorch.org/whl/cpu
@@ -23,7 +23,7 @@ AGAIN = $(if $(filter-out x$(CURDIR),x$(HERE)),again)
 PARTS = test-ingest test-replay test-learner test-serving test-anabranch
 FAST = not process and not services and not slow and not browser and not gpu
 # A thread for each worker: torch's pools of all workers would wait for each other's cores.
-PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 .NOTPARALLEL:
 .PHONY: help demo test test-fast $(PARTS) check bench faults fmt screenshot clean again

@@ -171,12 +171,14 @@ class Supervised:
         no_more: int = 0,
         patience: float = PATIENCE_SECONDS,
     ) -> LearnerReport:
-        """Wait until the report of a learner that runs, not of pid `no_more`, says so."""
+        """Wait until the report of a learner that runs, or of the ranks that it has started, not of pid `no_more`, says so."""
 
         def look() -> LearnerReport | None:
             report = self.pipeline.report()
-            mine = report is not None and report.pid != no_more and report.pid in self.supervisor.pids().values()
-            return report if report is not None and mine and condition(report) else None
+            if report is None or report.pid == no_more:
+                return None
+            mine = {report.pid, report.launcher} & set(self.supervisor.pids().values())
+            return report if mine and condition(report) else None
 
         return self.until(look, what, patience)
 
