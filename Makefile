@@ -23,7 +23,8 @@ AGAIN = $(if $(filter-out x$(CURDIR),x$(HERE)),again)
 PARTS = test-ingest test-replay test-learner test-serving test-anabranch
 FAST = not process and not services and not slow and not browser and not gpu
 # A thread for each worker: torch's pools of all workers would wait for each other's cores.
-PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --dist worksteal
+# Bytecode is written, whatever the environment says: each worker, and each process that a test starts, reads it.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 .NOTPARALLEL:
 .PHONY: help demo test test-fast $(PARTS) check bench faults fmt screenshot clean again

@@ -72,6 +72,7 @@ class TestImage:
         assert len(runs) == 4
         assert [run for run in runs if "-c" not in run.split() and "--no-index" not in run] == []
 
+    @pytest.mark.process
     @pytest.mark.parametrize(
         ("extras", "more"), [("", []), ("fast,redis", ["confluent-kafka", "redis"]), ("codecs", [])]
     )

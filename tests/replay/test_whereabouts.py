@@ -28,6 +28,8 @@ DIM = 4
 CENTRES = 10 * np.eye(DIM, dtype=np.float32)
 Build = Callable[..., Store]
 
+pytestmark = pytest.mark.process
+
 
 def place(offsets: np.ndarray) -> np.ndarray:
     """Most events lie at the first centre; one in 16 at each of the others."""
