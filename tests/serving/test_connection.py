@@ -191,6 +191,7 @@ def test_what_follows_an_early_answer_is_not_parsed(serve: Serve, monkeypatch: p
     assert parsed == []
 
 
+@pytest.mark.slow
 def test_replies_that_nobody_reads_end_their_connection_and_slow_readers_get_theirs(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
