@@ -171,7 +171,7 @@ class Supervised:
         no_more: int = 0,
         patience: float = PATIENCE_SECONDS,
     ) -> LearnerReport:
-        """Wait until the report of a learner that runs, or of the ranks that it has started, not of pid `no_more`, says so."""
+        """Wait until the report of a learner that runs, or of its ranks, not of pid `no_more`, says so."""
 
         def look() -> LearnerReport | None:
             report = self.pipeline.report()
