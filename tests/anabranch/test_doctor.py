@@ -622,7 +622,8 @@ class TestTopics:
         def world():
             with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
                 groups = {group.get("group_id") if isinstance(group, dict) else group for group in admin.list_groups()}
-                return sorted(admin.list_topics()), groups, sorted(example.rglob("*.*"))
+                files = sorted(path for path in example.rglob("*.*") if path.suffix != ".pyc")
+                return sorted(admin.list_topics()), groups, files
 
         before = world()
         diagnoses = list(examine(example / "pipeline.toml", 60))
