@@ -408,7 +408,7 @@ def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writ
     start: Callable[..., Learner],
 ) -> None:
     topic = make_topic()
-    learner = start(pipeline(kafka.bootstrap, topic))
+    learner = start(pipeline(kafka.bootstrap, topic, '[cuts]\nevery = "50ms"\n'))
     produce(kafka.bootstrap, topic, events(100))
     learner.wait_for(lambda each: total(each) == 100 and (each.cut or 0) > 1)
     (learner.state_dir / LOCK).unlink()  # as a network file system may let go of it
