@@ -50,6 +50,9 @@ IMAGE = "apache/kafka:4.1.0"
 PATIENCE_SECONDS = 60
 PROCESS_FIXTURES = {"holder", "make_index", "nursery", "play", "spawn", "standby", "start"}
 """Those that start a Python, beside those of services: a test that takes one is marked `process`."""
+_SLOW = {"process", "services", "slow", "browser", "gpu", "timeout"}
+_QUICK_SECONDS = 15
+"""What a test may take that has none of these marks."""
 _PORTS = range(12_000, 32_000)
 _PORT_RANGES = 8
 
@@ -235,6 +238,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.kafka)
         if "browser" in fixtures:
             item.add_marker(pytest.mark.browser)
+        if not _SLOW & {each.name for each in item.iter_markers()}:
+            item.add_marker(pytest.mark.timeout(_QUICK_SECONDS))
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 

@@ -11,7 +11,8 @@ from tests.faults.twins import MEMORY_BYTES, with_and_without_kills
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kills_leave_no_trace_in_the_weights_with_replay_from_disk(kafka: Any, tmp_path: Path) -> None:
-    found = with_and_without_kills(tmp_path, kafka.bootstrap, events=3200, kills=1, seed=0)
+    found = with_and_without_kills(tmp_path, kafka.bootstrap, events=6400, kills=1, seed=0)
     assert found.equal
+    assert found.kills == 1
     assert found.tensors > 10
     assert found.stored_bytes > 5 * MEMORY_BYTES
