@@ -29,7 +29,7 @@ from serving.acceptor import Acceptor, most_connections
 from serving.access import check_host, check_order
 from serving.body import Bodies, HangUp, Held, HungUpError
 from serving.config import ServingSettings, TlsSettings, Tokens
-from serving.connection import Connection, connection_class
+from serving.connection import Connection, H11Connection
 from serving.errors import (
     BadRequestError,
     EncodedError,
@@ -87,6 +87,17 @@ def build_app(
     _add_metrics(app, metrics)
     _add_description(app, service, overview.history.steps, tokens=bool(_tokens(settings.tokens)))
     return _Named(_Door(app, settings.tokens, metrics), RequestLog(settings.request_log))
+
+
+def connection_class() -> type[Connection]:
+    """Return the class of connections parsed by httptools where it is installed, else by h11."""
+    try:
+        from serving.httptools_connection import HttpToolsConnection
+    except ModuleNotFoundError as exc:
+        if exc.name != "httptools":
+            raise
+        return H11Connection
+    return HttpToolsConnection
 
 
 class HttpServer:

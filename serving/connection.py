@@ -247,14 +247,3 @@ class H11Connection(Connection, H11Protocol):
 
     def _awaits_body(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY
-
-
-def connection_class() -> type[Connection]:
-    """Return the class of connections parsed by httptools where it is installed, else by h11."""
-    try:
-        from serving.httptools_connection import HttpToolsConnection
-    except ModuleNotFoundError as exc:
-        if exc.name != "httptools":
-            raise
-        return H11Connection
-    return HttpToolsConnection
