@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anabranch.entry import enter, leave
+from serving.allocator import return_freed_memory
 
 if TYPE_CHECKING:
     from anabranch.config import Config
@@ -27,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     codes: list[int] = []
 
     def serve_config(config: "Config", stop: threading.Event) -> None:
+        return_freed_memory()
         if options.worker is not None:
             _work(config, stop, options)
         elif config.pipeline.serving.workers > 1:
