@@ -52,7 +52,7 @@ PROCESS_FIXTURES = {"holder", "make_index", "nursery", "play", "spawn", "standby
 """Those that start a Python, beside those of services: a test that takes one is marked `process`."""
 _SLOW = {"process", "services", "slow", "browser", "gpu", "timeout"}
 _QUICK_SECONDS = 15
-"""What a test may take that has none of these marks."""
+"""What a test may take that has none of these marks, on a machine that has nothing else to do."""
 _PORTS = range(12_000, 32_000)
 _PORT_RANGES = 8
 
@@ -201,8 +201,10 @@ sys.addaudithook(_note_a_start)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Forget what the tests before this one have started."""
+    """Forget what earlier tests have started; bound the time of a quick one, generously on a busy machine."""
     _started_here.clear()
+    if not _SLOW & {each.name for each in item.iter_markers()}:
+        item.add_marker(pytest.mark.timeout(_QUICK_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))))
     return (yield)
 
 
@@ -238,8 +240,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.kafka)
         if "browser" in fixtures:
             item.add_marker(pytest.mark.browser)
-        if not _SLOW & {each.name for each in item.iter_markers()}:
-            item.add_marker(pytest.mark.timeout(_QUICK_SECONDS))
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 

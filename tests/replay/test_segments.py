@@ -125,7 +125,8 @@ class SegmentsMachine(RuleBasedStateMachine):
         names, payload, lost = self.log.assembled(without=segment.number)
         mine = self.log.load(segment)["index"].numpy().reshape(-1).view(ENTRY)["offset"][segment.live].tolist()
         assert lost == len(mine) == segment.held
-        assert names == [name for name in self.at_cut if name not in set(mine)]
+        gone = set(mine)
+        assert names == [name for name in self.at_cut if name not in gone]
         assert not names or (payload is not None and torch.equal(payload, rows_of(names)))
 
 
