@@ -57,6 +57,22 @@ class ChunkBudget:
         return self._chunks <= _FREE_CHUNKS + self._bytes // _CHUNK_BYTES
 
 
+class _Gone(asyncio.Transport):
+    """Stands for a transport that is closed."""
+
+    def is_closing(self) -> bool:
+        return True
+
+    def abort(self) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None:
+        pass
+
+
 class _LingeringTransport(asyncio.Transport):
     """A transport that is closed by `close_gently`; everything else goes to the one that it wraps."""
 
@@ -65,6 +81,10 @@ class _LingeringTransport(asyncio.Transport):
         self.inner = inner
         self.closing = False
         self._close_gently = close_gently
+
+    def forget(self) -> None:
+        """Let go of the transport, which is closed: with TLS it has 256 kB, and it is in a circle of references."""
+        self.closing, self.inner = True, _Gone()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self.inner.get_extra_info(name, default)
@@ -123,6 +143,7 @@ class Connection(_Base):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        self._outer.forget()
         self.owner.lost(self)
 
     def data_received(self, data: bytes) -> None:

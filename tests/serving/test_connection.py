@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import socket
 import ssl
@@ -318,3 +319,22 @@ def test_tls_stops_with_handshakes_under_way(serve: Serve, certificate: Any) -> 
         with serve(tls={"cert": str(cert), "key": str(key)}) as port:
             clients = [stack.enter_context(connect(port)) for _ in range(3)]
         assert all(map(is_closed, clients))
+
+
+def test_what_a_connection_of_tls_took_is_let_go_of_when_it_ends(serve: Serve, certificate: Any) -> None:
+    """It has buffers of 256 kB, for which no search for garbage is to be waited for."""
+    cert, key = certificate(days=3)
+    context = ssl.create_default_context(cafile=str(cert))
+    gc.collect()
+    gc.disable()
+    try:
+        with serve(tls={"cert": str(cert), "key": str(key)}) as port:
+            for asks in (False, True) * 3:
+                with connect(port) as client, context.wrap_socket(client, server_hostname="localhost") as secure:
+                    if asks:
+                        secure.sendall(GET)
+                        assert reply_of(secure) == (200, b"0")
+        left = [each for each in gc.get_objects() if type(each) is asyncio.sslproto.SSLProtocol]
+    finally:
+        gc.enable()
+    assert not left
