@@ -84,6 +84,11 @@ def _ask(config: Config, report: ServingReport, action: str, number: int) -> Reg
             "listen: no token is sent there; name the config that it runs under with -c, or start it again"
         )
     token = config.pipeline.serving.tokens.admin.get_secret_value()
+    if token and config.pipeline.serving.port == 0 and not report.address.startswith("https:"):
+        raise SettingsError(
+            f"serving.port = 0 takes any port, and {config.state_dir / REPORT}, which says that it is at "
+            f"{report.address}, proves nothing: no token is sent there; name a port, or set serving.tls"
+        )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     connection = _connection(config, report.address)
     try:

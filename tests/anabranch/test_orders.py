@@ -23,14 +23,14 @@ from tests.pipelines import Part
 
 CONFIG = """
 [serving]
-port = 0
-tokens = {read = "lesen", admin = "verwalten"}
+port = {port}
+tokens = {{read = "lesen", admin = "verwalten"}}
 """
 
 
 @pytest.fixture
-def config(write_pipeline: Callable[..., Path]) -> Config:
-    found = load_config(write_pipeline("127.0.0.1:1", "events", CONFIG))
+def config(write_pipeline: Callable[..., Path], free_port: Callable[[], int]) -> Config:
+    found = load_config(write_pipeline("127.0.0.1:1", "events", CONFIG.format(port=free_port())))
     for number, verdict in enumerate(("pass", "pass", "fail"), start=1):
         publish(found, number, verdict)
     return found
@@ -135,13 +135,10 @@ def test_without_a_serving_process_the_order_is_written_down(
 def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_of_reach(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = time.time()
-    write_report(
-        config.state_dir,
-        ServingReport(pid=os.getpid(), started=now, time=now, address="http://127.0.0.1:1", ready=True),
-    )
+    now, address = time.time(), f"http://127.0.0.1:{config.pipeline.serving.port}"
+    write_report(config.state_dir, ServingReport(pid=os.getpid(), started=now, time=now, address=address, ready=True))
     assert run(config, "pin", "1") == 3
-    assert "serving at http://127.0.0.1:1 does not answer" in capsys.readouterr().err
+    assert f"serving at {address} does not answer" in capsys.readouterr().err
     assert found(config).state().pinned is None
 
 
@@ -162,7 +159,19 @@ def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_
 def test_no_token_goes_to_an_address_at_which_serving_is_not_told_to_listen(
     config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    monkeypatch.setenv("ANABRANCH__SERVING__PORT", "8000")
+    _no_token_goes(config, capsys, monkeypatch, "8000", address)
+
+
+def test_no_token_goes_to_a_port_that_only_a_report_names(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _no_token_goes(config, capsys, monkeypatch, "0", "http://127.0.0.1:8001")
+
+
+def _no_token_goes(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: str, address: str
+) -> None:
+    monkeypatch.setenv("ANABRANCH__SERVING__PORT", port)
     monkeypatch.setattr("anabranch.orders.http.client.HTTPConnection", None)
     now = time.time()
     write_report(config.state_dir, ServingReport(pid=1, started=now, time=now, address=address, ready=True))
