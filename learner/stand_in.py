@@ -54,7 +54,7 @@ class StandIn:
         Raises:
             Exception: what may not be of the events, or what was raised on them where zeros raise too.
         """
-        self._averaged = 0
+        self._averaged = self._skipped = 0
         try:
             return run(new, old)
         except Exception as exc:  # the user's own code may raise anything

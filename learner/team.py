@@ -140,10 +140,13 @@ class Leader(Trainer):
             self._forms = forms
             self._channel.tell_all(Action.FORMS, (), _bytes(forms_to_json(forms)).to(self.device))
 
-    def _named_by_all(self, mine: RaisingEventsError, shares: Sequence[Share], dealt: Sequence[Slices]) -> Exception:
+    def _named_by_all(
+        self, mine: RaisingEventsError, shares: Sequence[Share], dealt: Sequence[Slices]
+    ) -> RaisingEventsError:
         """Return an error that names the events on which the model raises on any rank, each of which says its own."""
         named = [(list(mine.places), mine.said)]
-        named += [json.loads(bytes(self._channel.receive_with_size(rank).tolist())) for rank in self._channel.others]
+        for rank in self._channel.others:
+            named.append(json.loads(self._channel.receive_with_size(rank).cpu().numpy().tobytes()))
         sizes = [dealt[-1][group].stop for group in range(len(dealt[0]))]
         found = {
             sum(sizes[:group]) + place: said

@@ -59,10 +59,10 @@ class Noise(nn.Module):
 
 
 class Choosy(Classification):
-    """Raises in its loss or its score where a label is 2."""
+    """Raises in its loss or its score where a label is the one that it refuses."""
 
-    def __init__(self, method: str) -> None:
-        self._method = method
+    def __init__(self, method: str, refused: int) -> None:
+        self._method, self._refused = method, refused
 
     def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
         self._refuse("loss", label_B)
@@ -73,8 +73,8 @@ class Choosy(Classification):
         return super().score(output_B, label_B)
 
     def _refuse(self, method: str, label_B: Tensor) -> None:
-        if method == self._method and (label_B == 2).any():
-            raise ValueError("no twos")
+        if method == self._method and (label_B == self._refused).any():
+            raise ValueError(f"no {self._refused}")
 
 
 def refuse(_model: nn.Module, given: tuple[Tensor]) -> None:
@@ -109,7 +109,7 @@ def arguments_of(scenario: dict[str, Any], rank: int = 0, device: torch.device =
     seed(rank)
     return {
         "model": model,
-        "task": Choosy(scenario.get("raises", "")),
+        "task": Choosy(scenario.get("raises", ""), scenario.get("refused", 2)),
         "strategy": STRATEGIES[scenario.get("strategy", "er")](),
         "schema": SCHEMA,
         "settings": settings,
