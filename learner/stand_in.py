@@ -1,8 +1,7 @@
 """A rank on which the model raises goes on with events of zeros, so that no other rank waits for its part for ever."""
 
-import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -58,7 +57,7 @@ class StandIn:
         try:
             return run(new, old)
         except Exception as exc:  # the user's own code may raise anything
-            if not self._noted(exc):
+            if not self.noted(exc):
                 raise
             error = exc
         traceback.clear_frames(error.__traceback__)  # which hold on to what the pass had made
@@ -67,20 +66,12 @@ class StandIn:
             try:
                 return run(_zeros(new, label), [_zeros(each, label) for each in old])
             except Exception as exc:
-                if not self._noted(exc):
+                if not self.noted(exc):
                     raise
         raise error
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note what is raised within, if it may be of the events and this rank can go on."""
-        try:
-            yield
-        except Exception as exc:  # the user's own code may raise anything
-            if not self._noted(exc):
-                raise
-
-    def _noted(self, error: Exception) -> bool:
+    def noted(self, error: Exception) -> bool:
+        """Note what was raised, if it may be of the events and this rank can go on; else it is to be raised again."""
         noted = self._able and may_be_of_events(error)
         if noted:
             self.error = self.error or error

@@ -388,8 +388,12 @@ class Trainer:
 
         loss = self._stand_in.instead(run, new, old)
         embedding_N: Tensor | None = None
-        with self._stand_in.noting():
-            embedding_N = None if self._embedding is None else self._embedding.heard()
+        if self._embedding is not None:
+            try:
+                embedding_N = self._embedding.heard()
+            except Exception as exc:  # the user's own code may raise anything
+                if not self._stand_in.noted(exc):
+                    raise
         heard.add(loss, embedding_N)
 
     def _numbers(
@@ -408,10 +412,13 @@ class Trainer:
         norm = self.update.gradients.clip()
         with torch.no_grad():
             output_B, label_B = cat(heard.output)[:rows], new.label_B[:rows]
-            score = loss_new = norm.new_zeros(())
-            with self._stand_in.noting():
+            try:
                 loss_B = cat(heard.new)[:rows] if heard.new else self.task.loss(output_B, label_B)
                 score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
+            except Exception as exc:  # the user's own code may raise anything
+                if not self._stand_in.noted(exc):
+                    raise
+                score = loss_new = norm.new_zeros(())
             told = [reduce(torch.add, heard.total), norm, score, loss_new, *self._buffers.spoiled(before)]
             if self._ranks.size == 1 and self.device.type == "cpu":
                 total_, norm_, score_, loss_, *spoiled = [each.item() for each in told]
