@@ -344,15 +344,23 @@ class ConfluentClient:
         return inside + 1
 
     def _is_of(self, partition: TopicPartition, offset: int, base: int) -> bool:
-        """Whether an offset is of the unreadable batch at `base`; raises BrokerError when no broker answers."""
+        """Whether an offset is of the unreadable batch at `base`; raises BrokerError when no broker answers in time."""
         self._consumer.assign([KafkaPartition(partition.topic, partition.partition, offset)])
-        for message in self._consumer.consume(1, _REQUEST_SECONDS):
-            error = message.error()
-            if error is not None and error.code() not in (*_UNREADABLE, KafkaError._PARTITION_EOF):
-                break
-            return error is not None and error.code() in _UNREADABLE and message.offset() == base
+        deadline, heard = time.monotonic() + _SEARCH_SECONDS, "no answer"
+        while (left := deadline - time.monotonic()) > 0:
+            for message in self._consumer.consume(1, left):
+                error = message.error()
+                if error is None or error.code() == KafkaError._PARTITION_EOF:
+                    return False
+                if error.code() in _UNREADABLE:
+                    return bool(message.offset() == base)
+                heard = error.str()
+                if error.code() in _REMOVED:
+                    deadline = 0.0
+                else:
+                    self._judge(error)
         name = f"{partition.topic}[{partition.partition}]@{base}"
-        raise BrokerError(f"cannot read {name}, nor tell where it ends")
+        raise BrokerError(f"cannot read {name}, nor tell where it ends: {heard}")
 
     def _judge(self, error: KafkaError) -> None:
         """Raise for what ends the reading; librdkafka itself tries again after all else."""
