@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, SettingsError
+from ingest.errors import BrokerError
 
 _LOOK_SECONDS = 0.02
 _ATTEMPTS = 3
@@ -85,7 +86,7 @@ class EmbeddedBroker:
         command += ["--data-dir", str(self._folder / "data")]
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "anabranch.tether", "--remove", str(self._folder), *command],
+                [sys.executable, "-P", "-m", "anabranch.core.die_with_parent", "--remove", str(self._folder), *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

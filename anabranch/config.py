@@ -16,9 +16,10 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ingest.config import SchemaSettings, Section, StreamSettings, written
-from ingest.errors import SettingsError
-from ingest.loopback import is_loopback
+from anabranch.core.errors import SettingsError
+from anabranch.core.net import is_loopback
+from anabranch.core.settings import Section, written
+from ingest.config import SchemaSettings, StreamSettings
 from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, ShareSettings, VersionsSettings
 from learner.support import point, refused
 from replay.config import ReplaySettings

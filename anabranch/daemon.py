@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import FrameType
 
+from anabranch.core.errors import AnabranchError, DependencyError
 from anabranch.intruders import refuse_intruders
 from anabranch.printable import printable
-from ingest.errors import AnabranchError, DependencyError
 
 _LOOK_SECONDS = 0.1
 

@@ -9,8 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 from anabranch.config import Config
+from anabranch.core.errors import SettingsError
 from ingest.block import TopicPartition
-from ingest.errors import SecondLearnerError, SettingsError, StateBusyError
+from ingest.errors import SecondLearnerError, StateBusyError
 from ingest.identity import partition_name
 from ingest.schema import Schema
 from learner.lock import hold_state_directory, is_held

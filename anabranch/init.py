@@ -3,7 +3,7 @@
 import importlib.resources
 from pathlib import Path
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 
 FILES = ("pipeline.toml", "my_model.py", "events.jsonl")
 

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from anabranch.config import Config
-from ingest.errors import DependencyError, SettingsError
-from ingest.failure import DamagedError, decoded
-from ingest.loopback import is_loopback
+from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.failures import DamagedError, decoded
+from anabranch.core.net import is_loopback
 from learner.version import RegistryState, Versions
 from serving.config import ServingSettings
 from serving.errors import RequestError

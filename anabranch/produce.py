@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 from anabranch.config import Config
+from anabranch.core.errors import SettingsError
 from anabranch.pacing import Pacer
 from anabranch.source import STDIN, Record, Source, SourceFormat, open_source
-from ingest.errors import SettingsError
 from ingest.format import FORMATS
 from ingest.producer import EventProducer, create_topics
 from ingest.rows import pack_rows

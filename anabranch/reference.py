@@ -17,10 +17,10 @@ from pydantic_core import PydanticUndefined
 
 from anabranch.cli import app
 from anabranch.config import Pipeline, alternatives
+from anabranch.core.durations import format_duration
 from ingest.config import FieldSettings
 from ingest.metrics import IngestMetrics
 from ingest.properties import PROPERTIES, REFUSED
-from ingest.units import format_duration
 from learner.metrics import LearnerMetrics
 from replay.metrics import ReplayMetrics
 from serving.metrics import Metrics as ServingMetrics

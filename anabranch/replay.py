@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from anabranch.config import Config
+from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.failures import away_is_dependency
 from ingest.block import TopicPartition
 from ingest.config import Vocabulary
-from ingest.errors import DependencyError, SettingsError
-from ingest.failure import away_is_dependency
 from ingest.identity import identity_hash, partition_name
 from ingest.schema import Schema
 from learner.cut import RANK, Cut, Cuts

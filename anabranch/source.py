@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 import msgspec
 import numpy as np
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from ingest.schema import Schema
 
 STDIN = Path("-")

@@ -23,11 +23,11 @@ import msgspec
 
 from anabranch.child_environment import without_admin_token
 from anabranch.config import Config
+from anabranch.core.backoff import jittered
+from anabranch.core.failures import DamagedError, away_is_dependency, decoded
+from anabranch.core.files import MOST_BYTES, number_of, read_file
 from anabranch.daemon import Exit
-from ingest.failure import DamagedError, away_is_dependency, decoded
-from ingest.jitter import jittered
 from learner.report import REPORT as LEARNER_REPORT
-from replay.files import MOST_BYTES, number_of, read_file
 from serving.report import REPORT as SERVING_REPORT
 
 _LOOK_SECONDS = 0.1

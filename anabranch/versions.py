@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.config import Config
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from ingest.schema import Schema
 from learner.errors import VersionError
 from learner.trained import format_trained_through

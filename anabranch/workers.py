@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from anabranch.config import Config
+from anabranch.core.failures import state_errors
 from anabranch.daemon import Exit
 from anabranch.supervisor import Part, Supervisor
-from ingest.failure import state_errors
 from serving.crew import COUNTS_VARIABLE, Crew
 from serving.listener import address_of, check_tls, listen_patiently
 from serving.report import STOPPED, ServingReport, write_report

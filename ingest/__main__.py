@@ -8,11 +8,11 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from anabranch.core.errors import AnabranchError, SettingsError
 from ingest.assembler import Assembler
 from ingest.block import BlockLayout
 from ingest.clients import CLIENTS
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import AnabranchError, SettingsError
 from ingest.messages import Begin, Failed, receive_in_ingest, send
 from ingest.remote import CarryingRing, end_with_parent, learners, relay
 from ingest.ring import Ring

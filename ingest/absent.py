@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+from anabranch.core.backoff import jittered
+from anabranch.core.errors import AnabranchError
 from ingest.block import TopicPartition
-from ingest.errors import AnabranchError
-from ingest.jitter import jittered
 from ingest.messages import Mark, Position
 from ingest.source import Source
 

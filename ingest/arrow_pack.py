@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from ingest.schema import Schema
 
 

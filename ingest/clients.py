@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from anabranch.core.errors import SettingsError
 from ingest.client import Client
 from ingest.config import StreamSettings
-from ingest.errors import SettingsError
 
 
 def _kafka_python(settings: StreamSettings) -> Client:

@@ -1,15 +1,12 @@
 """The sections `[stream]` and `[schema]` of `pipeline.toml`. Imports neither a Kafka client nor torch."""
 
-import re
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ByteSize,
-    ConfigDict,
     Discriminator,
     Field,
     SecretStr,
@@ -17,26 +14,14 @@ from pydantic import (
     model_validator,
 )
 
+from anabranch.core.durations import PositiveDuration
+from anabranch.core.settings import Section, written
 from ingest.properties import check, check_name
-from ingest.units import PositiveDuration
-
-
-def written(pattern: str, how: str) -> AfterValidator:
-    """Refuse strings that do not match a pattern as a whole, and say how they are written."""
-
-    def match(value: str) -> str:
-        if not re.fullmatch(pattern, value):
-            raise ValueError(f"write {how}")
-        return value
-
-    return AfterValidator(match)
-
 
 Name = Annotated[
     str, written("[A-Za-z_][A-Za-z0-9_]*", 'letters, digits and "_", and no digit first, such as "amount"')
 ]
 TopicName = Annotated[str, written("[A-Za-z0-9._-]{1,249}", 'letters, digits, ".", "_" and "-", 249 at most')]
-DeviceName = Annotated[str, written(r"auto|cpu|mps|cuda(:\d+)?", '"auto", "cpu", "mps", "cuda" or such as "cuda:1"')]
 Number = Literal[
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
 ]
@@ -63,12 +48,6 @@ def _servers(value: str) -> str:
 
 def _property(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
-
-
-class Section(BaseModel):
-    """A section of `pipeline.toml`: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
 class LagPolicySettings(Section):

@@ -1,27 +1,20 @@
-"""The errors a user can act on; everything else is a bug.
+"""The branches of the error tree that ingest and the state directory add.
 
-    AnabranchError
-    |-- SettingsError            the configuration or the input is wrong: mend it, then start again (exit 2)
-    |   |-- GapError             offsets that were not read yet are gone from the broker
-    |   |   `-- RecreatedError   a topic was deleted and created again
-    |   |       `-- TruncatedError   a partition's log lost its end, and reading goes on with a new account
-    |   `-- SecondLearnerError   another learner holds the state directory
-    `-- DependencyError          something outside cannot be reached: wait or mend it, then start again (exit 3)
-        |-- StateBusyError       a command works on the state directory
-        `-- BrokerError          Kafka: unreachable, or has no such topic
-            |-- CodecError       messages are compressed in a way that the client cannot undo
-            `-- CredentialsError it refuses the user, the password or the mechanism
+AnabranchError
+|-- SettingsError            the configuration or the input is wrong: mend it, then start again (exit 2)
+|   |-- GapError             offsets that were not read yet are gone from the broker
+|   |   `-- RecreatedError   a topic was deleted and created again
+|   |       `-- TruncatedError   a partition's log lost its end, and reading goes on with a new account
+|   `-- SecondLearnerError   another learner holds the state directory
+`-- DependencyError          something outside cannot be reached: wait or mend it, then start again (exit 3)
+    |-- StateBusyError       a command works on the state directory
+    `-- BrokerError          Kafka: unreachable, or has no such topic
+        |-- CodecError       messages are compressed in a way that the client cannot undo
+        `-- CredentialsError it refuses the user, the password or the mechanism
 
-They live in the lowest layer because every other one raises or catches them.
 """
 
-
-class AnabranchError(Exception):
-    """Base of all errors that are one clear sentence to the user."""
-
-
-class SettingsError(AnabranchError):
-    """The configuration or the input is wrong; starting again without a change fails in the same way."""
+from anabranch.core.errors import DependencyError, SettingsError
 
 
 class GapError(SettingsError):
@@ -38,10 +31,6 @@ class TruncatedError(RecreatedError):
 
 class SecondLearnerError(SettingsError):
     """Another learner holds the lock on this state directory."""
-
-
-class DependencyError(AnabranchError):
-    """Something outside the program cannot be reached or refuses to work with it."""
 
 
 class StateBusyError(DependencyError):

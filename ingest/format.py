@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from anabranch.core.errors import SettingsError
 from ingest.decoded import Format
-from ingest.errors import SettingsError
 from ingest.json import JsonFormat
 from ingest.rows import RowsFormat
 from ingest.schema import Schema

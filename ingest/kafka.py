@@ -13,6 +13,7 @@ from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 from kafka.admin import OffsetSpec
 
+from anabranch.core.errors import SettingsError
 from ingest.block import TopicPartition
 from ingest.client import (
     BAD_HEADER,
@@ -35,7 +36,7 @@ from ingest.client import (
     unreadable,
 )
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedError, SettingsError, TruncatedError
+from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedError, TruncatedError
 from ingest.kafka_records import ReplacedNames, UnreadableError, bound
 from ingest.properties import DEFAULTS, check, kafka_python_options
 

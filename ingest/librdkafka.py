@@ -9,9 +9,9 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
+from anabranch.core.errors import SettingsError
 from ingest.client import BAD_HEADER, DeadLetter, sendable, smaller
 from ingest.config import StreamSettings
-from ingest.errors import SettingsError
 from ingest.properties import DEFAULTS, PROPERTIES
 
 _LARGEST_LETTER = 100_000_000

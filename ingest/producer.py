@@ -10,8 +10,9 @@ from typing import Any
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka import errors as kafka_errors
 
+from anabranch.core.errors import AnabranchError, SettingsError
 from ingest.config import StreamSettings
-from ingest.errors import AnabranchError, BrokerError, SettingsError
+from ingest.errors import BrokerError
 from ingest.kafka import PATIENCE, connect
 
 _WAITING_BYTES = 32_000_000

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from ingest.anonymous_file import anonymous_file
+from anabranch.core.errors import SettingsError
+from anabranch.core.shared_memory import anonymous_file
 from ingest.block import Array, BlockLayout
-from ingest.errors import SettingsError
 
 MOST_ROWS = 4096
 """Events of a block at most."""

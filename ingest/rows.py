@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.core.errors import SettingsError
 from ingest.block import Array
 from ingest.decoded import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
 from ingest.encoder import hash_texts
-from ingest.errors import SettingsError
 from ingest.schema import Label, Schema
 
 _EXTRAS = {"key": "<i8", "time": "<f8", "weight": "<f4", "group": "<i8"}

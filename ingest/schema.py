@@ -11,9 +11,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.core.errors import SettingsError
 from ingest.config import FeatureSettings, LabelSettings, SchemaSettings
 from ingest.encoder import Encoder, encoder_of
-from ingest.errors import SettingsError
 
 
 @dataclass(frozen=True)

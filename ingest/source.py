@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
+from anabranch.core.backoff import jittered
+from anabranch.core.errors import AnabranchError
 from ingest import errors
 from ingest.block import Block, BlockLayout, TopicPartition, current
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.environment import without_settings
-from ingest.errors import AnabranchError, BrokerError
-from ingest.jitter import jittered
+from ingest.errors import BrokerError
 from ingest.messages import (
     Broker,
     Commit,

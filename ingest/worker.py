@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
+from anabranch.core.backoff import jittered
 from ingest.assembler import Assembled, Assembler, Incoming
 from ingest.block import Coverage, TopicPartition, current
 from ingest.client import RECREATED, TRUNCATED, Client, DeadLetter, Lag, Messages, overwritten
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, GapError, RecreatedError, TruncatedError
 from ingest.fingerprint import compare, fingerprint
-from ingest.jitter import jittered
 from ingest.messages import (
     Broker,
     Commit,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ingest.errors import AnabranchError
+from anabranch.core.errors import AnabranchError
 from learner.config import LearnerSettings
 from learner.errors import RankLostError
 from learner.replicas import SILENCE, Place, join_group

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 
 
 def checkpoint_activations(model: nn.Module, which: bool | Sequence[str]) -> None:

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ingest.config import DeviceName, HoldOut, Section, written
-from ingest.units import PositiveDuration
+from anabranch.core.durations import PositiveDuration
+from anabranch.core.settings import DeviceName, Section, written
+from ingest.config import HoldOut
 
 _GUARD_SALT = 0x5F3759DF
 _IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.config import ShareSettings
 
 Lane = Callable[[], contextlib.AbstractContextManager[object]]

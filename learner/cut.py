@@ -27,11 +27,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from ingest.failure import DamagedError, damage_is, decoded
+from anabranch.core.failures import DamagedError, damage_is, decoded
+from anabranch.core.files import MOST_BYTES, check_names
 from learner.errors import CutError, MisfitError
 from learner.storage import MANIFEST, Folder, LocalStorage, Storage
 from learner.tensor_file import Piece, TensorFile, digest_of, pieces_of
-from replay.files import MOST_BYTES, check_names
 
 STATE = "state.json"
 FORGOTTEN = "forgotten"

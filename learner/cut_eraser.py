@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.errors import DependencyError, SettingsError
-from ingest.failure import DamagedError
+from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.failures import DamagedError
 from learner.cut import FORMAT, SEGMENT, CutManifest, Cuts, part_of
 from learner.errors import CutError
 from learner.forgotten_cut import Tensors, named_slots, without

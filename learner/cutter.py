@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from ingest.errors import DependencyError
+from anabranch.core.errors import DependencyError
 from learner.background import Background
 from learner.config import CutsSettings
 from learner.cut import Cut, Cuts

@@ -12,7 +12,7 @@ RankTooLargeError         a device ran out of memory: the same, with fewer event
 
 import re
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 
 
 class ModelError(SettingsError):

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from anabranch.core.failures import out_of_memory
 from ingest.block import Array
-from ingest.failure import out_of_memory
 from ingest.schema import Schema
 from learner.guard import YOUNG, GuardRows
 from learner.memory import release

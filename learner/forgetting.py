@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.core.errors import DependencyError
 from ingest.block import Array, Outcome, SkipReason, TopicPartition, current
-from ingest.errors import DependencyError
 from ingest.identity import partition_base, partition_name
 from ingest.source import Partition
 from learner.batches import Batch, Span

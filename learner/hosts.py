@@ -20,8 +20,8 @@ import msgspec
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.errors import SettingsError
 from ingest.remote import Remote
 from learner.config import LearnerSettings
 from learner.voice import Round, Seat, Voice, Word, listen, own_address, reach, read_word

@@ -18,8 +18,8 @@ from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
-from ingest.errors import SettingsError
-from ingest.failure import state_errors
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import state_errors
 
 FOLDER = "share"
 _SERVER, _LEARNER = "server", "learner"

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from ingest.errors import AnabranchError, SecondLearnerError, SettingsError, StateBusyError
-from ingest.failure import state_errors
-from learner.files import replace_file
+from anabranch.core.atomic_files import replace_file
+from anabranch.core.errors import AnabranchError, SettingsError
+from anabranch.core.failures import state_errors
+from ingest.errors import SecondLearnerError, StateBusyError
 
 LOCK = "learner.lock"
 EPOCH = "epoch"

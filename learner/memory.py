@@ -1,11 +1,11 @@
-"""A device that is out of memory: what a step is made smaller by; `ingest.failure` says how it is told."""
+"""A device that is out of memory: what a step is made smaller by; `anabranch.core.failures` says how it is told."""
 
 import logging
 
 import torch
 from torch import Tensor
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.errors import RankTooLargeError
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ingest.errors import DependencyError
+from anabranch.core.errors import DependencyError
 from learner.cut import RANK, Cuts
 from learner.cut_eraser import Eraser
 from learner.errors import MisfitError

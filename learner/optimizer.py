@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.config import OptimizerSettings
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {

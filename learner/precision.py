@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 
 
 @dataclass(frozen=True)

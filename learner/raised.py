@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ingest.errors import AnabranchError
-from ingest.failure import out_of_memory
+from anabranch.core.errors import AnabranchError
+from anabranch.core.failures import out_of_memory
 from ingest.schema import Schema
 from learner.errors import RankLostError, RankTooLargeError, tells_of_a_lost_rank
 from learner.model import in_one_line, sample, tensor_dtype

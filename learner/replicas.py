@@ -17,7 +17,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.config import LearnerSettings
 from learner.errors import RankLostError
 from learner.model import forward

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from ingest.failure import DamagedError, decoded
-from learner.files import replace_file
-from replay.files import MOST_BYTES, read_file
+from anabranch.core.atomic_files import replace_file
+from anabranch.core.failures import DamagedError, decoded
+from anabranch.core.files import MOST_BYTES, read_file
 
 REPORT = "learner.json"
 LAG_STALE = timedelta(seconds=10)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.cut import RANK, Cut, Cuts
 from learner.forgotten_cut import check_age, remembered
 from learner.loop import Loop

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from anabranch.core.errors import SettingsError
 from ingest.block import Block, Outcome, SkipReason
-from ingest.errors import SettingsError
 from ingest.source import Partition
 from learner.batches import PATIENCE, PENDING, Batch, Blocks, Parts
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from anabranch.core.failures import away_is_dependency
 from ingest.errors import GapError
-from ingest.failure import away_is_dependency
 from ingest.metrics import IngestMetrics
 from ingest.source import Source
 from ingest.sources import Sources

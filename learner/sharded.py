@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 
 
 class ShardedWeights:

@@ -15,8 +15,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from ingest.errors import SettingsError
-from ingest.loopback import names_loopback
+from anabranch.core.errors import SettingsError
+from anabranch.core.net import names_loopback
 
 _MOST_CONNECTIONS = 16
 """Open at a time, each with a thread; for another one the oldest is closed."""

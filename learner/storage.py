@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from ingest.failure import DamagedError
-from learner.files import replace_file, write_durably
-from replay.files import number_of, read_file, sync_directory
+from anabranch.core.atomic_files import replace_file, write_durably
+from anabranch.core.failures import DamagedError
+from anabranch.core.files import number_of, read_file, sync_directory
 
 MANIFEST = "manifest.json"
 """The file without which a folder does not exist."""

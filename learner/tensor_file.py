@@ -15,8 +15,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ingest.failure import DamagedError, decoded
-from replay.files import MOST_BYTES, open_file
+from anabranch.core.failures import DamagedError, decoded
+from anabranch.core.files import MOST_BYTES, open_file
 
 Piece = bytes | memoryview
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from anabranch.core.failures import out_of_memory
 from ingest.block import Array
-from ingest.failure import out_of_memory
 from ingest.schema import Schema
 from learner.buffers import Buffers, Saved
 from learner.checkpointing import checkpoint_activations

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ingest.errors import SettingsError
-from ingest.failure import out_of_memory
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import out_of_memory
 from learner.config import LearnerSettings
 from learner.gradients import Gradients
 from learner.optimizer import build_optimizer, load_optimizer, moments, numbers, whose

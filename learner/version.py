@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
-from ingest.failure import damage_is, decoded
+from anabranch.core.atomic_files import replace_file
+from anabranch.core.failures import damage_is, decoded
+from anabranch.core.files import MOST_BYTES, check_names, read_file
 from learner.config import ModelSettings
 from learner.errors import VersionError
-from learner.files import replace_file
 from learner.storage import MANIFEST, LocalStorage, Storage
 from learner.trained import Learned, Trained
-from replay.files import MOST_BYTES, check_names, read_file
 
 if TYPE_CHECKING:
     from torch import Tensor

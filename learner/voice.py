@@ -14,8 +14,8 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from ingest.errors import SettingsError
-from ingest.failure import DamagedError, decoded
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import DamagedError, decoded
 
 _TICK_SECONDS = 0.25
 SILENT_SECONDS = 10.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ingest.errors import DependencyError, SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from ingest.schema import Schema
 from replay.admission import Quotas
 from replay.config import COMPARING, ReplaySettings

@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.core.errors import AnabranchError
 from ingest.block import Array, TopicPartition
-from ingest.errors import AnabranchError
 from replay.contents import Change, Standing
 from replay.draw import Draw
 from replay.held import Held

@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field, SecretStr, model_validator
 
-from ingest.config import Section
-from ingest.units import PositiveDuration
+from anabranch.core.durations import PositiveDuration
+from anabranch.core.settings import Section
 
 COMPARING = {"similar", "diverse"}
 """Policies of admission and sampling that need `model.embedding`."""

@@ -24,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.errors import AnabranchError, DependencyError, SettingsError
-from ingest.failure import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
+from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
+from anabranch.core.failures import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
+from anabranch.core.files import check_names, open_file, sync_directory
 from replay.config import DiskSettings
 from replay.contents import Contents, TierFile
 from replay.disk_files import ASIDE, FORMAT, PAGE, SUFFIX, Header, discard, find, next_path, take_back
-from replay.files import check_names, open_file, sync_directory
 from replay.record import CHECKSUM, row_sums
 from replay.tier import Kind, Site, SlowTier
 

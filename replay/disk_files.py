@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from ingest.failure import DamagedError, away_is_dependency, decoded
+from anabranch.core.failures import DamagedError, away_is_dependency, decoded
+from anabranch.core.files import number_of, open_file, sync_directory
 from replay.contents import TierFile
-from replay.files import number_of, open_file, sync_directory
 
 SUFFIX = ".rows"
 ASIDE = ".before"

@@ -16,9 +16,9 @@ from pathlib import Path
 import crc32c
 import msgspec
 
-from ingest.errors import DependencyError
-from ingest.failure import UNDECODABLE
-from replay.files import sync_directory
+from anabranch.core.errors import DependencyError
+from anabranch.core.failures import UNDECODABLE
+from anabranch.core.files import sync_directory
 from replay.forgotten import ByKey, ByRange, Forgotten, Packed, Record
 
 FORMAT = 2

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from ingest.errors import DependencyError, SettingsError
-from replay.files import sync_directory
+from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.files import sync_directory
 from replay.forgotten import ByKey, ByRange, Forgotten, Record
 from replay.forgotten_file import (
     SECRET_FILE,

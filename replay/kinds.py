@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from replay.config import ReplaySettings
 from replay.contents import Contents
 from replay.disk import DiskKind

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ingest.errors import SettingsError
-from ingest.jitter import jittered
+from anabranch.core.backoff import jittered
+from anabranch.core.errors import SettingsError
 from replay.index_link import GoneError, IndexLink
 from replay.index_wire import Figures, Ids, IndexSettings, Kind, Record, Vectors
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import numpy as np
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from replay import admission, sampler
 from replay.admission import Admission, Quotas
 from replay.entries import Entries

@@ -19,8 +19,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError
 from redis.retry import Retry
 
-from ingest.errors import DependencyError, SettingsError
-from ingest.jitter import jittered
+from anabranch.core.backoff import jittered
+from anabranch.core.errors import DependencyError, SettingsError
 
 _TIMEOUT_SECONDS = 0.25
 _FIRST_DELAY_SECONDS = 0.1

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from replay.config import RedisSettings
 from replay.contents import Contents, TierFile
 from replay.record import CHECKSUM, row_sums

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from replay.contents import Contents
 from replay.conversion import Rows, converted, move
 from replay.roll import Roll

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from replay.contents import Contents, TierFile
 
 

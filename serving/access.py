@@ -3,7 +3,7 @@
 import hmac
 from urllib.parse import urlsplit
 
-from ingest.loopback import names_loopback
+from anabranch.core.net import names_loopback
 from serving.config import Tokens
 from serving.errors import ForbiddenError, TokenError, shorten
 

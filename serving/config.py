@@ -6,9 +6,9 @@ from typing import Annotated, Self
 
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
-from ingest.config import DeviceName, Section
-from ingest.loopback import is_loopback
-from ingest.units import Duration, PositiveDuration
+from anabranch.core.durations import Duration, PositiveDuration
+from anabranch.core.net import is_loopback
+from anabranch.core.settings import DeviceName, Section
 from serving.request_log import RequestLogLevel
 
 

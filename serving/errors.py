@@ -20,7 +20,7 @@ AnabranchError
 from datetime import timedelta
 from typing import ClassVar
 
-from ingest.errors import AnabranchError
+from anabranch.core.errors import AnabranchError
 
 _LONGEST_REPEATED = 100
 

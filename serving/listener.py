@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from serving.config import ServingSettings, TlsSettings
 
 log = logging.getLogger("anabranch.serving")

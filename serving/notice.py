@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from replay.files import number_of
+from anabranch.core.files import number_of
 
 POLL_EVERY = timedelta(milliseconds=50)
 """How often to look where nothing tells of changes."""

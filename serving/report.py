@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from ingest.failure import DamagedError, decoded
-from replay.files import MOST_BYTES, read_file
+from anabranch.core.failures import DamagedError, decoded
+from anabranch.core.files import MOST_BYTES, read_file
 
 REPORT = "serving.json"
 STOPPED = "it has stopped"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from ingest.failure import Failure, failure_of
-from ingest.jitter import jittered
+from anabranch.core.backoff import jittered
+from anabranch.core.failures import Failure, failure_of
 
 _FIRST = timedelta(seconds=1)
 _LONGEST = timedelta(seconds=30)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from ingest.schema import Schema
 from learner.config import ModelSettings
 from learner.embedding import Embedding, Embeddings, TaskEmbedding

@@ -15,7 +15,7 @@ import prometheus_client
 import torch
 from prometheus_client import CollectorRegistry
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.lease import hold_server
 from serving.app import HttpServer, build_app
 from serving.batcher import Batcher

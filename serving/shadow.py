@@ -23,7 +23,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from ingest.failure import Failure, failure_of
+from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
 from serving.metrics import Metrics
 from serving.report import ShadowReport

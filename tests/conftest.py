@@ -41,7 +41,7 @@ from kafka.admin import NewTopic
 from kafka.errors import KafkaError
 
 from anabranch.broker import EmbeddedBroker
-from ingest.errors import AnabranchError
+from anabranch.core.errors import AnabranchError
 from tests import pipelines
 
 START = "ANABRANCH_TEST_KAFKA_START"
@@ -127,7 +127,7 @@ class MortalRedis:
         with self._log.open("ab") as said:
             self._process = subprocess.Popen(
                 # The tether ends it also when the tests are killed.
-                [sys.executable, "-m", "anabranch.tether", *self._command, *options],
+                [sys.executable, "-m", "anabranch.core.die_with_parent", *self._command, *options],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -542,7 +542,7 @@ def _started(folder: Path, port: int, properties: Sequence[str], bootstrap: str)
     with log.open("wb") as said:
         # The tether ends the broker also when the tests are killed.
         process = subprocess.Popen(
-            [sys.executable, "-m", "anabranch.tether", *command],
+            [sys.executable, "-m", "anabranch.core.die_with_parent", *command],
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=subprocess.STDOUT,

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from anabranch import reference
 from anabranch.config import load_config
-from ingest.units import parse_duration
+from anabranch.core.durations import parse_duration
 from learner.status import serve_status
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 
 CLASSES = 10
 ENDLESS_PHASE = 2_000

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from anabranch.broker import EmbeddedBroker, free_port
+from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.daemon import Exit, stop_on_signals
 from anabranch.demo.digits import Digits, load_digits
 from anabranch.demo.feed import Feed, Stream
@@ -24,7 +25,6 @@ from anabranch.demo.prober import Prober, answers, request_body
 from anabranch.demo.report import make_report, summary, to_json
 from anabranch.supervisor import Supervisor
 from ingest.config import StreamSettings
-from ingest.errors import AnabranchError, SettingsError
 from ingest.producer import create_topics, delete_topics
 
 DEFAULT_PORT = 8000

@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 
 _SECONDS = 120.0
 _WIDTH, _HEIGHT, _SCALE = 1240, 1010, 1.5

@@ -9,17 +9,18 @@ from typing import Any
 
 import msgspec
 
+from anabranch.core.durations import format_duration
+from anabranch.core.errors import SettingsError
 from anabranch.doctor.finding import Finding, Patient, found, ok
 from ingest.assembler import Assembler, Incoming
 from ingest.block import Outcome
 from ingest.client import Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import BrokerError, CodecError, CredentialsError, SettingsError
+from ingest.errors import BrokerError, CodecError, CredentialsError
 from ingest.format import FORMATS
 from ingest.inspect import Inspector, Topic
 from ingest.messages import Position
 from ingest.schema import Schema
-from ingest.units import format_duration
 
 _CONNECT_SECONDS = 3.0
 _AHEAD_SECONDS = 5.0

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from anabranch.config import examine_config
 from anabranch.console import PlainConsole
+from anabranch.core.errors import SettingsError
 from anabranch.daemon import Exit
 from anabranch.doctor.broker import check_broker
 from anabranch.doctor.finding import Finding, Patient, found, ok
@@ -27,7 +28,6 @@ from anabranch.doctor.redis import check_redis
 from anabranch.doctor.saved import check_cuts, check_versions
 from anabranch.doctor.schema import check_schema
 from anabranch.doctor.state import check_state
-from ingest.errors import SettingsError
 from learner.deadline import Deadline
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}

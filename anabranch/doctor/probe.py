@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from anabranch.core.errors import SettingsError
 from anabranch.doctor.model import Asked, Said, Size, Step
-from ingest.errors import SettingsError
 from learner.config import LearnerSettings, ShareSettings
 from replay.config import ReplaySettings
 

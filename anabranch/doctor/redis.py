@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.doctor.finding import Finding, Patient, found, ok
-from ingest.errors import DependencyError, SettingsError
 from replay.config import ReplaySettings
 
 _OTHERS = 1.1

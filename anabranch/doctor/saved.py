@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from anabranch.core.failures import DamagedError, decoded
+from anabranch.core.files import MOST_BYTES, check_names, number_of, open_file, read_file
 from anabranch.doctor.finding import Finding, Patient, found, ok
-from ingest.failure import DamagedError, decoded
 from ingest.schema import Schema
 from learner.version import ModelReference, other_model, reference_to
-from replay.files import MOST_BYTES, check_names, number_of, open_file, read_file
 
 _MANIFEST = "manifest.json"
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from anabranch.core.errors import SettingsError
 from anabranch.doctor.finding import Finding, Patient, found, ok
-from ingest.errors import SettingsError
 from ingest.format import FORMATS
 from ingest.schema import Schema
 

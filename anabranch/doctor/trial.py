@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import DamagedError
 from anabranch.doctor.model import Asked, Said, Size, Step
 from ingest.config import SchemaSettings, StreamSettings
-from ingest.errors import SettingsError
-from ingest.failure import DamagedError
 from ingest.schema import Schema
 from learner.checkpointing import checkpoint_activations
 from learner.config import LearnerSettings, ModelSettings

@@ -4,7 +4,7 @@ import inspect
 import math
 from typing import Any
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.config import ModelSettings, StrategySettings
 from learner.strategies import STRATEGIES
 from learner.strategy import Strategy

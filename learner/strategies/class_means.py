@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.strategy import Examples, Forward, Learner, Loss, Strategy, Tensors, Whole, evaluated, weighted
 
 _NEVER = -1e6

@@ -7,8 +7,9 @@ import pytest
 
 import anabranch.broker
 from anabranch.broker import EmbeddedBroker, free_port
+from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, SettingsError
+from ingest.errors import BrokerError
 from ingest.producer import create_topics, partition_counts
 
 pytestmark = pytest.mark.process
@@ -81,7 +82,7 @@ def test_a_wanted_port_is_taken_when_it_is_free_only():
 
 
 def tethered(spawn, code):
-    return spawn("-m", "anabranch.tether", sys.executable, "-c", code)
+    return spawn("-m", "anabranch.core.die_with_parent", sys.executable, "-c", code)
 
 
 def test_the_tether_ends_with_its_command_and_its_exit_code(spawn):

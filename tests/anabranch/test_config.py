@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from anabranch.config import load_config
+from anabranch.core.errors import SettingsError
 from ingest.config import HashBuckets, Vocabulary
-from ingest.errors import SettingsError
 
 TEMPLATE = Path(__file__).parents[2] / "anabranch" / "template" / "pipeline.toml"
 SMALLEST = {

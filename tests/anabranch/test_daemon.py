@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from anabranch.core.errors import SettingsError
 from anabranch.daemon import Exit, configure_logging, raise_descriptor_limit, run, stop_on_signals
-from ingest.errors import SettingsError
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from anabranch.config import load_config
+from anabranch.core.errors import SettingsError
 from anabranch.init import FILES, next_commands, write_example
-from ingest.errors import SettingsError
 from ingest.json import JsonFormat
 from ingest.schema import Schema
 

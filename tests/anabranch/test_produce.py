@@ -10,8 +10,8 @@ import pytest
 
 from anabranch import cli
 from anabranch.config import load_config
+from anabranch.core.errors import SettingsError
 from anabranch.produce import STDIN, produce
-from ingest.errors import SettingsError
 from ingest.format import FORMATS
 from ingest.rows import row_dtype
 from ingest.schema import Schema

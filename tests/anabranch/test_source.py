@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.config import load_config
+from anabranch.core.errors import SettingsError
 from anabranch.produce import produce
 from anabranch.source import STDIN, open_source
 from ingest.config import SchemaSettings
 from ingest.encoder import HashEncoder
-from ingest.errors import SettingsError
 from ingest.json import JsonFormat
 from ingest.producer import create_topics
 from ingest.schema import Schema

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.core.errors import SettingsError
 from ingest.arrow_pack import pack_batch
 from ingest.config import SchemaSettings
 from ingest.decoded import WHOLE_MESSAGE, Decoded
-from ingest.errors import SettingsError
 from ingest.format import FORMATS
 from ingest.rows import pack_rows, row_dtype
 from ingest.schema import Schema

@@ -5,8 +5,9 @@ from datetime import timedelta
 
 import pytest
 
+from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, SettingsError
+from ingest.errors import BrokerError
 from ingest.producer import EventProducer, create_topics, delete_topics, partition_counts
 from tests.faults.proxy import Fault, Proxy
 

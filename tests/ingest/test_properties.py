@@ -10,9 +10,9 @@ import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from pydantic import ValidationError
 
+from anabranch.core.errors import SettingsError
 from ingest.clients import CLIENTS
 from ingest.config import StreamSettings
-from ingest.errors import SettingsError
 from ingest.kafka import client_options
 from ingest.properties import PROPERTIES, REFUSED
 

@@ -3,8 +3,8 @@ import hashlib
 import numpy as np
 import pytest
 
+from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings
-from ingest.errors import SettingsError
 from ingest.schema import Schema
 
 LABEL = {"name": "y", "classes": 10}

@@ -17,13 +17,14 @@ from kafka import TopicPartition as KafkaPartition
 from kafka.admin import NewPartitions
 from kafka.errors import KafkaError
 
+from anabranch.core.errors import SettingsError
 from ingest import silence
 from ingest.block import Outcome, TopicPartition
 from ingest.client import DeadLetter, Lag
 from ingest.clients import CLIENTS
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.confluent import ConfluentClient
-from ingest.errors import BrokerError, GapError, RecreatedError, SettingsError
+from ingest.errors import BrokerError, GapError, RecreatedError
 from ingest.kafka import KafkaPythonClient
 from ingest.messages import Mark, Position
 from ingest.source import Source

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anabranch.core.errors import DependencyError
 from ingest.block import TopicPartition
-from ingest.errors import DependencyError
 from ingest.identity import base_of
 from ingest.messages import Position
 from ingest.source import Partition

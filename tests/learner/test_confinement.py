@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings, ShareSettings

@@ -24,9 +24,10 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
+from anabranch.core.errors import SettingsError
 from ingest.block import Block, Coverage, TopicPartition
 from ingest.config import LagPolicySettings, SchemaSettings, StreamSettings
-from ingest.errors import SecondLearnerError, SettingsError
+from ingest.errors import SecondLearnerError
 from ingest.fake import Columns, fake_columns
 from ingest.metrics import IngestMetrics
 from ingest.schema import Schema
@@ -728,7 +729,7 @@ def test_a_full_disk_costs_the_cut_and_neither_the_training_nor_the_cuts_before(
     bench.run()
     bench.finish()
     with monkeypatch.context() as patch:
-        patch.setattr("learner.files.os.fsync", _no_space)
+        patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
         bench.cutter.cut_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
     assert bench.cutter.ill is not None
     assert "No space left" in bench.cutter.ill
@@ -748,7 +749,7 @@ def test_a_cut_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
     now, go, sync = [1000.0], threading.Event(), os.fsync
     with monkeypatch.context() as patch:
         patch.setattr("learner.background.time", SimpleNamespace(monotonic=lambda: now[0]))
-        patch.setattr("learner.files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
+        patch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
         bench.cutter.ask()
         bench.loop._cut_if_due()
         now[0] += 90
@@ -826,7 +827,7 @@ def test_a_cut_that_failed_is_made_again_though_nothing_has_changed(
     bench = make_bench(4)
     bench.run()
     with monkeypatch.context() as patch:
-        patch.setattr("learner.files.os.fsync", _no_space)
+        patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
         bench.finish()
     assert bench.cuts.numbers() == []
     bench.finish()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from ingest.errors import DependencyError
+from anabranch.core.errors import DependencyError
 from learner.config import CutsSettings
 from learner.cut import Cuts
 from learner.cutter import Cutter, Moment
@@ -69,7 +69,7 @@ def test_a_cut_has_the_state_of_its_moment_whatever_changes_while_it_is_written(
         live["ledger"].append([3, 4])  # type: ignore[attr-defined]
         real(descriptor)
 
-    monkeypatch.setattr("learner.files.os.fsync", later)
+    monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", later)
     cut(cutter, live)
     assert live["kind"] == {"others": []}, "the state did not change meanwhile"
     found = json.loads((cuts.path / "1" / "rank-0" / "state.json").read_bytes())
@@ -142,7 +142,7 @@ def test_a_learner_that_cannot_write_where_it_begins_does_not_begin(
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("learner.files.os.fsync", full)
+    monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", full)
     with pytest.raises(DependencyError, match=r"cut 1 could not be written to .*: No space left.*; nothing is"):
         cutter.cut_first({"ledger": []}, threading.Event(), lambda: None)
     assert cuts.numbers() == []
@@ -151,7 +151,7 @@ def test_a_learner_that_cannot_write_where_it_begins_does_not_begin(
 def test_a_learner_that_is_stopped_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cutter, _ = make(tmp_path)
     stop, go = threading.Event(), threading.Event()
-    monkeypatch.setattr("learner.files.os.fsync", lambda _: go.wait(30))
+    monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda _: go.wait(30))
     cutter.cut_first({"ledger": []}, stop, stop.set)
     assert cutter.busy
     go.set()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anabranch.config import load_config
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.__main__ import deployment_of
 from learner.config import OptimizerSettings
 from learner.optimizer import build_optimizer

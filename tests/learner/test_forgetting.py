@@ -17,9 +17,9 @@ import pytest
 import redis
 
 from anabranch.config import Config, load_config
+from anabranch.core.errors import SettingsError
 from anabranch.forget import Answer, forget
 from anabranch.replay import draw_sample, read_stats
-from ingest.errors import SettingsError
 from learner.report import LearnerReport
 from replay.forgotten_log import ForgottenLog
 from tests import forkserver

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.errors import DependencyError, SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from learner.lease import FOLDER, Field, Servers, hold_learner, hold_server, learners
 
 SLO = timedelta(milliseconds=20)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import learner.lock
-from ingest.errors import DependencyError, SecondLearnerError, SettingsError, StateBusyError
+from anabranch.core.errors import DependencyError, SettingsError
+from ingest.errors import SecondLearnerError, StateBusyError
 from learner.lock import EPOCH, LOCK, check_epoch, hold_state_directory, is_held
 
 
@@ -206,7 +207,9 @@ def test_only_what_a_person_has_to_change_is_a_fault_of_the_settings(
         pass
 
 
-@pytest.mark.parametrize("call", ["learner.lock.Path.read_text", "learner.files.os.fsync", "learner.lock.fcntl.flock"])
+@pytest.mark.parametrize(
+    "call", ["learner.lock.Path.read_text", "anabranch.core.atomic_files.os.fsync", "learner.lock.fcntl.flock"]
+)
 def test_a_disk_that_fails_at_the_lock_or_the_epochs_is_no_fault_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.errors import SettingsError
-from ingest.failure import out_of_memory
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import out_of_memory
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.checkpointing import checkpoint_activations

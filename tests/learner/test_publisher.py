@@ -290,7 +290,7 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     bench = make_bench()
     bench.learned.add(np.array([10, 20], np.int64))
     with monkeypatch.context() as patch:
-        patch.setattr("learner.files.os.fsync", _no_space)
+        patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
         bench.publish()
     bench.learned = RecordTimes()
     bench.learned.add(np.array([30], np.int64))
@@ -312,7 +312,7 @@ def test_a_disk_that_hangs_is_told_of_until_it_goes_on(
 ) -> None:
     now, go, sync = [1000.0], threading.Event(), os.fsync
     monkeypatch.setattr("learner.background.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("learner.files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
+    monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
     bench = make_bench()
     bench.step += 1
     bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
@@ -331,7 +331,7 @@ def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_
 ) -> None:
     bench, progress = make_bench(), (1, (Position(5),))
     with monkeypatch.context() as patch:
-        patch.setattr("learner.files.os.fsync", _no_space)
+        patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
         bench.publisher.publish_last(progress, bench.snapshot, Deadline(SOON))
     assert bench.versions.numbers() == []
     for _ in range(2):

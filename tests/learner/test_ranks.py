@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.config import LearnerSettings
 from learner.cut import Cuts
 from learner.dealing import Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anabranch.core.errors import SettingsError
 from ingest.block import Block, Coverage, Outcome, TopicPartition
-from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from ingest.source import Partition

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings
-from ingest.errors import SettingsError
 from ingest.schema import Schema
 from learner.config import LearnerSettings, ModelSettings, StrategySettings
 from learner.embedding import Embedding

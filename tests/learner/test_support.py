@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner import compiled

@@ -8,7 +8,7 @@ import torch
 from sklearn.metrics import jaccard_score
 from torch import Tensor, nn
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings, ModelSettings, StrategySettings

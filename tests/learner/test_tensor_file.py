@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ingest.failure import DamagedError
+from anabranch.core.failures import DamagedError
 from learner.tensor_file import _KINDS, TensorFile, digest_of, pieces_of
 
 EACH_KIND = {f"t.{kind}": torch.zeros(2, 3).to(kind) for kind in _KINDS}

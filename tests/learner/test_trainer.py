@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from ingest.fake import Columns, fake_columns
 from ingest.schema import Schema
 from learner.config import LearnerSettings

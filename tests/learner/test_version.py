@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner import files
+from anabranch.core import atomic_files as files
 from learner.config import ModelSettings
 from learner.errors import VersionError
 from learner.trained import Trained, format_trained_through, parse_trained_through

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from replay.admission import (
     Admission,
     ClassBalanced,

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from anabranch.core.errors import SettingsError
 from ingest.block import TopicPartition
 from ingest.config import SchemaSettings
-from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from replay.build import build_store

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from replay.courier import Courier
 from replay.disk import DiskTier
 

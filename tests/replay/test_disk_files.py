@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ingest.errors import DependencyError
+from anabranch.core.errors import DependencyError
 from replay.contents import TierFile
 from replay.disk import DiskTier
 from replay.disk_files import find, make_way, next_path, take_back

@@ -19,8 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.core.errors import SettingsError
 from ingest.block import TopicPartition
-from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.identity import identity_hash, partition_base, partition_name
 from ingest.schema import Schema

@@ -12,8 +12,8 @@ import redis
 import torch
 from redis._parsers import _RESP2Parser
 
+from anabranch.core.errors import DependencyError, SettingsError
 from ingest.block import TopicPartition
-from ingest.errors import DependencyError, SettingsError
 from ingest.fake import fake_columns
 from ingest.schema import Schema
 from replay.build import build_store

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ingest.errors import DependencyError, SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from replay.redis import RedisServer
 from replay.redis_tier import RedisTier
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.core.errors import SettingsError
 from ingest.block import TopicPartition
-from ingest.errors import SettingsError
 from replay.entries import Entries, records_of
 from replay.policies import SAMPLERS, Company
 from replay.sampler import Choice, Sampler

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.core.errors import SettingsError
 from ingest.block import TopicPartition
 from ingest.config import SchemaSettings
-from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.identity import identity_hash, partition_base
 from ingest.schema import Schema

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from anabranch.core.errors import SettingsError
 from ingest.block import TopicPartition
-from ingest.errors import SettingsError
 from ingest.fake import fake_columns
 from ingest.identity import partition_name
 from ingest.schema import Schema

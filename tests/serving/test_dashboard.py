@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from learner.files import replace_file
+from anabranch.core.atomic_files import replace_file
 from learner.report import LearnerReport, PartitionReport, write_report
 from serving.overview import SERIES
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from ingest.errors import SettingsError
+from anabranch.core.errors import SettingsError
 from learner.errors import ModelError
 from learner.report import LearnerReport
 from learner.report import write_report as write_learner_report

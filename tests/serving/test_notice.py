@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.files import replace_file
+from anabranch.core.atomic_files import replace_file
 from serving import notice
 from serving.notice import Notices, file_system
 

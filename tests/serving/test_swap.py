@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from learner.files import replace_file
+from anabranch.core.atomic_files import replace_file
 from learner.storage import MANIFEST, LocalFolder
 from learner.trained import Learned
 from learner.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict

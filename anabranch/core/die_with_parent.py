@@ -1,4 +1,4 @@
-"""`python -m anabranch.tether [--remove FOLDER] COMMAND...`: runs a command for as long as stdin stays open.
+"""`python -m anabranch.core.die_with_parent [--remove FOLDER] COMMAND...`: runs a command while stdin stays open.
 
 For children that do not watch a pipe themselves. Whoever holds the other end of stdin may die in any way, also by
 SIGKILL: the end of the pipe is noticed here, the command is stopped, and then the folder, if one is named, removed.

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 import torch
 
-from ingest.errors import BrokerError, DependencyError, SettingsError
-from ingest.failure import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
+from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.failures import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
+from ingest.errors import BrokerError
 from learner.errors import CutError, VersionError
 
 AWAY = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES, errno.EROFS, errno.ETIMEDOUT, errno.ENXIO]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ingest.failure import DamagedError, Failure, failure_of
-from replay.files import check_names, number_of, open_file, read_file
+from anabranch.core.failures import DamagedError, Failure, failure_of
+from anabranch.core.files import check_names, number_of, open_file, read_file
 
 
 def make_socket(path: Path) -> None:
@@ -50,7 +50,7 @@ def test_what_takes_the_place_of_a_file_as_it_is_opened_is_refused(
         return real(name, flags)
 
     path.write_bytes(b"{}")
-    monkeypatch.setattr("replay.files.os.open", replaced)
+    monkeypatch.setattr("anabranch.core.files.os.open", replaced)
     with pytest.raises(DamagedError, match="is not a regular file"):
         read_file(path)
 
@@ -86,7 +86,7 @@ def test_a_missing_file_is_missing_and_an_error_of_reading_names_the_file(
     path = tmp_path / "weights"
     path.write_bytes(b"x")
     monkeypatch.setattr(
-        "replay.files.os.fdopen", lambda descriptor, _mode: (descriptors.append(descriptor), Failing())[1]
+        "anabranch.core.files.os.fdopen", lambda descriptor, _mode: (descriptors.append(descriptor), Failing())[1]
     )
     with pytest.raises(OSError, match="weights") as caught:
         read_file(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.files import write_durably
+from anabranch.core.atomic_files import write_durably
 
 
 def test_no_more_than_some_megabytes_of_a_large_file_wait_to_be_synced(

@@ -2,7 +2,7 @@
 
 import random
 
-from ingest.jitter import jittered
+from anabranch.core.backoff import jittered
 
 
 def test_jitter_is_half_of_a_time_to_all_of_it_and_takes_none_of_the_numbers_that_a_model_may_draw() -> None:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from replay.files import sync_directory
+from anabranch.core.files import sync_directory
 
 _AT_ONCE = 4_000_000
 """Bytes that are written before they are synced."""

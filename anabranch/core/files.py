@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from ingest.failure import DamagedError
+from anabranch.core.failures import DamagedError
 
 MOST_BYTES = 256 * 2**20
 """Of a document such as a manifest or a report; one that is larger is no such document."""

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ingest.errors import DependencyError, SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 
 _T = TypeVar("_T")
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
