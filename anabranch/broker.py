@@ -96,7 +96,7 @@ class EmbeddedBroker:
 
     def _wait_until_ready(self, port: int) -> None:
         # Imported here so that the command line starts without a Kafka client.
-        from ingest.producer import partition_counts
+        from ingest.kafka.producer import partition_counts
 
         assert self._process is not None
         assert self._folder is not None

@@ -10,10 +10,10 @@ from typing import Any
 
 from anabranch.config import Config
 from anabranch.core.errors import SettingsError
-from ingest.block import TopicPartition
 from ingest.errors import SecondLearnerError, StateBusyError
-from ingest.identity import partition_name
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.identity import partition_name
+from ingest.events.schema import Schema
 from learner.lock import hold_state_directory, is_held
 from learner.report import PartitionReport, read_report
 from replay.forgotten import ByKey, ByRange, Record, hash_of_key

@@ -14,10 +14,10 @@ from anabranch.config import Config
 from anabranch.core.errors import SettingsError
 from anabranch.pacing import Pacer
 from anabranch.source import STDIN, Record, Source, SourceFormat, open_source
-from ingest.format import FORMATS
-from ingest.producer import EventProducer, create_topics
-from ingest.rows import pack_rows
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.registry import FORMATS
+from ingest.formats.rows import pack_rows
+from ingest.kafka.producer import EventProducer, create_topics
 
 __all__ = ["STDIN", "OnError", "Produced", "produce"]
 
@@ -189,7 +189,7 @@ class _Encoder:
 def _packer(name: str) -> Callable[[Schema, Sequence[Mapping[str, Any]]], bytes] | None:
     """Return what makes a message of events in a format that is not JSON."""
     if name == "arrow":
-        from ingest.arrow_pack import pack_batch
+        from ingest.formats.arrow_writer import pack_batch
 
         return pack_batch
     return pack_rows if name == "rows" else None

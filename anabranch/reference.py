@@ -19,8 +19,8 @@ from anabranch.cli import app
 from anabranch.config import Pipeline, alternatives
 from anabranch.core.durations import format_duration
 from ingest.config import FieldSettings
+from ingest.kafka_properties import PROPERTIES, REFUSED
 from ingest.metrics import IngestMetrics
-from ingest.properties import PROPERTIES, REFUSED
 from learner.metrics import LearnerMetrics
 from replay.metrics import ReplayMetrics
 from serving.metrics import Metrics as ServingMetrics

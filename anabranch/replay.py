@@ -16,10 +16,10 @@ from rich.table import Table
 from anabranch.config import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import away_is_dependency
-from ingest.block import TopicPartition
 from ingest.config import Vocabulary
-from ingest.identity import identity_hash, partition_name
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.identity import identity_hash, partition_name
+from ingest.events.schema import Schema
 from learner.cut import RANK, Cut, Cuts
 from learner.errors import CutError, MisfitError
 from learner.forgotten_cut import check_age, remembered

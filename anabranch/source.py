@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from anabranch.core.errors import SettingsError
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 
 STDIN = Path("-")
 

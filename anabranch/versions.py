@@ -11,7 +11,7 @@ from rich.text import Text
 
 from anabranch.config import Config
 from anabranch.core.errors import SettingsError
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.errors import VersionError
 from learner.trained import format_trained_through
 from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions, other_model, reference_to

@@ -34,7 +34,7 @@ from harness.pipeline import BrokenRunError, Outcome, Stream, broker, pipeline, 
 from harness.table import Table, Target, options
 from numpy.typing import NDArray
 
-from ingest.block import Array
+from ingest.events.block import Array
 
 Sections = Mapping[str, Mapping[str, Any]]
 

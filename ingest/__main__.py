@@ -9,15 +9,15 @@ import sys
 from multiprocessing.connection import Connection
 
 from anabranch.core.errors import AnabranchError, SettingsError
-from ingest.assembler import Assembler
-from ingest.block import BlockLayout
-from ingest.clients import CLIENTS
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.messages import Begin, Failed, receive_in_ingest, send
-from ingest.remote import CarryingRing, end_with_parent, learners, relay
-from ingest.ring import Ring
-from ingest.schema import Schema
-from ingest.worker import StoppedError, Worker
+from ingest.events.block import BlockLayout
+from ingest.events.schema import Schema
+from ingest.kafka.registry import CLIENTS
+from ingest.transport.protocol import Begin, Failed, receive_in_ingest, send
+from ingest.transport.shared_ring import Ring
+from ingest.transport.tcp import CarryingRing, end_with_parent, learners, relay
+from ingest.worker.block_builder import Assembler
+from ingest.worker.worker import StoppedError, Worker
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from pydantic import (
 
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import Section, written
-from ingest.properties import check, check_name
+from ingest.kafka_properties import check, check_name
 
 Name = Annotated[
     str, written("[A-Za-z_][A-Za-z0-9_]*", 'letters, digits and "_", and no digit first, such as "amount"')

@@ -59,7 +59,7 @@ def prepare() -> None:
 
 def learn_config(config: "Config", stop: threading.Event) -> None:
     """Learn what the config describes until `stop` is set."""
-    from ingest.source import Source
+    from ingest.reader.reader import Source
 
     pipeline = config.pipeline
     source = Source(pipeline.stream, pipeline.events, pipeline.gate.hold_out(pipeline.seed))

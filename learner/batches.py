@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import IDENTITY_COLUMNS, Array, Block, Fingerprint, Outcome, SkipReason
-from ingest.messages import Position
+from ingest.events.block import IDENTITY_COLUMNS, Array, Block, Fingerprint, Outcome, SkipReason
+from ingest.transport.protocol import Position
 
 PATIENCE = timedelta(milliseconds=100)
 _AT_ONCE = timedelta(0)
@@ -31,7 +31,7 @@ Settle = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 
 class Blocks(Protocol):
-    """Where blocks come from; `ingest.source.Source` is one."""
+    """Where blocks come from; `ingest.reader.reader.Source` is one."""
 
     def poll(self, timeout: timedelta) -> Block | None:
         """Return the next block, or None when none comes in time."""

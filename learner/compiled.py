@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.buffers import Buffers
 from learner.memory import Dice
 from learner.model import forward, sample

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.block import Array
+from ingest.events.block import Array
 from learner.gate import Marks, Scores
 from learner.scorer import Scorer
 

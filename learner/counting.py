@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import Counter
 
-from ingest.block import Outcome
+from ingest.events.block import Outcome
 from learner.ledger import PartitionLedger
 
 

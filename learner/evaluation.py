@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anabranch.core.failures import out_of_memory
-from ingest.block import Array
-from ingest.schema import Schema
+from ingest.events.block import Array
+from ingest.events.schema import Schema
 from learner.guard import YOUNG, GuardRows
 from learner.memory import release
 from learner.model import forward

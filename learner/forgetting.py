@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import DependencyError
-from ingest.block import Array, Outcome, SkipReason, TopicPartition, current
-from ingest.identity import partition_base, partition_name
-from ingest.source import Partition
+from ingest.events.block import Array, Outcome, SkipReason, TopicPartition, current
+from ingest.events.identity import partition_base, partition_name
+from ingest.reader.reader import Partition
 from learner.batches import Batch, Span
 from learner.cut import Cuts
 from learner.cut_eraser import Eraser

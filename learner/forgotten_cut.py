@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.block import TopicPartition
-from ingest.identity import partition_base
+from ingest.events.block import TopicPartition
+from ingest.events.identity import partition_base
 from learner.cut import FORGOTTEN, SEGMENT, Cut
 from learner.errors import MisfitError
 from replay.contents import ENTRY, PLANNED

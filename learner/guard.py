@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ingest.block import Array, TopicPartition
-from ingest.identity import identity_hash, partition_base
-from ingest.schema import Schema
+from ingest.events.block import Array, TopicPartition
+from ingest.events.identity import identity_hash, partition_base
+from ingest.events.schema import Schema
 from replay.forgotten import Forgotten
 
 YOUNG = 4

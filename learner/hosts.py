@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.remote import Remote
+from ingest.transport.tcp import Remote
 from learner.config import LearnerSettings
 from learner.voice import Round, Seat, Voice, Word, listen, own_address, reach, read_word
 

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array, Outcome, SkipReason
 from ingest.config import LagPolicySettings
-from ingest.identity import identity_hash, partition_base
-from ingest.source import Partition
+from ingest.events.block import Array, Outcome, SkipReason
+from ingest.events.identity import identity_hash, partition_base
+from ingest.reader.reader import Partition
 from learner.ledger import PartitionLedger
 
 _MOST_MARKS = 64
@@ -70,7 +70,7 @@ class Arrivals:
 
 
 class Stream(Protocol):
-    """What the policy looks at and acts on; `ingest.source.Source` is one."""
+    """What the policy looks at and acts on; `ingest.reader.reader.Source` is one."""
 
     @property
     def told(self) -> float | None:

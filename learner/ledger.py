@@ -12,8 +12,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import IDENTITY_COLUMNS, Array, Fingerprint, Outcome, SkipReason, TopicPartition, current
-from ingest.messages import Mark, Position
+from ingest.events.block import IDENTITY_COLUMNS, Array, Fingerprint, Outcome, SkipReason, TopicPartition, current
+from ingest.transport.protocol import Mark, Position
 from learner.batches import Span
 from learner.record_times import RecordTimes
 from learner.report import PartitionReport

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array, Outcome, SkipReason
+from ingest.events.block import Array, Outcome, SkipReason
 from ingest.metrics import IngestMetrics
-from ingest.source import Partition, Source
-from ingest.sources import Sources
+from ingest.reader.multi_host import Sources
+from ingest.reader.reader import Partition, Source
 from learner.batches import Batch, Batches
 from learner.config import LearnerSettings
 from learner.counting import OutcomeCounters

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ingest.schema import Label, Schema
+from ingest.events.schema import Label, Schema
 from learner.errors import ModelError
 from learner.task import METHODS, TASKS, Task
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array
+from ingest.events.block import Array
 from learner.guard import GuardSet
 from learner.raised import RaisingEventsError
 from learner.ratio import Ratio, Tally

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.messages import Position
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.transport.protocol import Position
 from learner.background import Background
 from learner.config import VersionsSettings
 from learner.deadline import Deadline

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.failures import out_of_memory
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.errors import RankLostError, RankTooLargeError, tells_of_a_lost_rank
 from learner.model import in_one_line, sample, tensor_dtype
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ingest.source import Source
-from ingest.sources import Sources
+from ingest.reader.multi_host import Sources
+from ingest.reader.reader import Source
 from learner.counting import LetterCounters
 from learner.cutter import Cutter
 from learner.forgetting import Forgetting

@@ -1,7 +1,7 @@
 """How many events one step may offer to the store, which has to have slots for them."""
 
 from ingest.config import StreamSettings
-from ingest.ring import MOST_ROWS as MOST_IN_A_BLOCK
+from ingest.transport.shared_ring import MOST_ROWS as MOST_IN_A_BLOCK
 from learner.batches import most_stored
 from learner.config import LearnerSettings
 from learner.round_robin import MOST_ROWS as MOST_WAITING

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from anabranch.core.errors import SettingsError
-from ingest.block import Block, Outcome, SkipReason
-from ingest.source import Partition
+from ingest.events.block import Block, Outcome, SkipReason
+from ingest.reader.reader import Partition
 from learner.batches import PATIENCE, PENDING, Batch, Blocks, Parts
 
 _DEAD_LETTERED, _SKIPPED = np.uint8(Outcome.DEAD_LETTERED), np.uint8(Outcome.SKIPPED)

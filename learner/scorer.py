@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ingest.block import Array
-from ingest.schema import Schema
+from ingest.events.block import Array
+from ingest.events.schema import Schema
 from learner.evaluation import Chunk, score_each
 from learner.gate import Scores
 from learner.task import Task

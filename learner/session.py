@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from anabranch.core.failures import away_is_dependency
 from ingest.errors import GapError
 from ingest.metrics import IngestMetrics
-from ingest.source import Source
-from ingest.sources import Sources
+from ingest.reader.multi_host import Sources
+from ingest.reader.reader import Source
 from learner.channel import Channel, lead
 from learner.confinement import confined, limit_threads
 from learner.cut import RANK, Cuts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingest.schema import Label
+from ingest.events.schema import Label
 from learner.errors import ModelError
 
 METHODS = ("check", "loss", "score", "predict")

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ingest.block import Array, SkipReason, TopicPartition
-from ingest.identity import partition_name
-from ingest.messages import Position
+from ingest.events.block import Array, SkipReason, TopicPartition
+from ingest.events.identity import partition_name
+from ingest.transport.protocol import Position
 from learner.batches import Span
 from replay.forgotten import ByKey
 from replay.forgotten_log import now

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.core.failures import out_of_memory
-from ingest.block import Array
-from ingest.schema import Schema
+from ingest.events.block import Array
+from ingest.events.schema import Schema
 from learner.buffers import Buffers, Saved
 from learner.checkpointing import checkpoint_activations
 from learner.compiled import compiled

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ingest.block import Array
+from ingest.events.block import Array
 
 
 class Transfer:

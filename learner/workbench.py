@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ingest.config import SchemaSettings, StreamSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.config import (
     CutsSettings,
     GateSettings,

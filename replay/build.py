@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from replay.admission import Quotas
 from replay.config import COMPARING, ReplaySettings
 from replay.contents import Contents

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import AnabranchError
-from ingest.block import Array, TopicPartition
+from ingest.events.block import Array, TopicPartition
 from replay.contents import Change, Standing
 from replay.draw import Draw
 from replay.held import Held

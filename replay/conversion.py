@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.identity import identity_hash
+from ingest.events.identity import identity_hash
 from replay.admission import Admission, Offered
 from replay.contents import Contents
 from replay.slots import Slots

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array, TopicPartition
-from ingest.identity import identity_hash, partition_base
+from ingest.events.block import Array, TopicPartition
+from ingest.events.identity import identity_hash, partition_base
 from replay.contents import ENTRY
 from replay.forgotten import Forgotten
 

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array
-from ingest.encoder import hash_texts
-from ingest.identity import base_of
+from ingest.events.block import Array
+from ingest.events.encoders import hash_texts
+from ingest.events.identity import base_of
 
 _NONE = 2**32 - 1
 """The place of a partition where there is none."""

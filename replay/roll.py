@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array
-from ingest.identity import identity_hash
+from ingest.events.block import Array
+from ingest.events.identity import identity_hash
 from replay.admission import Admission, Offered, Quotas
 from replay.changes import Changes
 from replay.contents import Change, Standing

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.block import Array
+from ingest.events.block import Array
 from replay.staged import PackedRows
 
 _ALIGNMENT = 8

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array, TopicPartition
+from ingest.events.block import Array, TopicPartition
 from replay.admission import Quotas
 from replay.chance import Chance
 from replay.contents import Change, Contents, Standing

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array
+from ingest.events.block import Array
 from replay.rows import RowLayout
 
 _LOOKED_AT = ("partition", "offset", "row", "time_ms", "key_hash", "weight", "label")

@@ -58,7 +58,7 @@ def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) 
 
 
 def _deployment(config: "Config") -> "Deployment":
-    from ingest.schema import Schema
+    from ingest.events.schema import Schema
     from serving.served import Deployment, pick_device
 
     pipeline = config.pipeline

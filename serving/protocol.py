@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ingest.schema import Feature, Schema
+from ingest.events.schema import Feature, Schema
 from learner.trained import parse_trained_through
 from serving.errors import BadRequestError, TooLargeError, shorten
 from serving.tensor import DATATYPES, Array, TensorSpec, read_binary, read_json, write_binary, write_json

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from anabranch.core.errors import SettingsError
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.config import ModelSettings
 from learner.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.errors import ModelError, VersionError

@@ -16,9 +16,9 @@ import torch
 from anabranch import reference
 from anabranch.config import Pipeline, load_config
 from anabranch.source import open_source
-from ingest.format import FORMATS
-from ingest.rows import row_dtype
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.registry import FORMATS
+from ingest.formats.rows import row_dtype
 from learner.model import build_model, check_model, make_task
 from learner.precision import Precision
 from learner.strategy import NoReplay

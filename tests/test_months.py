@@ -23,15 +23,15 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
-from ingest.block import Block, Coverage, Outcome, SkipReason, TopicPartition
 from ingest.config import LagPolicySettings, SchemaSettings
-from ingest.fake import fake_columns
-from ingest.messages import Position
+from ingest.events.block import Block, Coverage, Outcome, SkipReason, TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from ingest.metrics import IngestMetrics
-from ingest.schema import Schema
-from ingest.silence import Silence
-from ingest.source import Partition
-from ingest.stalls import Stalls
+from ingest.reader.hang_detector import Silence
+from ingest.reader.reader import Partition
+from ingest.transport.protocol import Position
+from ingest.worker.stalled_partitions import Stalls
 from learner.batches import Batches
 from learner.config import DriftSettings, GateSettings, ModelSettings, VersionsSettings
 from learner.counting import LetterCounters, OutcomeCounters

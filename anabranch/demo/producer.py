@@ -18,7 +18,7 @@ from anabranch.config import load_config
 from anabranch.daemon import configure_logging, run, stop_on_signals, stop_with_parent
 from anabranch.demo.digits import Message, load_digits, messages
 from anabranch.pacing import Pacer
-from ingest.producer import EventProducer
+from ingest.kafka.producer import EventProducer
 
 SAMPLE_EVERY = 10
 _PROGRESS_SECONDS = 0.2

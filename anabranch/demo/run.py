@@ -25,7 +25,7 @@ from anabranch.demo.prober import Prober, answers, request_body
 from anabranch.demo.report import make_report, summary, to_json
 from anabranch.supervisor import Supervisor
 from ingest.config import StreamSettings
-from ingest.producer import create_topics, delete_topics
+from ingest.kafka.producer import create_topics, delete_topics
 
 DEFAULT_PORT = 8000
 _LOOK_SECONDS = 0.25

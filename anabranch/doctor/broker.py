@@ -12,15 +12,15 @@ import msgspec
 from anabranch.core.durations import format_duration
 from anabranch.core.errors import SettingsError
 from anabranch.doctor.finding import Finding, Patient, found, ok
-from ingest.assembler import Assembler, Incoming
-from ingest.block import Outcome
-from ingest.client import Messages
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, CodecError, CredentialsError
-from ingest.format import FORMATS
-from ingest.inspect import Inspector, Topic
-from ingest.messages import Position
-from ingest.schema import Schema
+from ingest.events.block import Outcome
+from ingest.events.schema import Schema
+from ingest.formats.registry import FORMATS
+from ingest.kafka.client import Messages
+from ingest.kafka.topic_inspector import Inspector, Topic
+from ingest.transport.protocol import Position
+from ingest.worker.block_builder import Assembler, Incoming
 
 _CONNECT_SECONDS = 3.0
 _AHEAD_SECONDS = 5.0

@@ -10,7 +10,7 @@ import msgspec
 from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, check_names, number_of, open_file, read_file
 from anabranch.doctor.finding import Finding, Patient, found, ok
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.version import ModelReference, other_model, reference_to
 
 _MANIFEST = "manifest.json"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from anabranch.core.errors import SettingsError
 from anabranch.doctor.finding import Finding, Patient, found, ok
-from ingest.format import FORMATS
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.registry import FORMATS
 
 
 def check_schema(patient: Patient) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import IO
 
 from anabranch.doctor.finding import Finding, Patient, found, ok
 from anabranch.private import is_exposed, is_own
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.lock import is_held
 
 MOUNTS = Path("/proc/self/mounts")

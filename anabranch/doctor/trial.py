@@ -11,7 +11,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.failures import DamagedError
 from anabranch.doctor.model import Asked, Said, Size, Step
 from ingest.config import SchemaSettings, StreamSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.checkpointing import checkpoint_activations
 from learner.config import LearnerSettings, ModelSettings
 from learner.cut import Cut, Cuts

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.flights import flights_arrays
-from ingest.block import Array
+from ingest.events.block import Array
 
 Arrays = dict[str, Array]
 

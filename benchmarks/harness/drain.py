@@ -9,7 +9,7 @@ from datetime import timedelta
 from harness.feed import Feed
 from harness.pipeline import Stream
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.source import Source
+from ingest.reader.reader import Source
 
 _LOOK = timedelta(seconds=0.1)
 

@@ -6,9 +6,9 @@ Legend: N events, F floats of an event.
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.block import Array, BlockLayout, TopicPartition
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.block import Array, BlockLayout, TopicPartition
+from ingest.events.schema import Schema
 from replay.rows import RowLayout
 
 PARTITIONS = [TopicPartition("events", 0)]

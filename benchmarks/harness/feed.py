@@ -11,7 +11,7 @@ from types import TracebackType
 
 from harness.pipeline import Stream
 from ingest.config import StreamSettings
-from ingest.producer import EventProducer
+from ingest.kafka.producer import EventProducer
 from learner.report import read_report
 
 _AHEAD_ROWS = 8_000

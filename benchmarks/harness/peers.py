@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.events import Events
-from ingest.block import Array
+from ingest.events.block import Array
 
 _CHUNK = 4096
 Sample = Callable[[], object]

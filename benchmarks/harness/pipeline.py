@@ -20,11 +20,11 @@ from torch import nn
 
 from anabranch.broker import EmbeddedBroker, free_port
 from harness import models
-from ingest.block import Array
 from ingest.config import SchemaSettings, StreamSettings
-from ingest.producer import EventProducer, create_topics
-from ingest.rows import row_dtype
-from ingest.schema import Schema
+from ingest.events.block import Array
+from ingest.events.schema import Schema
+from ingest.formats.rows import row_dtype
+from ingest.kafka.producer import EventProducer, create_topics
 from learner.model import build_model
 from learner.report import LearnerReport, read_report
 from learner.version import Versions

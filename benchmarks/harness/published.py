@@ -12,7 +12,7 @@ from torch import Tensor
 from harness import models
 from harness.pipeline import toml
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.model import build_model
 from learner.trained import Trained
 from learner.version import Manifest, ModelReference, Verdict, Versions

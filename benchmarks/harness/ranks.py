@@ -15,9 +15,9 @@ import numpy as np
 from anabranch.broker import EmbeddedBroker, free_port
 from harness.turns import in_turns
 from ingest.config import SchemaSettings, StreamSettings
-from ingest.producer import EventProducer, create_topics
-from ingest.rows import row_dtype
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.rows import row_dtype
+from ingest.kafka.producer import EventProducer, create_topics
 from learner.report import LearnerReport, read_report
 
 EVEN, UNEVEN = (50,) * 8, (90,) * 4 + (10,) * 4

@@ -22,7 +22,7 @@ import numpy as np
 from harness.pipeline import LearnerProcess, Stream, make_topic, packed, pipeline, schema_of
 from harness.server import ServingProcess
 from harness.table import Table, Target
-from ingest.producer import EventProducer
+from ingest.kafka.producer import EventProducer
 
 TARGETS = {"freshness_p99_seconds": Target(1.0)}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}

@@ -10,7 +10,7 @@ from anabranch.broker import EmbeddedBroker, free_port
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
-from ingest.producer import create_topics, partition_counts
+from ingest.kafka.producer import create_topics, partition_counts
 
 pytestmark = pytest.mark.process
 

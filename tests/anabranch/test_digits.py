@@ -8,8 +8,8 @@ import pytest
 
 from anabranch.config import load_config
 from anabranch.demo.digits import CLASSES, MALFORMED_EVERY, load_digits, messages, vary
-from ingest.json import JsonFormat
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.json import JsonFormat
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from anabranch.doctor.finding import FINDINGS, Patient, found, ok
 from anabranch.doctor.machine import check_install
 from anabranch.doctor.model import Asked, Told, check_model
 from anabranch.doctor.probe import _share, look
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.config import ShareSettings
 from learner.cut import Cut, Cuts
 from learner.lock import hold_state_directory

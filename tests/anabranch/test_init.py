@@ -7,8 +7,8 @@ import pytest
 from anabranch.config import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.init import FILES, next_commands, write_example
-from ingest.json import JsonFormat
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.json import JsonFormat
 
 
 def test_the_example_is_a_valid_pipeline_with_its_model_and_events(tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 from anabranch import cli
 from anabranch.config import Config, load_config
 from anabranch.orders import _is_configured
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.trained import Trained
 from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 from serving.config import ServingSettings

@@ -12,9 +12,9 @@ from anabranch import cli
 from anabranch.config import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.produce import STDIN, produce
-from ingest.format import FORMATS
-from ingest.rows import row_dtype
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.registry import FORMATS
+from ingest.formats.rows import row_dtype
 from learner.trained import parse_trained_through
 
 pytestmark = pytest.mark.services

@@ -19,10 +19,10 @@ from anabranch.core.errors import SettingsError
 from anabranch.produce import produce
 from anabranch.source import STDIN, open_source
 from ingest.config import SchemaSettings
-from ingest.encoder import HashEncoder
-from ingest.json import JsonFormat
-from ingest.producer import create_topics
-from ingest.schema import Schema
+from ingest.events.encoders import HashEncoder
+from ingest.events.schema import Schema
+from ingest.formats.json import JsonFormat
+from ingest.kafka.producer import create_topics
 
 SCHEMA = {
     "features": {

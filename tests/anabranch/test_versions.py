@@ -14,7 +14,7 @@ from anabranch.command import say, show
 from anabranch.config import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.versions import list_versions, render_list, render_one, show_version
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.trained import Trained
 from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 

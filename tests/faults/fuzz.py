@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ingest.arrow_pack import pack_batch
 from ingest.config import SchemaSettings
-from ingest.format import FORMATS
-from ingest.rows import pack_rows, row_dtype
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.arrow_writer import pack_batch
+from ingest.formats.registry import FORMATS
+from ingest.formats.rows import pack_rows, row_dtype
 from tests.conftest import _consume_all
 from tests.faults.figures import Figures
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send

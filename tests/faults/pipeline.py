@@ -21,7 +21,7 @@ from anabranch.broker import EmbeddedBroker, free_port
 from anabranch.config import load_config
 from anabranch.supervisor import Backoff, Supervisor, pipeline_parts
 from ingest.config import StreamSettings
-from ingest.producer import EventProducer, create_topics
+from ingest.kafka.producer import EventProducer, create_topics
 from learner.report import LearnerReport, read_report
 from tests.conftest import START, MortalBroker
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ingest.producer import EventProducer
+from ingest.kafka.producer import EventProducer
 from replay.disk import DiskTier
 from tests.faults.figures import Figures
 from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer

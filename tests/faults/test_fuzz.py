@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.format import FORMATS
+from ingest.formats.registry import FORMATS
 from tests.faults.fuzz import SCHEMA, case, dead_lettered, decoded, event, packed
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from tests import forkserver
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from ingest.block import TopicPartition
-from ingest.clients import CLIENTS
 from ingest.config import StreamSettings
 from ingest.errors import CodecError
+from ingest.events.block import TopicPartition
+from ingest.kafka.registry import CLIENTS
 
 CODECS = ["gzip", "lz4", "snappy", "zstd"]
 

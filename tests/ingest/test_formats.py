@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.arrow_pack import pack_batch
 from ingest.config import SchemaSettings
-from ingest.decoded import WHOLE_MESSAGE, Decoded
-from ingest.format import FORMATS
-from ingest.rows import pack_rows, row_dtype
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.arrow_writer import pack_batch
+from ingest.formats.base import WHOLE_MESSAGE, Decoded
+from ingest.formats.registry import FORMATS
+from ingest.formats.rows import pack_rows, row_dtype
 
 MakeSchema = Callable[..., Schema]
 
@@ -720,7 +720,7 @@ class TestArrow:
             assert decoded.columns[name].tolist() == column.tolist(), name
 
     def test_without_pyarrow_the_extra_is_named(self, schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(sys.modules, "ingest.arrow", raising=False)
+        monkeypatch.delitem(sys.modules, "ingest.formats.arrow", raising=False)
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         with pytest.raises(SettingsError, match=r"pip install 'anabranch\[arrow\]'"):
             FORMATS["arrow"](schema)

@@ -8,12 +8,12 @@ import pytest
 from confluent_kafka import KafkaError
 from kafka import errors
 
-from ingest import librdkafka
-from ingest.client import Client, DeadLetter, smaller
-from ingest.clients import CLIENTS
 from ingest.config import StreamSettings
-from ingest.kafka import KafkaPythonClient
-from ingest.librdkafka import LetterProducer
+from ingest.kafka import confluent_dead_letters as librdkafka
+from ingest.kafka.client import Client, DeadLetter, smaller
+from ingest.kafka.confluent_dead_letters import LetterProducer
+from ingest.kafka.kafka_python import KafkaPythonClient
+from ingest.kafka.registry import CLIENTS
 
 SOURCE = ("anabranch-source", b"events[0]@1")
 ROWS = ("anabranch-rows", b"3,17")

@@ -18,7 +18,7 @@ from kafka import KafkaProducer
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import CredentialsError
-from ingest.source import Source
+from ingest.reader.reader import Source
 
 pytestmark = pytest.mark.slow
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})

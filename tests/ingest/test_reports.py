@@ -8,12 +8,12 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from ingest.block import BlockLayout, Coverage, TopicPartition
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.messages import Broker, Filled, Opened, Passed, send
-from ingest.ring import Ring
-from ingest.schema import Schema
-from ingest.source import Source
+from ingest.events.block import BlockLayout, Coverage, TopicPartition
+from ingest.events.schema import Schema
+from ingest.reader.reader import Source
+from ingest.transport.protocol import Broker, Filled, Opened, Passed, send
+from ingest.transport.shared_ring import Ring
 
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
 P0 = TopicPartition("events", 0)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from kafka import KafkaProducer
 
-from ingest.block import TopicPartition
-from ingest.client import Client, Messages
-from ingest.clients import CLIENTS
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
+from ingest.events.block import TopicPartition
+from ingest.kafka.client import Client, Messages
+from ingest.kafka.registry import CLIENTS
 from tests.faults.proxy import Proxy
 
 GOOD = json.dumps({"x": [1, 2, 3], "y": 1}).encode()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from tests import forkserver
 from tests.pipelines import Learner
 

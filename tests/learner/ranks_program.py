@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ingest.config import SchemaSettings
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.channel import Channel
 from learner.config import LearnerSettings
 from learner.cut import Cut, Cuts

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.block import Block, Coverage, Outcome
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.block import Block, Coverage, Outcome
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.batches import PATIENCE, Batch, Batches
 
 LONG = timedelta(hours=1)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from anabranch.core.errors import DependencyError
-from ingest.block import TopicPartition
-from ingest.identity import base_of
-from ingest.messages import Position
-from ingest.source import Partition
+from ingest.events.block import TopicPartition
+from ingest.events.identity import base_of
+from ingest.reader.reader import Partition
+from ingest.transport.protocol import Position
 from learner.forgetting import Forgetting
 from replay.forgotten import ByKey
 from replay.forgotten_file import Applied

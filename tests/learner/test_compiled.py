@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner import compiled
 from learner.config import LearnerSettings
 from learner.precision import choose_precision

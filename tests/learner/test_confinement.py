@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from anabranch.core.errors import SettingsError
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings, ShareSettings
 from learner.confinement import confined, lacks_green_contexts, lacks_mps
 from learner.precision import choose_precision

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from ingest.block import Outcome, TopicPartition
+from ingest.events.block import Outcome, TopicPartition
 from ingest.metrics import IngestMetrics
 from learner.counting import LetterCounters, OutcomeCounters
 from learner.ledger import PartitionLedger

@@ -25,13 +25,13 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from anabranch.core.errors import SettingsError
-from ingest.block import Block, Coverage, TopicPartition
 from ingest.config import LagPolicySettings, SchemaSettings, StreamSettings
 from ingest.errors import SecondLearnerError
-from ingest.fake import Columns, fake_columns
+from ingest.events.block import Block, Coverage, TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import Columns, fake_columns
 from ingest.metrics import IngestMetrics
-from ingest.schema import Schema
-from ingest.source import Partition, Source
+from ingest.reader.reader import Partition, Source
 from learner.config import (
     CutsSettings,
     GateSettings,

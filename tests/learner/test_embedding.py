@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
 from learner.embedding import Embedding
 from learner.errors import ModelError

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ingest.block import Array, TopicPartition
 from ingest.config import SchemaSettings
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.block import Array, TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.evaluation import Evaluation, evaluate, newcomers
 from learner.guard import GuardSet
 from learner.retention import Peak, Retention, retention_of

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
 from learner.precision import choose_precision
 from learner.replicas import Place, Replicas, join_group

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.block import TopicPartition
-from ingest.fake import fake_columns
-from ingest.identity import identity_hash
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.identity import identity_hash
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings
 from learner.guard import GuardSet
 

@@ -14,10 +14,10 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
-from ingest.block import TopicPartition
 from ingest.config import SchemaSettings
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings, ModelSettings, VersionsSettings
 from learner.deadline import Deadline
 from learner.gate import compare

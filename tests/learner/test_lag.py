@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.block import Block, Coverage, Outcome, SkipReason, TopicPartition
 from ingest.config import LagPolicySettings
-from ingest.fake import fake_columns
-from ingest.messages import Position
-from ingest.schema import Schema
-from ingest.source import Partition
+from ingest.events.block import Block, Coverage, Outcome, SkipReason, TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from ingest.reader.reader import Partition
+from ingest.transport.protocol import Position
 from learner.batches import Batches
 from learner.lag import Arrivals, LagPolicy
 from learner.ledger import Ledger, PartitionLedger

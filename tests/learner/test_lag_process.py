@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ingest.config import SchemaSettings
-from ingest.rows import pack_rows
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.formats.rows import pack_rows
 from learner.report import LearnerReport
 from tests.pipelines import Learner
 

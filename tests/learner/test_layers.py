@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
 from learner.layers import look_between_layers
 from learner.precision import choose_precision

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.block import Block, Coverage, Fingerprint, Outcome, SkipReason, TopicPartition
-from ingest.fake import fake_columns
-from ingest.messages import Position
-from ingest.schema import Schema
+from ingest.events.block import Block, Coverage, Fingerprint, Outcome, SkipReason, TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from ingest.transport.protocol import Position
 from learner.batches import Batch, Batches
 from learner.ledger import Ledger
 from learner.trained import Trained

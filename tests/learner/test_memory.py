@@ -11,8 +11,8 @@ from torch import nn
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import out_of_memory
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.checkpointing import checkpoint_activations
 from learner.config import LearnerSettings
 from learner.precision import Precision, choose_precision

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.errors import ModelError
 from learner.model import build_model, check_model, check_task, forward, make_task, tensor_dtype
 from learner.task import MultiLabel, Regression

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings, OptimizerSettings
 from learner.optimizer import OPTIMIZERS, build_optimizer
 from learner.precision import choose_precision

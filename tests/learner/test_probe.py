@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.block import TopicPartition
-from ingest.fake import Columns, fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import Columns, fake_columns
 from learner.config import LearnerSettings
 from learner.guard import GuardSet
 from learner.precision import choose_precision

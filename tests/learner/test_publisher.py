@@ -17,11 +17,11 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
-from ingest.block import TopicPartition
 from ingest.errors import SecondLearnerError
-from ingest.fake import fake_columns
-from ingest.messages import Position
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from ingest.transport.protocol import Position
 from learner.config import GateSettings, ModelSettings, VersionsSettings
 from learner.deadline import Deadline
 from learner.guard import GuardSet

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ingest.fake import Columns, fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import Columns, fake_columns
 from learner.config import LearnerSettings
 from learner.embedding import Embedding
 from learner.errors import RankLostError

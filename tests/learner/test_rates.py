@@ -2,8 +2,8 @@
 
 import pytest
 
-from ingest.block import TopicPartition
-from ingest.messages import Position
+from ingest.events.block import TopicPartition
+from ingest.transport.protocol import Position
 from learner.ledger import PartitionLedger
 from learner.rates import Rates
 

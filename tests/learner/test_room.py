@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from ingest.block import Block, Coverage
 from ingest.config import LagPolicySettings, StreamSettings
-from ingest.fake import fake_columns
-from ingest.ring import MOST_ROWS
-from ingest.schema import Schema
+from ingest.events.block import Block, Coverage
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from ingest.transport.shared_ring import MOST_ROWS
 from learner.batches import Batches
 from learner.config import LearnerSettings
 from learner.room import most_offered

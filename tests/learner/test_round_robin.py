@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.block import Block, Coverage, Outcome, TopicPartition
-from ingest.fake import fake_columns
-from ingest.schema import Schema
-from ingest.source import Partition
+from ingest.events.block import Block, Coverage, Outcome, TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from ingest.reader.reader import Partition
 from learner import round_robin
 from learner.batches import Batch
 from learner.round_robin import RoundRobin

@@ -5,8 +5,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings, ScheduleSettings
 from learner.precision import choose_precision
 from learner.schedule import Schedule

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings, ShareSettings
 from learner.lease import Field, Servers, hold_learner, hold_server, learners
 from learner.precision import choose_precision

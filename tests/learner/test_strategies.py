@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.config import LearnerSettings, ModelSettings, StrategySettings
 from learner.embedding import Embedding
 from learner.precision import choose_precision

@@ -10,8 +10,8 @@ from torch import nn
 
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner import compiled
 from learner.channel import Channel
 from learner.config import LearnerSettings, ShareSettings

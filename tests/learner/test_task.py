@@ -9,8 +9,8 @@ from sklearn.metrics import jaccard_score
 from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings, ModelSettings, StrategySettings
 from learner.embedding import Embedding, TaskEmbedding
 from learner.errors import ModelError

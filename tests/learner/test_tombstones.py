@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ingest.block import Outcome, SkipReason, TopicPartition
-from ingest.identity import partition_base, partition_name
-from ingest.messages import Position
+from ingest.events.block import Outcome, SkipReason, TopicPartition
+from ingest.events.identity import partition_base, partition_name
+from ingest.transport.protocol import Position
 from learner import tombstones
 from learner.batches import Span
 from learner.tombstones import Tombstones

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anabranch.core.errors import SettingsError
-from ingest.fake import Columns, fake_columns
-from ingest.schema import Schema
+from ingest.events.schema import Schema
+from ingest.kafka.fake import Columns, fake_columns
 from learner.config import LearnerSettings
 from learner.embedding import Embedding
 from learner.errors import CutError

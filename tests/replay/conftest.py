@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from replay import config, kinds
 from replay.build import build_store
 from replay.config import ReplaySettings

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from anabranch.core.errors import SettingsError
-from ingest.block import TopicPartition
 from ingest.config import SchemaSettings
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.block import TopicPartition
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.clerk import Clerk, ClerkError
 from replay.config import ReplaySettings

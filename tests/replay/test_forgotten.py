@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.block import TopicPartition
-from ingest.fake import fake_columns
-from ingest.identity import identity_hash, partition_base, partition_name
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.identity import identity_hash, partition_base, partition_name
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.disk import DiskTier

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from anabranch.core.errors import SettingsError
-from ingest.block import TopicPartition
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from replay import kinds
 from replay.build import build_store
 from replay.cache import Budget

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from ingest.block import TopicPartition
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from replay import policies
 from replay.admission import Quotas
 from replay.build import build_store

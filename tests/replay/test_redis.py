@@ -13,9 +13,9 @@ import torch
 from redis._parsers import _RESP2Parser
 
 from anabranch.core.errors import DependencyError, SettingsError
-from ingest.block import TopicPartition
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents

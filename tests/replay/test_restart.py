@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.block import TopicPartition
-from ingest.fake import Columns, fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ingest.block import TopicPartition
-from ingest.fake import Columns, fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCuts

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from replay.rows import RowLayout
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.block import TopicPartition
+from ingest.events.block import TopicPartition
 from replay.entries import Entries, records_of
 from replay.policies import SAMPLERS, Company
 from replay.sampler import Choice, Sampler

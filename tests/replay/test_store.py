@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.block import TopicPartition
 from ingest.config import SchemaSettings
-from ingest.fake import fake_columns
-from ingest.identity import identity_hash, partition_base
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.identity import identity_hash, partition_base
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from replay import kinds
 from replay.admission import exponentials
 from replay.build import build_store

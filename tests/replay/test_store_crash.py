@@ -22,10 +22,10 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from ingest.block import TopicPartition
 from ingest.config import SchemaSettings
-from ingest.fake import Columns, fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import Columns, fake_columns
 from learner.config import CutsSettings
 from learner.cut import Cuts
 from learner.cutter import Cutter, Moment

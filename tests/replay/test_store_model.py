@@ -25,10 +25,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ingest.block import TopicPartition
-from ingest.fake import Columns, fake_columns
-from ingest.identity import identity_hash, partition_base, partition_name
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.identity import identity_hash, partition_base, partition_name
+from ingest.events.schema import Schema
+from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.contents import Contents

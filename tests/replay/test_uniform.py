@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from ingest.block import TopicPartition
-from ingest.fake import fake_columns
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from anabranch.core.errors import SettingsError
-from ingest.block import TopicPartition
-from ingest.fake import fake_columns
-from ingest.identity import partition_name
-from ingest.schema import Schema
+from ingest.events.block import TopicPartition
+from ingest.events.identity import partition_name
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from replay import neighbours
 from replay.build import build_store
 from replay.config import ReplaySettings

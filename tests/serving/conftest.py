@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from learner.config import ModelSettings
 from learner.trained import Learned, Trained
 from learner.version import Manifest, ModelReference, Verdict, Versions

@@ -14,7 +14,7 @@ import pytest
 
 from anabranch.config import load_config
 from anabranch.daemon import Exit
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from serving.listener import listen
 from serving.report import read_report
 from tests import forkserver

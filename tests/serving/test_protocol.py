@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ingest.config import SchemaSettings
-from ingest.schema import Schema
+from ingest.events.schema import Schema
 from serving.errors import BadRequestError, RequestError, TooLargeError
 from serving.protocol import Signature
 from serving.tensor import DATATYPES, TensorSpec, read_binary, read_json, write_binary, write_json

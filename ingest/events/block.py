@@ -1,0 +1,172 @@
+"""The block: many events as columns, the unit that moves between the parts.
+
+Every event that was read is a row of exactly one block, also one that cannot be used: its outcome is then set and
+its features are zeros. So whoever has consumed the first n rows knows exactly which events are done with.
+
+Legend: N events. Within a partition rows are in the order of (offset, row).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.events.schema import Schema
+
+Array = NDArray[np.generic]
+
+
+class Outcome(IntEnum):
+    """What became of an event. Exactly one for each; `PENDING` until the learner decides."""
+
+    PENDING = 0
+    TRAINED = 1
+    STORED_ONLY = 2
+    HELD_OUT = 3
+    DEAD_LETTERED = 4
+    SKIPPED = 5
+
+    @property
+    def label(self) -> str:
+        """The name used in metrics and reports."""
+        return self.name.lower()
+
+
+class SkipReason(IntEnum):
+    """Why an event was skipped; 0 for events that were not."""
+
+    NONE = 0
+    UNLABELLED = 1
+    NON_FINITE = 2
+    FORGOTTEN = 3
+    TOMBSTONE = 4
+    BEHIND = 5
+    MODEL = 6
+
+    @property
+    def label(self) -> str:
+        """The name used in reports."""
+        return self.name.lower()
+
+
+IDENTITY_COLUMNS: Mapping[str, np.dtype[np.generic]] = {
+    "partition": np.dtype(np.int32),
+    "offset": np.dtype(np.int64),
+    "row": np.dtype(np.int32),
+    "time_ms": np.dtype(np.int64),
+    "key_hash": np.dtype(np.uint64),
+    "group_hash": np.dtype(np.uint64),
+    "outcome": np.dtype(np.uint8),
+    "reason": np.dtype(np.uint8),
+}
+"""Columns `[N]` of every block beside the schema's: where an event came from, when, and what is settled about it.
+
+`partition` is the index of the topic partition in the source's table (not Kafka's number), `offset` and `row` are the
+place within it, `time_ms` the record's timestamp in milliseconds since 1970. `key_hash` and
+`group_hash` are 0 where the event has none.
+"""
+
+
+@dataclass(frozen=True)
+class TopicPartition:
+    """One partition as the source numbers them; incarnation counts how often the topic was made anew."""
+
+    topic: str
+    partition: int
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.topic}:{self.partition}"
+
+    @property
+    def anew(self) -> "TopicPartition":
+        """The partition of the topic that was made after this one."""
+        return TopicPartition(self.topic, self.partition, self.incarnation + 1)
+
+
+def current(partitions: Iterable[TopicPartition]) -> dict[tuple[str, int], int]:
+    """Return the place of each topic and number's last incarnation, which is the one that there is."""
+    return {(each.topic, each.partition): place for place, each in enumerate(partitions)}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A record by which a partition is known again: its place, its timestamp, and a hash of key and value."""
+
+    offset: int
+    time_ms: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a block covers of one partition.
+
+    `start` is the first offset after what earlier blocks covered, `end` the first offset after this block; offsets
+    between them without a row are gaps (transaction markers, aborted records, compaction). `removed` counts offsets
+    from `start` on that retention took before they were read, `passed` those that were sought over by policy. `last` is
+    the last record that the block covers, where it covers all that was fetched with it.
+    """
+
+    partition: int
+    start: int
+    end: int
+    removed: int = 0
+    passed: int = 0
+    last: Fingerprint | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """N events as columns.
+
+    Attributes:
+        columns: the schema's payload (`Schema.payload`) and `IDENTITY_COLUMNS`, each `[N, ...]`. They may be views of
+            shared memory, valid until the block is released.
+        coverage: one entry for each partition that the block moves forward, also where it has no rows of it.
+    """
+
+    columns: Mapping[str, Array]
+    coverage: tuple[Coverage, ...]
+
+    def __len__(self) -> int:
+        return len(self.columns["offset"])
+
+    def rows(self, begin: int, end: int) -> dict[str, Array]:
+        """Return views of rows `[begin, end)` of every column."""
+        return {name: column[begin:end] for name, column in self.columns.items()}
+
+
+class BlockLayout:
+    """Where each column lies in a slot of shared memory; the same in the process that writes and the one that reads."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.columns = {**schema.payload(), **{name: (dtype, ()) for name, dtype in IDENTITY_COLUMNS.items()}}
+
+    def row_bytes(self) -> int:
+        """Bytes of one event in all columns."""
+        return sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in self.columns.values())
+
+    def slot_bytes(self, rows: int) -> int:
+        """Bytes of a slot for `rows` events; each column begins on a 64-byte boundary."""
+        return sum(_aligned(dtype.itemsize * int(np.prod(shape)) * rows) for dtype, shape in self.columns.values())
+
+    def views(self, buffer: memoryview, rows: int) -> dict[str, Array]:
+        """Return the columns of a slot that has room for so many rows."""
+        views: dict[str, Array] = {}
+        place = 0
+        for name, (dtype, shape) in self.columns.items():
+            column = np.frombuffer(buffer, dtype, count=rows * int(np.prod(shape)), offset=place)
+            views[name] = column.reshape(rows, *shape)
+            place += _aligned(column.nbytes)
+        return views
+
+    def empty(self, rows: int) -> dict[str, Array]:
+        """Return columns of zeros for `rows` events."""
+        return {name: np.zeros((rows, *shape), dtype) for name, (dtype, shape) in self.columns.items()}
+
+
+def _aligned(size: int) -> int:
+    return (size + 63) & ~63

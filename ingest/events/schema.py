@@ -1,0 +1,181 @@
+"""The schema compiled into columns: what an event looks like as arrays.
+
+Shapes are written with N events a block; a feature's column is `[N, *shape]`.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.core.errors import SettingsError
+from ingest.config import FeatureSettings, LabelSettings, SchemaSettings
+from ingest.events.encoders import Encoder, encoder_of
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One input of the model: its column has dtype `dtype` (int64 ids for strings) and shape `[N, *shape]`."""
+
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    encoder: Encoder | None
+    default: NDArray[np.generic] | None
+    """Value of events that lack the feature, `[*shape]` and encoded; None: the feature is required."""
+    min: int | None = None
+    max: int | None = None
+
+    @property
+    def is_string(self) -> bool:
+        """Whether messages and requests hold strings that become ids."""
+        return self.encoder is not None
+
+    @property
+    def allowed(self) -> str:
+        """The values between `min` and `max`, in words."""
+        if self.min is None or self.max is None:
+            return f"{self.min} or more" if self.max is None else f"{self.max} or less"
+        return f"in {self.min}..{self.max}"
+
+    @property
+    def filler(self) -> int:
+        """A value that is allowed: 0, or the bound that is nearest to it."""
+        filler = max(0, 0 if self.min is None else self.min)
+        return filler if self.max is None else min(filler, self.max)
+
+    def outside(self, column: NDArray[np.generic]) -> NDArray[np.bool_] | None:
+        """Return which of N events have a value below `min` or above `max`, bool `[N]`; None: there are none.
+
+        `column` is `[N, *shape]`.
+        """
+        if self.min is None and self.max is None:
+            return None
+        outside = np.zeros(column.shape, np.bool_)
+        if self.min is not None:
+            outside |= np.less(column, self.min)
+        if self.max is not None:
+            outside |= np.greater(column, self.max)
+        return np.asarray(outside.reshape(len(column), -1).any(axis=1)) if outside.any() else None
+
+
+@dataclass(frozen=True)
+class Label:
+    """The target: class indices as int64 when there are classes, else a float of the declared dtype.
+
+    With `multi` it is a bool for each class, `[classes]`.
+    """
+
+    name: str
+    dtype: np.dtype[np.generic]
+    classes: int | None
+    names: tuple[str, ...] | None
+    wire: np.dtype[np.generic]
+    multi: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one event's label."""
+        return (self.classes or 0,) if self.multi else ()
+
+    @property
+    def one_of(self) -> int | None:
+        """Number of the classes of which an event has just one; None where it has several, and for regression."""
+        return None if self.multi else self.classes
+
+    @property
+    def missing(self) -> float | int:
+        """The value that a column holds where an event has no label."""
+        if self.multi:
+            return False
+        return -1 if self.classes is not None else float("nan")
+
+
+class Schema:
+    """The fields of an event as columns; built once from `[schema]`."""
+
+    def __init__(self, settings: SchemaSettings) -> None:
+        self.settings = settings
+        self.features = tuple(_feature(name, feature) for name, feature in settings.features.items())
+        self.label = _label(settings.label)
+        self.key = settings.key.name if settings.key else None
+        self.time = settings.time.name if settings.time else None
+        self.weight = settings.weight.name if settings.weight else None
+        self.group = settings.group.name if settings.group else None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns.
+
+        What has its default is left out, so that a setting which is added later changes no digest. So are the bounds of
+        integers: they say which events are taken, and change no column.
+        """
+        bounds = {"features": {"__all__": {"min", "max"}}}
+        settings = self.settings.model_dump(mode="json", exclude_defaults=True, exclude=bounds)
+        text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def payload(self) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
+        """Dtype and shape of each column of the schema.
+
+        `feature.<name>`, `label`, `labelled` (bool), `weight` (float32, 1 where none is declared) and, where declared,
+        `time` (float64, seconds since 1970).
+        """
+        columns: dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]] = {
+            f"feature.{feature.name}": (feature.dtype, feature.shape) for feature in self.features
+        }
+        columns["label"] = (self.label.dtype, self.label.shape)
+        columns["labelled"] = (np.dtype(np.bool_), ())
+        columns["weight"] = (np.dtype(np.float32), ())
+        if self.time:
+            columns["time"] = (np.dtype(np.float64), ())
+        return columns
+
+
+def _feature(name: str, settings: FeatureSettings) -> Feature:
+    encoder = encoder_of(settings.encode)
+    dtype = np.dtype(np.int64) if encoder else np.dtype(settings.dtype)
+    default = _default(name, settings, encoder, dtype)
+    feature = Feature(name, dtype, settings.shape, encoder, default, settings.min, settings.max)
+    if default is not None and feature.outside(default[None]) is not None:
+        raise SettingsError(f"schema.features.{name}.default = {settings.default!r} is not {feature.allowed}")
+    return feature
+
+
+def _default(
+    name: str, settings: FeatureSettings, encoder: Encoder | None, dtype: np.dtype[np.generic]
+) -> NDArray[np.generic] | None:
+    if settings.default is None:
+        return None
+    try:
+        value = np.asarray(settings.default)
+        if encoder is not None:
+            if value.dtype.kind != "U":
+                raise ValueError("it is not a string")
+            flat = encoder.encode([str(item) for item in value.reshape(-1)])
+            value = flat.reshape(value.shape)
+        elif value.dtype.kind not in "biuf":
+            raise ValueError("it is not a number")
+        elif dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                if not np.isfinite(value.astype(dtype)).all():
+                    raise ValueError(f"it is not a finite {dtype}")
+        elif value.dtype.kind == "f" or not np.array_equal(value, value.astype(dtype).astype(value.dtype)):
+            raise ValueError(f"it is not a {dtype}")
+        return np.broadcast_to(value.astype(dtype), settings.shape)
+    except (ValueError, OverflowError) as exc:
+        raise SettingsError(
+            f"schema.features.{name}.default = {settings.default!r} does not fit dtype {settings.dtype} "
+            f"and shape {list(settings.shape)}: {exc}"
+        ) from exc
+
+
+def _label(settings: LabelSettings) -> Label:
+    names = settings.classes if isinstance(settings.classes, tuple) else None
+    classes = len(names) if names else settings.classes if isinstance(settings.classes, int) else None
+    wire = np.dtype(settings.dtype)
+    dtype = np.dtype(np.bool_ if settings.multi else np.int64) if classes else wire
+    return Label(settings.name, dtype, classes, names, wire, settings.multi)

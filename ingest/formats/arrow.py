@@ -1,0 +1,144 @@
+"""The format `arrow`: an Arrow IPC stream a message, with the schema's fields as columns and an event in each row.
+
+Messages with one Arrow schema are decoded together. Its types are checked once, sizes before anything is allocated,
+and offsets, indices and text before anything is read through them, since a message may hold any bytes.
+
+Legend: M messages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import ipc, types
+
+from ingest.events.block import BlockLayout
+from ingest.events.schema import Schema
+from ingest.formats.arrow_columns import Faults, columns_of, fields_of, sizes_of
+from ingest.formats.arrow_ipc import UnfitError, claims
+from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined, reject_unusable_numbers
+
+_UNREADABLE = (UnfitError, pa.ArrowException, ValueError, OSError, MemoryError)
+"""What a message can make pyarrow raise."""
+_SMALL_BYTES = 65_536
+_MOST_EXPANSION = 32
+"""Packed bits expand by 8 as they are decoded, rows of two bytes by about 30 for the identity that each gets."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How messages with one Arrow schema are read: the columns to take, and the schema to cast them to, or None."""
+
+    columns: list[int]
+    cast: Any
+    has_unknown: bool
+
+
+class ArrowFormat:
+    """Decodes Arrow IPC streams. Columns that the schema does not know are ignored, and their messages counted."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._fields = tuple(fields_of(schema))
+        self._layout = BlockLayout(schema)
+        self._row_bytes = self._layout.row_bytes()
+
+    def decode(self, values: Sequence[bytes]) -> Decoded:
+        """Decode M message values, each any number of events, or a reject."""
+        plans: dict[bytes, _Plan | str] = {}
+        groups: dict[bytes, list[tuple[int, Any]]] = {}
+        rejects: list[Reject] = []
+        unknown = 0
+        for index, value in enumerate(values):
+            try:
+                start = self._start_of_fair_size(value)
+                if start not in plans:
+                    plans[start] = self._plan(start)
+                plan = plans[start]
+                if isinstance(plan, str):
+                    raise UnfitError(plan)
+                batches = _read(value, plan)
+            except _UNREADABLE as exc:
+                rejects.append(Reject(index, WHOLE_MESSAGE, str(exc).partition("\n")[0]))
+                continue
+            unknown += plan.has_unknown
+            groups.setdefault(start, []).extend((index, batch) for batch in batches)
+        parts = [self._decode_group(group) for group in groups.values()]
+        return reject_unusable_numbers(joined([self._without_rows(rejects, unknown), *parts]), self._schema)
+
+    def _start_of_fair_size(self, value: bytes) -> bytes:
+        """Return the part of a message that holds its Arrow schema, or raise for one that would take much memory."""
+        claimed = claims(value)
+        if not claimed.rows:
+            raise UnfitError("it holds no event")
+        size = claimed.rows * self._row_bytes + claimed.inflated_bytes
+        if size > _SMALL_BYTES + _MOST_EXPANSION * len(value):
+            raise UnfitError(
+                f"its {len(value)} bytes would take {size} once decoded, more than {_MOST_EXPANSION} times as many; "
+                f"send it uncompressed, or in smaller messages"
+            )
+        return claimed.schema
+
+    def _plan(self, start: bytes) -> _Plan | str:
+        """Return how to read messages of this Arrow schema, or the reason why they cannot be used."""
+        schema = ipc.read_schema(pa.py_buffer(start))
+        places: dict[str, int] = {}
+        known = {field.name for field in self._fields}
+        for place, name in enumerate(schema.names):
+            if name in known and places.setdefault(name, place) != place:
+                return f"two columns are named {name}"
+        for field in self._fields:
+            if field.name not in places:
+                if field.required:
+                    return f"missing required column {field.name}"
+            elif sizes_of(schema.types[places[field.name]], field) is None:
+                return f"{field.name} is of Arrow type {schema.types[places[field.name]]}, not {field.wanted}"
+        columns = sorted(places.values())
+        taken = [schema.field(place) for place in columns]
+        wide = pa.schema([pa.field(column.name, _wide(column.type), column.nullable) for column in taken])
+        changed = any(column.type != other.type for column, other in zip(taken, wide, strict=True))
+        return _Plan(columns, wide if changed else None, len(schema) > len(columns))
+
+    def _decode_group(self, group: Sequence[tuple[int, Any]]) -> Decoded:
+        """Decode batches of one Arrow schema, each with the index of its message, in the order of the index."""
+        lengths = np.array([batch.num_rows for _, batch in group])
+        message = np.repeat(np.array([index for index, _ in group], np.int32), lengths)
+        row = (np.arange(len(message)) - np.searchsorted(message, message)).astype(np.int32)
+        table = pa.Table.from_batches([batch for _, batch in group])
+        faults = Faults(len(message))
+        names = [field.name for field in self._fields if field.name in table.column_names]
+        arrays = {name: table.column(name).combine_chunks() for name in names}
+        columns = columns_of(self._schema, self._fields, arrays, faults)
+        bad = faults.first != 0
+        if not bad.any():
+            return Decoded(message, row, columns, ())
+        places = zip(message[bad].tolist(), row[bad].tolist(), faults.first[bad].tolist(), strict=True)
+        rejects = [Reject(index, place, faults.reasons[fault]) for index, place, fault in places]
+        return Decoded(message[~bad], row[~bad], {name: column[~bad] for name, column in columns.items()}, rejects)
+
+    def _without_rows(self, rejects: Sequence[Reject], unknown: int) -> Decoded:
+        none, empty = np.zeros(0, np.int32), self._layout.empty(0)
+        names = (*self._schema.payload(), "key_hash", "group_hash")
+        return Decoded(none, none, {name: empty[name] for name in names}, rejects, unknown)
+
+
+def _read(value: bytes, plan: _Plan) -> list[Any]:
+    """Return the record batches of one message: whole, with every offset, index and text in them proven valid."""
+    options = ipc.IpcReadOptions(use_threads=False, included_fields=plan.columns)
+    batches = list(ipc.open_stream(pa.py_buffer(value), options=options))
+    for batch in batches:
+        batch.validate(full=True)
+    return [batch.select(plan.cast.names).cast(plan.cast) for batch in batches] if plan.cast else batches
+
+
+def _wide(kind: Any) -> Any:
+    """Return the Arrow type with dictionary indices of 32 bits, in which the dictionaries of many messages can join."""
+    if types.is_dictionary(kind):
+        return pa.dictionary(pa.int32(), kind.value_type)
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_wide(kind.value_type), kind.list_size)
+    if types.is_large_list(kind):
+        return pa.large_list(_wide(kind.value_type))
+    return pa.list_(_wide(kind.value_type)) if types.is_list(kind) else kind

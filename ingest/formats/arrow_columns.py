@@ -1,0 +1,296 @@
+"""Columns of numbers out of Arrow arrays: which types a field takes, and what is made of them.
+
+What is read here has been validated; a row that does not fit is a fault, never an error.
+
+Legend: G rows of the messages with one Arrow schema, W distinct words.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pyarrow import types
+
+from ingest.events.block import Array
+from ingest.events.encoders import hash_texts
+from ingest.events.schema import Feature, Label, Schema
+from ingest.formats.multilabel import spread
+
+Mask = NDArray[np.bool_]
+Leaf = Callable[[Any], tuple[Array, Mask]]
+"""Turns an Arrow array of single values into as many numbers, and tells which of them are such."""
+
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of the pipeline's schema, and which Arrow types it takes."""
+
+    name: str
+    wanted: str
+    takes: Callable[[Any], bool]
+    shape: tuple[int, ...] = ()
+    required: bool = True
+    many: bool = False
+    """Whether a value is a list of any length."""
+
+
+class Faults:
+    """What is wrong with each of G rows: the index of the first reason, or 0."""
+
+    def __init__(self, rows: int) -> None:
+        self.first = np.zeros(rows, np.int32)
+        self.reasons = [""]
+
+    def add(self, bad: Mask, reason: str) -> None:
+        """Note the reason for the rows of the mask `[G]` that have none yet."""
+        if bad.any():
+            self.first[bad & (self.first == 0)] = len(self.reasons)
+            self.reasons.append(reason)
+
+
+def fields_of(schema: Schema) -> Iterator[Field]:
+    """Yield the fields that a message may have, the features first and in their order."""
+    for feature in schema.features:
+        wanted = "string" if feature.is_string else str(feature.dtype)
+        takes = {"b": types.is_boolean, "f": _is_number}.get(feature.dtype.kind, types.is_integer)
+        yield Field(
+            feature.name,
+            f"{wanted} of shape {list(feature.shape)}" if feature.shape else wanted,
+            _is_text if feature.is_string else takes,
+            feature.shape,
+            feature.default is None,
+        )
+    label = schema.label
+    if label.multi:
+        each, kind = ("strings", _is_text) if label.names is not None else ("whole numbers", types.is_integer)
+        yield Field(label.name, f"a list of {each}", kind, required=False, many=True)
+    elif label.names is not None:
+        yield Field(label.name, "string", _is_text, required=False)
+    elif label.classes is not None:
+        yield Field(label.name, "a whole number", types.is_integer, required=False)
+    else:
+        yield Field(label.name, "a number", _is_number, required=False)
+    for name, wanted, takes in (
+        (schema.key, "a string or a whole number", _is_word),
+        (schema.time, "a timestamp or a number of seconds", _is_time),
+        (schema.weight, "a number", _is_number),
+        (schema.group, "a string or a whole number", _is_word),
+    ):
+        if name is not None:
+            yield Field(name, wanted, takes)
+
+
+def columns_of(schema: Schema, fields: Sequence[Field], arrays: Mapping[str, Any], faults: Faults) -> dict[str, Array]:
+    """Return the schema's payload and the hashes, and note the rows that do not fit; theirs are any values."""
+    n = len(faults.first)
+    columns: dict[str, Array] = {}
+    for field, feature in zip(fields, schema.features, strict=False):
+        columns[f"feature.{feature.name}"] = _feature_column(field, feature, arrays.get(feature.name), faults)
+    columns.update(_label_columns(schema.label, arrays.get(schema.label.name), faults))
+    columns["weight"] = np.ones(n, np.float32)
+    if schema.weight:
+        columns["weight"] = _extra(schema.weight, _numbers(np.dtype(np.float32)), arrays, faults)
+    if schema.time:
+        columns["time"] = _extra(schema.time, _seconds, arrays, faults)
+    for column, name in (("key_hash", schema.key), ("group_hash", schema.group)):
+        columns[column] = _extra(name, _hashed, arrays, faults) if name else np.zeros(n, np.uint64)
+    return columns
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def sizes_of(kind: Any, field: Field) -> tuple[int, ...] | None:
+    """Return the lengths that lists of this Arrow type have to have for the field, or None where it does not fit.
+
+    A shape is nested lists, or one list of all its values.
+    """
+    sizes: list[int] = []
+    lists = 0
+    inner = kind
+    if field.many:
+        return () if types.is_null(kind) or (_is_list(kind) and field.takes(kind.value_type)) else None
+    while _is_list(inner):
+        sizes.append(inner.list_size if types.is_fixed_size_list(inner) else -1)
+        inner, lists = inner.value_type, lists + 1
+    if types.is_null(kind):
+        return field.shape
+    wanted = field.shape if lists == len(field.shape) else (int(np.prod(field.shape)),)
+    fits = lists == len(wanted) and all(size in (-1, want) for size, want in zip(sizes, wanted, strict=True))
+    return wanted if fits and field.takes(inner) else None
+
+
+def _is_text(kind: Any) -> bool:
+    plain = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(plain) or types.is_large_string(plain))
+
+
+def _is_number(kind: Any) -> bool:
+    return bool(types.is_integer(kind) or types.is_floating(kind))
+
+
+def _is_word(kind: Any) -> bool:
+    return bool(_is_text(kind) or types.is_integer(kind))
+
+
+def _is_time(kind: Any) -> bool:
+    return bool(_is_number(kind) or types.is_timestamp(kind))
+
+
+def _feature_column(field: Field, feature: Feature, array: Any, faults: Faults) -> Array:
+    n = len(faults.first)
+    if array is None or types.is_null(array.type):
+        column: Array = np.zeros((n, *feature.shape), feature.dtype)
+        present = np.zeros(n, np.bool_)
+    else:
+        leaf = _encoded(feature) if feature.is_string else _numbers(feature.dtype)
+        column, good = _dense(array, sizes_of(array.type, field) or (), leaf)
+        column, present = column.reshape(n, *feature.shape), _present(array)
+        faults.add(present & ~good, f"{feature.name} does not fit {field.wanted}")
+    if present.all():
+        return column
+    if feature.default is None:
+        faults.add(~present, f"{feature.name} is null")
+        return column
+    column = column.copy()
+    column[~present] = feature.default
+    return column
+
+
+def _label_columns(label: Label, array: Any, faults: Faults) -> dict[str, Array]:
+    n = len(faults.first)
+    if array is None or types.is_null(array.type):
+        return {"label": np.full((n, *label.shape), label.missing, label.dtype), "labelled": np.zeros(n, np.bool_)}
+    labelled = _present(array)
+    if label.multi:
+        return {"label": _several(label, array, labelled, faults), "labelled": labelled}
+    values, good = _classes(label, array) if label.names is not None else _numbers(label.dtype)(array)
+    wanted = "a number" if label.classes is None else f"in 0..{label.classes - 1}" if label.names is None else "a class"
+    faults.add(labelled & ~good, f"{label.name} is not {wanted}")
+    return {"label": np.where(labelled, values, label.missing).astype(label.dtype), "labelled": labelled}
+
+
+def _classes(label: Label, array: Any) -> tuple[Array, Mask]:
+    """Return the class number that each name stands for, and which of them are names of classes."""
+    ids = {name: place for place, name in enumerate(label.names or ())}
+    words, codes, good = _coded(array)
+    values = np.array([ids.get(word, -1) for word in words])[codes]
+    return values, good & (values >= 0)
+
+
+def _several(label: Label, array: Any, labelled: Mask, faults: Faults) -> Array:
+    """Return which of C classes each row has, bool `[G, C]`, from lists of them."""
+    kept = array.filter(pa.array(labelled))
+    counts = np.zeros(len(labelled), np.int64)
+    counts[labelled] = _filled(pc.list_value_length(kept))
+    flat = kept.flatten()
+    values, good = _classes(label, flat) if label.names is not None else _numbers(np.dtype(np.int64))(flat)
+    good &= np.greater_equal(values, 0) & np.less(values, label.classes or 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    faults.add(
+        np.bincount(rows[~good], minlength=len(counts)) > 0,
+        f"{label.name} lists what is not {'a class' if label.names else f'in 0..{(label.classes or 0) - 1}'}",
+    )
+    has_GC = spread(label, np.bincount(rows[good], minlength=len(counts)), values[good].astype(np.int64))
+    faults.add(has_GC.sum(axis=1) < counts, f"{label.name} lists a class twice")
+    return has_GC
+
+
+def _extra(name: str, leaf: Leaf, arrays: Mapping[str, Any], faults: Faults) -> Array:
+    values, good = leaf(arrays[name])
+    faults.add(~good, f"{name} is null")
+    return values
+
+
+def _dense(array: Any, sizes: tuple[int, ...], leaf: Leaf) -> tuple[Array, Mask]:
+    """Return the values `[G, *sizes]` of lists, and which rows have all of theirs; those of the others are zeros."""
+    if not sizes:
+        return leaf(array)
+    size, inside = sizes[0], sizes[1:]
+    good = _present(array)
+    if not types.is_fixed_size_list(array.type):
+        good &= np.diff(array.offsets.to_numpy()) == size
+    kept = array if good.all() else array.filter(pa.array(good))
+    values, whole = _dense(kept.flatten(), inside, leaf)
+    values = values.reshape(len(kept), size, *inside)
+    whole = np.asarray(whole.reshape(len(kept), size).all(axis=1))
+    if kept is array:
+        return values, whole
+    spread = np.zeros((len(good), *sizes), values.dtype)
+    spread[good] = values
+    good[good] = whole
+    return spread, good
+
+
+def _numbers(dtype: np.dtype[Any]) -> Leaf:
+    """Return what makes numbers of this dtype; null, and a whole number that does not fit, is none."""
+
+    def leaf(array: Any) -> tuple[Array, Mask]:
+        good = _present(array)
+        raw = _filled(array)
+        if dtype.kind in "iu":
+            limits = np.iinfo(dtype)
+            good &= np.greater_equal(raw, int(limits.min)) & np.less_equal(raw, int(limits.max))
+        with np.errstate(over="ignore"):
+            return raw.astype(dtype, copy=False), good
+
+    return leaf
+
+
+def _seconds(array: Any) -> tuple[Array, Mask]:
+    unit = array.type.unit if types.is_timestamp(array.type) else "s"
+    whole = array.cast(pa.int64()) if types.is_timestamp(array.type) else array
+    return _filled(whole).astype(np.float64) / _PER_SECOND[unit], _present(array)
+
+
+def _encoded(feature: Feature) -> Leaf:
+    def leaf(array: Any) -> tuple[Array, Mask]:
+        assert feature.encoder is not None
+        words, codes, good = _coded(array)
+        return feature.encoder.encode(words)[codes], good
+
+    return leaf
+
+
+def _hashed(array: Any) -> tuple[Array, Mask]:
+    words, codes, good = _coded(array)
+    return hash_texts([str(word).encode() for word in words])[codes], good
+
+
+def _coded(array: Any) -> tuple[list[Any], NDArray[np.int32], Mask]:
+    """Return the W distinct words (strings or whole numbers), the index of each row's, and which rows have one."""
+    if types.is_null(array.type):
+        array = array.cast(pa.string())
+    coded = array if types.is_dictionary(array.type) else array.dictionary_encode()
+    words = coded.dictionary
+    if not len(words):
+        return [""], np.zeros(len(array), np.int32), np.zeros(len(array), np.bool_)
+    codes = _filled(coded.indices).astype(np.int32, copy=False)
+    good = _present(coded)
+    return words.fill_null("" if _is_text(words.type) else 0).to_pylist(), codes, good
+
+
+def _present(array: Any) -> Mask:
+    if types.is_dictionary(array.type):
+        # A null is an index that is none, or one of a word that is none.
+        words = np.append(_present(array.dictionary), np.True_)
+        return _present(array.indices) & words[_filled(array.indices).astype(np.int32)]
+    if not array.null_count:
+        return np.ones(len(array), np.bool_)
+    present: Mask = array.is_valid().to_numpy(zero_copy_only=False)
+    return present
+
+
+def _filled(array: Any) -> Array:
+    if types.is_null(array.type):
+        return np.zeros(len(array))
+    filled = array.fill_null(False if types.is_boolean(array.type) else 0) if array.null_count else array
+    values: Array = filled.to_numpy(zero_copy_only=False)
+    return values

@@ -1,0 +1,130 @@
+"""The format `rows`: one or many fixed-size packed little-endian rows a message.
+
+A row is the features in the order of the file, then label, key (int64), time (float64), weight (float32) and group
+(int64), each where declared. Label -1, or NaN for floats, means not labelled. A label of several classes is 0 or 1 for
+each class, and -1 for each where there is none.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.core.errors import SettingsError
+from ingest.events.block import Array
+from ingest.events.encoders import hash_texts
+from ingest.events.schema import Label, Schema
+from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
+
+_EXTRAS = {"key": "<i8", "time": "<f8", "weight": "<f4", "group": "<i8"}
+
+
+def row_dtype(schema: Schema) -> np.dtype[np.void]:
+    """Return the packed structured dtype of one row.
+
+    Raises:
+        SettingsError: the schema has strings or defaults, which this format cannot hold.
+    """
+    fields: list[tuple[str, Any] | tuple[str, Any, tuple[int, ...]]] = []
+    for feature in schema.features:
+        if feature.is_string or feature.default is not None:
+            what = 'dtype "string"' if feature.is_string else "a default"
+            raise SettingsError(
+                f'stream.format = "rows" cannot hold schema.features.{feature.name}, which has {what}; use "json"'
+            )
+        fields.append((feature.name, feature.dtype.newbyteorder("<"), feature.shape))
+    fields.append((schema.label.name, schema.label.wire.newbyteorder("<"), schema.label.shape))
+    for attribute, kind in _EXTRAS.items():
+        name = getattr(schema, attribute)
+        if name is not None:
+            fields.append((name, kind))
+    return np.dtype(fields)
+
+
+def pack_rows(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Pack events, given as mappings of field name to value, into rows; a missing label is written as not labelled.
+
+    Raises:
+        SettingsError: an event lacks a field or has a value that does not fit.
+    """
+    rows = np.zeros(len(events), row_dtype(schema))
+    label = schema.label
+    for place, event in enumerate(events):
+        for name in rows.dtype.names or ():
+            value = event.get(name, label.missing if name == label.name else None)
+            if label.multi and name == label.name:
+                value = _multi_hot(label, event.get(name))
+            elif label.names is not None and name == label.name and isinstance(value, str):
+                value = label.names.index(value) if value in label.names else None
+            try:
+                if value is None:
+                    raise ValueError("it is missing")
+                rows[place][name] = value
+            except (ValueError, TypeError, OverflowError) as exc:
+                raise SettingsError(f"event {place}: {name} = {event.get(name)!r} does not fit its row: {exc}") from exc
+    return rows.tobytes()
+
+
+def _multi_hot(label: Label, classes: Any) -> NDArray[np.int64] | None:
+    """Return 0 or 1 for each class by a list of those that an event has; None where it lists what is none.
+
+    Where there is no label it is -1 for each, which an unsigned dtype cannot say.
+    """
+    if classes is None:
+        return np.full(label.shape, -1) if label.wire.kind == "i" else None
+    known = list(label.names or range(label.classes or 0))
+    if not isinstance(classes, list) or not all(each in known for each in classes):
+        return None
+    return np.isin(np.arange(len(known)), [known.index(each) for each in classes]).astype(np.int64)
+
+
+class RowsFormat:
+    """Decodes packed rows, all messages of a batch at once."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._dtype = row_dtype(schema)
+
+    def decode(self, values: Sequence[bytes]) -> Decoded:
+        """Decode M message values, each any number of events, or a reject when its length does not fit."""
+        size = self._dtype.itemsize
+        lengths = np.fromiter(map(len, values), np.int64, len(values))
+        fits = (lengths % size == 0) & (lengths > 0)
+        rejects = [
+            Reject(int(index), WHOLE_MESSAGE, f"{lengths[index]} bytes are not whole rows of {size} bytes")
+            for index in np.flatnonzero(~fits)
+        ]
+        good = np.flatnonzero(fits)
+        counts = lengths[good] // size
+        rows = np.frombuffer(b"".join(values if fits.all() else [values[i] for i in good.tolist()]), self._dtype)
+        message = np.repeat(good, counts).astype(np.int32)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        decoded = Decoded(message, place.astype(np.int32), self._columns(rows), rejects)
+        if self._schema.label.multi:
+            raw = rows[self._schema.label.name]
+            odd = ((raw != 0) & (raw != 1)).any(axis=1) & decoded.columns["labelled"].astype(np.bool_)
+            decoded = decoded.without(odd, f"{self._schema.label.name} is not 0 or 1 for each class")
+        return reject_unusable_numbers(decoded, self._schema)
+
+    def _columns(self, rows: NDArray[np.void]) -> dict[str, Array]:
+        schema, label = self._schema, self._schema.label
+        columns: dict[str, Array] = {
+            f"feature.{feature.name}": rows[feature.name].astype(feature.dtype, copy=False)
+            for feature in schema.features
+        }
+        raw = rows[label.name]
+        columns["labelled"] = ~np.isnan(raw) if raw.dtype.kind == "f" else np.asarray(raw != -1)
+        columns["label"] = raw.astype(label.dtype, copy=False)
+        if label.multi:
+            columns["labelled"] = np.asarray((raw != -1).any(axis=1))
+            columns["label"] = np.asarray(raw == 1)
+        columns["weight"] = (
+            rows[schema.weight].astype(np.float32, copy=False) if schema.weight else np.ones(len(rows), np.float32)
+        )
+        if schema.time:
+            columns["time"] = rows[schema.time].astype(np.float64, copy=False)
+        for name, field in (("key", schema.key), ("group", schema.group)):
+            texts = [str(value).encode() for value in rows[field].tolist()] if field else []
+            columns[f"{name}_hash"] = hash_texts(texts) if field else np.zeros(len(rows), np.uint64)
+        return columns

@@ -1,0 +1,273 @@
+"""The contract of a Kafka client: partitions are assigned and sought, never subscribed.
+
+A client is used by one thread. Its library's errors become ours inside it.
+"""
+
+import logging
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Protocol
+
+from ingest.config import StreamSettings
+from ingest.errors import CredentialsError, GapError, RecreatedError
+from ingest.events.block import TopicPartition
+from ingest.kafka_properties import DEFAULTS
+
+_INFLATED = 4
+"""So many times what is fetched at once may come out of one compressed batch."""
+CORRUPT_SECONDS = 30.0
+"""For so long a batch with a wrong checksum is fetched again, before it is passed over."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Consecutive messages of one partition, M of them, in the order of their offsets.
+
+    `end` is the first offset after them, also where offsets without a message (transaction markers) follow the last.
+    """
+
+    partition: TopicPartition
+    offsets: Sequence[int]
+    times_ms: Sequence[int]
+    keys: Sequence[bytes | None]
+    values: Sequence[bytes | None]
+    headers: Sequence[Sequence[tuple[str, bytes]]]
+    end: int
+    removed: int = 0
+    """Offsets before the first message that retention took before they were read."""
+    faults: Mapping[int, str] = field(default_factory=dict)
+    """Why messages cannot be used as the client found them, by their place; what it could not read of them is None."""
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def part(self, begin: int, end: int) -> "Messages":
+        """Return messages `[begin, end)`; offsets without a message belong to the part before them."""
+        last = end == len(self)
+        return Messages(
+            self.partition,
+            self.offsets[begin:end],
+            self.times_ms[begin:end],
+            self.keys[begin:end],
+            self.values[begin:end],
+            self.headers[begin:end],
+            self.end if last else self.offsets[end],
+            self.removed if begin == 0 else 0,
+            {place - begin: why for place, why in self.faults.items() if begin <= place < end},
+        )
+
+
+def unreadable(partition: TopicPartition, offsets: range, time_ms: int, reason: str) -> Messages:
+    """Return consecutive messages of which nothing but their offsets can be read."""
+    n, nothing = len(offsets), [None] * len(offsets)
+    faults = dict.fromkeys(range(n), reason)
+    return Messages(partition, offsets, [time_ms] * n, nothing, nothing, [()] * n, offsets.stop, faults=faults)
+
+
+BAD_HEADER = "header: the name of a header is not UTF-8"
+
+
+def too_large(most: int) -> str:
+    """Say why what comes out of a compressed batch is not taken."""
+    return f"too-large: its batch is more than {most} bytes once it is decompressed"
+
+
+def damaged(said: str) -> str:
+    """Say why a batch is not taken."""
+    return f"corrupt: its batch cannot be read: {said}"
+
+
+def most_inflated(settings: StreamSettings) -> int:
+    """Return how many bytes a batch may be once it is decompressed."""
+    fetched = settings.properties.get("fetch.max.bytes")
+    once = int(fetched.get_secret_value() if fetched is not None else DEFAULTS["fetch.max.bytes"])
+    return _INFLATED * max(once, int(settings.max_message_bytes))
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """A message that cannot be used, as it came, and the headers that are added to it.
+
+    They are kept apart, since a message may carry headers with the names of those that are added.
+    """
+
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes]]
+    added: Sequence[tuple[str, bytes]] = ()
+
+
+def sendable(letter: DeadLetter) -> DeadLetter:
+    """Return the letter as kafka-python can send it: no header without a value, and a key or a value.
+
+    The added headers come last, so that they are what a reader finds by name.
+    """
+    headers = [(name, value if value is not None else b"") for name, value in (*letter.headers, *letter.added)]
+    return DeadLetter(b"" if letter.key is None and letter.value is None else letter.key, letter.value, headers)
+
+
+def smaller(letter: DeadLetter) -> Iterator[DeadLetter]:
+    """Yield what to send in place of a letter that the broker finds too large: less, and at last nothing of it."""
+    yield replace(letter, value=None, added=[*letter.added, ("anabranch-truncated", b"value")])
+    yield DeadLetter(None, None, (), [*letter.added, ("anabranch-truncated", b"key, value and headers")])
+    short = [header for header in letter.added if header[0] != "anabranch-rows"]
+    if len(short) < len(letter.added):
+        yield DeadLetter(None, None, (), [*short, ("anabranch-truncated", b"key, value, headers and rows")])
+
+
+def unreachable(servers: str) -> str | None:
+    """Say which of the servers takes no connection and why, or return None when all do."""
+    for server in servers.split(","):
+        host, _, port = server.strip().rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        except OSError as exc:
+            return f"no Kafka broker can be reached at {server.strip()}: {exc.strerror or exc}"
+    return None
+
+
+def strange(servers: str, said: str) -> str:
+    """Say that what listens is no Kafka broker, or another than the properties are for."""
+    return (
+        f"something listens at {servers}, but it does not answer as a Kafka broker with these stream.properties "
+        f"(security.protocol, sasl.mechanism, credentials?): {said}"
+    )
+
+
+def silent(servers: str, said: str) -> str:
+    """Say that a broker that answered before does not any more."""
+    return f"the Kafka broker at {servers} does not answer ({said})"
+
+
+def refused(servers: str, *, mechanism: bool) -> CredentialsError:
+    """Return the error for a broker that refuses the mechanism, or else the user or the password."""
+    if mechanism:
+        return CredentialsError(f"the Kafka broker at {servers} does not take the sasl.mechanism in stream.properties")
+    return CredentialsError(
+        f"the Kafka broker at {servers} refuses the credentials in stream.properties (sasl.username)"
+    )
+
+
+def gone_topic(topic: str, servers: str) -> str:
+    """Say that a topic that was there does not exist any more."""
+    return f'topic "{topic}" is gone from {servers}'
+
+
+def missing_topic(topic: str | None, servers: str) -> str:
+    """Say that a topic does not exist, and the way out."""
+    return (
+        f'topic "{topic}" does not exist on {servers}; create it, for example with '
+        f'"anabranch produce --create-topic FILE"'
+    )
+
+
+def pass_hole(name: str, removed: int, on_gap: str) -> None:
+    """Go on where `removed` offsets from the one that `name` tells on are gone, or raise GapError."""
+    if removed <= 0:
+        raise RecreatedError(f"{name} is beyond the topic's end: it seems to have been deleted and created again")
+    if on_gap == "fail":
+        raise GapError(
+            f"{name} and {removed - 1} offsets after it were removed by retention before they were read; "
+            f'set stream.on_gap = "earliest" to go on without them'
+        )
+    log.warning("%s and %d offsets after it were removed before they were read", name, removed - 1)
+
+
+RECREATED = (
+    "what the topic holds at offsets that were read is no longer the same: it seems to have been deleted and "
+    'created again; move the state directory away to begin anew, or set stream.on_gap = "earliest" to go on with it'
+)
+
+TRUNCATED = "the log lost its end: records that were read are no longer there"
+
+
+def overwritten(name: str) -> str:
+    """Say that records which were not read lie below an offset, and the way out."""
+    return (
+        f"{name}: the log lost its end and has grown again, so that records at offsets before it were not read; set "
+        'stream.on_gap = "earliest" to go on without them'
+    )
+
+
+@dataclass
+class Lag:
+    """How far the broker is: the end offset of each partition, and what is wrong with reaching it."""
+
+    ends: dict[TopicPartition, int] = field(default_factory=dict)
+    ill: str | None = None
+    log_starts: dict[TopicPartition, int] = field(default_factory=dict)
+    """The first offset that each partition still has; empty unless it was asked for."""
+
+
+class Client(Protocol):
+    """Reads partitions and writes dead letters."""
+
+    @property
+    def letters_dropped(self) -> int:
+        """Dead letters so far that the broker refuses in each of their forms, and that were left out for that."""
+        ...
+
+    def open(self) -> None:
+        """Connect; raises BrokerError with the reason, also when a topic is missing."""
+        ...
+
+    def partitions(self) -> list[TopicPartition]:
+        """Return all partitions of the topics; may ask the broker."""
+        ...
+
+    def topic_ids(self) -> dict[str, str]:
+        """Return the id of each topic, 32 hexadecimal digits, where the broker gives them; may ask the broker.
+
+        From then on `poll` raises RecreatedError when one changes.
+        """
+        ...
+
+    def first_offsets(
+        self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
+    ) -> dict[TopicPartition, int]:
+        """Return where to begin: `start` is `earliest` or `latest`, or `moment` is given."""
+        ...
+
+    def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        """Return the offset after the last record of each partition, committed or not; asks the broker."""
+        ...
+
+    def assign(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Read exactly these partitions from these offsets on."""
+        ...
+
+    def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
+        """Return at most about `limit` messages, and none when nothing comes in time or the broker is away.
+
+        Raises:
+            GapError: offsets to be read are gone, and `on_gap` is `fail`.
+            RecreatedError: the topic is another one of the same name; TruncatedError where the client says that it is
+                the same, and lost the end of its log.
+            BrokerError: the topic or the right to read it is gone.
+        """
+        ...
+
+    def lag(self, *, log_starts: bool = False) -> Lag:
+        """Ask the broker how far it is, and how far back it goes; never raises for a broker that is away."""
+        ...
+
+    def commit(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Write positions for lag tools; a failure is logged and otherwise ignored."""
+        ...
+
+    def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
+        """Send letters and wait until the broker has acknowledged them.
+
+        Returns:
+            How many of the letters, from the first on, are acknowledged or dropped; fewer than all when the broker is
+            away.
+        """
+        ...
+
+    def close(self) -> None:
+        """Disconnect."""
+        ...

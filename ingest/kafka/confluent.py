@@ -1,0 +1,392 @@
+"""The client `confluent`: librdkafka, which fetches and parses in threads of its own, without Python's lock."""
+
+import base64
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection
+from confluent_kafka import TopicPartition as KafkaPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError, RecreatedError, TruncatedError
+from ingest.events.block import TopicPartition
+from ingest.kafka.client import (
+    CORRUPT_SECONDS,
+    RECREATED,
+    TRUNCATED,
+    DeadLetter,
+    Lag,
+    Messages,
+    damaged,
+    gone_topic,
+    missing_topic,
+    most_inflated,
+    pass_hole,
+    refused,
+    silent,
+    strange,
+    too_large,
+    unreachable,
+    unreadable,
+)
+from ingest.kafka.confluent_dead_letters import LetterProducer, brief, headers_of, make
+
+_PATIENCE = timedelta(seconds=8)
+_REQUEST_SECONDS = 2.0
+_SEARCH_SECONDS = 15.0
+
+log = logging.getLogger(__name__)
+
+_GONE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+_FORBIDDEN = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+_UNREADABLE = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)
+_INFLATED = "its batch is damaged, or larger than receive.message.max.bytes once it is decompressed"
+_REMOVED = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+
+
+class ConfluentClient:
+    """Reads with librdkafka's consumer, asks with its admin client, and writes dead letters with its producer.
+
+    The consumer names a group, since it commits for lag tools, but never joins it.
+    """
+
+    def __init__(self, settings: StreamSettings, patience: timedelta = _PATIENCE) -> None:
+        """With `patience` to reach a broker when it is opened."""
+        self._settings = settings
+        self._patience = patience.total_seconds()
+        self._heard: list[KafkaError] = []
+        self._consumer: Any = None
+        self._admin: Any = None
+        self._letters: LetterProducer | None = None
+        self._topics: dict[str, Any] = {}
+        self._partitions: dict[tuple[str, int], TopicPartition] = {}
+        self._positions: dict[TopicPartition, int] = {}
+        self._recreated = False
+        self._most = most_inflated(settings)
+        self._corrupt: dict[TopicPartition, float] = {}
+        """Since when batches that cannot be read come of a partition."""
+
+    def open(self) -> None:
+        """Connect and see that every topic is there."""
+        settings = self._settings
+        self._consumer = make(
+            Consumer,
+            settings,
+            {
+                "group.id": settings.group_id,
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "error",
+                "isolation.level": settings.isolation_level,
+                "allow.auto.create.topics": False,
+                # What was fetched and not yet polled; one more answer of a broker may be under way.
+                "queued.max.messages.kbytes": 16_384,
+                "error_cb": self._heard.append,
+            },
+        )
+        self._admin = make(AdminClient, settings, {})
+        self._reach()
+        try:
+            self._topics = self._described(self._patience)
+        except KafkaException as exc:
+            raise BrokerError(f"cannot look up the topics: {brief(exc)}") from exc
+        for topic in (*settings.topics, settings.dead_letter_topic):
+            if topic not in self._topics:
+                raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
+
+    def partitions(self) -> list[TopicPartition]:
+        """All partitions of the topics, and while the broker is away those that were there before."""
+        with contextlib.suppress(KafkaException, BrokerError):
+            self._notice(self._described(_REQUEST_SECONDS))
+        return [
+            TopicPartition(topic, partition.id)
+            for topic in self._settings.topics
+            for partition in sorted(self._topics[topic].partitions, key=lambda each: each.id)
+        ]
+
+    def topic_ids(self) -> dict[str, str]:
+        """The topics' ids, as last heard."""
+        self._recreated = False
+        ids = {topic: str(self._topics[topic].topic_id) for topic in self._settings.topics}
+        found = {topic: base64.urlsafe_b64decode(f"{each}==").hex() for topic, each in ids.items()}
+        return {topic: each for topic, each in found.items() if each.strip("0")}
+
+    def first_offsets(
+        self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
+    ) -> dict[TopicPartition, int]:
+        """Where to begin; a moment after the last record begins at the end."""
+        try:
+            if moment is None:
+                return self._offsets(partitions, OffsetSpec.latest() if start == "latest" else OffsetSpec.earliest())
+            found = self._offsets(partitions, OffsetSpec.for_timestamp(int(moment.timestamp() * 1000)))
+            ends = self._offsets(partitions, OffsetSpec.latest())
+        except KafkaException as exc:
+            raise BrokerError(f"cannot look up offsets: {brief(exc)}") from exc
+        return {partition: ends[partition] if offset < 0 else offset for partition, offset in found.items()}
+
+    def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        """Ask whatever the isolation level of the consumer is."""
+        try:
+            return self._offsets(partitions, OffsetSpec.latest(), "read_uncommitted")
+        except KafkaException as exc:
+            raise BrokerError(f"cannot look up the ends of partitions: {brief(exc)}") from exc
+
+    def assign(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Read exactly these partitions from these offsets on."""
+        self._partitions = {(partition.topic, partition.partition): partition for partition in positions}
+        self._positions = dict(positions)
+        self._consumer.assign([KafkaPartition(p.topic, p.partition, offset) for p, offset in positions.items()])
+
+    def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
+        """Return at most `limit` messages."""
+        if self._recreated:
+            raise RecreatedError(RECREATED)
+        try:
+            polled = self._consumer.consume(limit, timeout.total_seconds())
+        except KafkaException as exc:
+            raise BrokerError(f"cannot read the topics: {brief(exc)}") from exc
+        self._heard.clear()
+        try:
+            return self._taken(polled, limit)
+        except BrokerError:
+            # What was polled together with the error has to come again.
+            self.assign(self._positions)
+            raise
+
+    def lag(self, *, log_starts: bool = False) -> Lag:
+        """Ask for the end offsets, and for the first ones, and whether the topics are still the same.
+
+        Each request takes two seconds at most.
+        """
+        servers = self._settings.bootstrap_servers
+        try:
+            self._notice(self._described(_REQUEST_SECONDS))
+            ends = self._offsets(list(self._positions), OffsetSpec.latest())
+            starts = self._offsets(list(self._positions), OffsetSpec.earliest()) if log_starts else {}
+        except KafkaException as exc:
+            return Lag({}, silent(servers, brief(exc)))
+        except BrokerError as exc:
+            return Lag({}, str(exc))
+        # A broker may report less than it has already delivered, so what was delivered counts as well.
+        told = {partition: max(end, self._positions[partition]) for partition, end in ends.items()}
+        return Lag(told, log_starts=starts)
+
+    def commit(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Commit in the background, for lag tools."""
+        offsets = [KafkaPartition(p.topic, p.partition, offset) for p, offset in positions.items()]
+        try:
+            self._consumer.commit(offsets=offsets, asynchronous=True)
+        except KafkaException as exc:
+            log.debug("positions were not committed for lag tools: %s", brief(exc))
+
+    def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
+        """Send and wait, by a producer that is made when the first is needed."""
+        if self._letters is None:
+            self._letters = LetterProducer(self._settings)
+        return self._letters.send(letters, timeout)
+
+    @property
+    def letters_dropped(self) -> int:
+        """Dead letters so far that the broker refuses in each of their forms."""
+        return 0 if self._letters is None else self._letters.dropped
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._consumer is not None:
+            self._consumer.close()
+
+    def _reach(self) -> None:
+        """Wait until a broker answers, or raise BrokerError with what was said instead."""
+        deadline = time.monotonic() + self._patience
+        servers = self._settings.bootstrap_servers
+        while True:
+            try:
+                self._consumer.list_topics(self._settings.topics[0], timeout=0.5)
+            except KafkaException as exc:
+                self._consumer.poll(0)  # has the errors told
+                codes = {error.code() for error in self._heard}
+                hopeless = KafkaError._ALL_BROKERS_DOWN in codes and unreachable(servers)
+                if KafkaError._AUTHENTICATION in codes or hopeless or time.monotonic() > deadline:
+                    raise self._explained(exc) from exc
+            else:
+                return
+
+    def _explained(self, exc: KafkaException) -> BrokerError:
+        servers = self._settings.bootstrap_servers
+        for error in self._heard:
+            if error.code() == KafkaError._AUTHENTICATION:
+                return refused(servers, mechanism="mechanism" in error.str())
+        said = self._heard[-1].str() if self._heard else brief(exc)
+        return BrokerError(unreachable(servers) or strange(servers, said))
+
+    def _described(self, seconds: float) -> dict[str, Any]:
+        """Return what the broker says of those of the topics that exist."""
+        names = list(dict.fromkeys(map(str, (*self._settings.topics, self._settings.dead_letter_topic))))
+        futures = self._admin.describe_topics(TopicCollection(names), request_timeout=seconds)
+        found = {}
+        for name, future in futures.items():
+            try:
+                found[name] = future.result()
+            except KafkaException as exc:
+                if exc.args[0].code() not in _GONE:
+                    raise
+        return found
+
+    def _notice(self, found: Mapping[str, Any]) -> None:
+        """Take up what the broker says of the topics now; raises BrokerError when one is gone."""
+        for topic in self._settings.topics:
+            if topic not in found:
+                raise BrokerError(gone_topic(topic, self._settings.bootstrap_servers))
+            self._recreated |= str(found[topic].topic_id) != str(self._topics[topic].topic_id)
+        self._topics = {**self._topics, **found}
+
+    def _offsets(
+        self, partitions: Sequence[TopicPartition], spec: Any, isolation_level: str = ""
+    ) -> dict[TopicPartition, int]:
+        level = {
+            "read_committed": IsolationLevel.READ_COMMITTED,
+            "read_uncommitted": IsolationLevel.READ_UNCOMMITTED,
+        }[isolation_level or self._settings.isolation_level]
+        asked = {KafkaPartition(p.topic, p.partition): spec for p in partitions}
+        futures = self._admin.list_offsets(asked, isolation_level=level, request_timeout=_REQUEST_SECONDS)
+        found = {(tp.topic, tp.partition): future.result().offset for tp, future in futures.items()}
+        return {partition: int(found[partition.topic, partition.partition]) for partition in partitions}
+
+    def _taken(self, polled: Sequence[Any], limit: int) -> list[Messages]:
+        """Sort what was polled, messages and events, by partition."""
+        batches: dict[TopicPartition, list[Any]] = {}
+        ends: dict[TopicPartition, int] = {}
+        removed: dict[TopicPartition, int] = {}
+        bad: dict[TopicPartition, Any] = {}
+        stopped = False
+        for message in polled:
+            partition = self._partitions.get((message.topic(), message.partition()))
+            error = message.error()
+            if partition in bad:
+                continue  # librdkafka goes on after a batch with a wrong checksum as if it were not there
+            if error is None and partition is not None:
+                batches.setdefault(partition, []).append(message)
+            elif error is not None and error.code() == KafkaError._PARTITION_EOF and partition is not None:
+                ends[partition] = message.offset()
+            elif error is not None and error.code() in _UNREADABLE and partition is not None:
+                bad[partition] = message
+            elif error is not None and error.code() in _REMOVED and partition is not None:
+                stopped = True
+                # A hole after messages is told once more when these are done with.
+                if partition not in batches and partition not in ends:
+                    removed[partition] = self._pass_gap(partition)
+            elif error is not None:
+                self._judge(error)
+        reached = dict.fromkeys((*batches, *ends, *removed))
+        found = [self._messages(p, batches.get(p, ()), ends.get(p, -1), removed.get(p, 0)) for p in reached]
+        found += self._unread({p: message for p, message in bad.items() if p not in reached}, limit)
+        if bad and not found:
+            message = next(iter(bad.values()))
+            raise BrokerError(f"cannot read {message.topic()}[{message.partition()}]: {message.error().str()}")
+        if stopped or bad:
+            # A partition with such an error has stopped, and takes no seek.
+            self.assign(self._positions)
+        return found
+
+    def _unread(self, bad: Mapping[TopicPartition, Any], limit: int) -> list[Messages]:
+        """Pass over what is given up, of partitions of which nothing else was polled."""
+        return [
+            self._passed_over(partition, message.error(), message.offset(), limit)
+            for partition, message in bad.items()
+            if self._given_up(partition, message.error())
+        ]
+
+    def _pass_gap(self, partition: TopicPartition) -> int:
+        """Return how many offsets from the next one to read on are gone, or raise."""
+        position = self._positions[partition]
+        earliest = self.first_offsets([partition], "earliest", None)[partition]
+        name = f"{partition.topic}[{partition.partition}]@{position}"
+        pass_hole(name, earliest - position, self._settings.on_gap)
+        return earliest - position
+
+    def _given_up(self, partition: TopicPartition, error: KafkaError) -> bool:
+        """Whether what cannot be read of a partition would come again as it is, as far as can be told."""
+        first = self._corrupt.setdefault(partition, time.monotonic())
+        return error.code() == KafkaError._BAD_COMPRESSION or time.monotonic() - first >= CORRUPT_SECONDS
+
+    def _passed_over(self, partition: TopicPartition, error: KafkaError, base: int, limit: int) -> Messages:
+        """Go on after a batch that cannot be read, or after the first `limit` offsets of it."""
+        begin = max(self._positions[partition], base)
+        end = min(begin + limit, self._batch_end(partition, begin, base))
+        compressed = error.code() == KafkaError._BAD_COMPRESSION
+        reason = f"too-large: {_INFLATED}" if compressed else damaged(error.str())
+        log.debug("%s[%d]: %d to %d are passed over: %s", partition.topic, partition.partition, begin, end - 1, reason)
+        self._positions[partition] = end
+        return unreadable(partition, range(begin, end), int(time.time() * 1000), reason)
+
+    def _batch_end(self, partition: TopicPartition, begin: int, base: int) -> int:
+        """Return the first offset after the batch at `base`, which librdkafka does not tell.
+
+        A batch comes whole, whichever of its offsets is asked for: its end is searched for in steps that double, and
+        then in halves. After some seconds the search ends with an offset that is known to be in the batch.
+        """
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        inside, beyond = begin, self._offsets([partition], OffsetSpec.latest())[partition]
+        step = 1
+        while beyond - inside > 1 and time.monotonic() < deadline:
+            middle = (inside + beyond) // 2
+            asked = min(inside + step, middle) if step else middle
+            if self._is_of(partition, asked, base):
+                inside, step = asked, 2 * step
+            else:
+                beyond, step = asked, 0
+        return inside + 1
+
+    def _is_of(self, partition: TopicPartition, offset: int, base: int) -> bool:
+        """Whether an offset is of the unreadable batch at `base`; raises BrokerError when no broker answers in time."""
+        self._consumer.assign([KafkaPartition(partition.topic, partition.partition, offset)])
+        deadline, heard = time.monotonic() + _SEARCH_SECONDS, "no answer"
+        while (left := deadline - time.monotonic()) > 0:
+            for message in self._consumer.consume(1, left):
+                error = message.error()
+                if error is None or error.code() == KafkaError._PARTITION_EOF:
+                    return False
+                if error.code() in _UNREADABLE:
+                    return bool(message.offset() == base)
+                heard = error.str()
+                if error.code() in _REMOVED:
+                    deadline = 0.0
+                else:
+                    self._judge(error)
+        name = f"{partition.topic}[{partition.partition}]@{base}"
+        raise BrokerError(f"cannot read {name}, nor tell where it ends: {heard}")
+
+    def _judge(self, error: KafkaError) -> None:
+        """Raise for what ends the reading; librdkafka itself tries again after all else."""
+        if error.code() == KafkaError._LOG_TRUNCATION:
+            raise TruncatedError(TRUNCATED)
+        if error.fatal() or error.code() in _FORBIDDEN:
+            raise BrokerError(f"cannot read the topics: {error.str()}")
+        log.debug("librdkafka: %s", error.str())
+
+    def _messages(self, partition: TopicPartition, records: Sequence[Any], end: int, removed: int) -> Messages:
+        last = (records[-1].offset() + 1 if records else self._positions[partition]) + removed
+        self._positions[partition] = max(last, end)
+        if records:
+            self._corrupt.pop(partition, None)
+        headers, faults = headers_of(records)
+        if max(map(len, records), default=0) > self._most:
+            faults |= {place: too_large(self._most) for place, each in enumerate(records) if len(each) > self._most}
+        return Messages(
+            partition=partition,
+            offsets=[record.offset() for record in records],
+            times_ms=[record.timestamp()[1] for record in records],
+            keys=[record.key() for record in records],
+            # A letter could not carry what is too large either.
+            values=[record.value() if len(record) <= self._most else None for record in records],
+            headers=headers,
+            end=self._positions[partition],
+            removed=removed,
+            faults=faults,
+        )

@@ -1,0 +1,145 @@
+"""What the client `confluent` is made of: clients with `[stream.properties]`, and the producer of dead letters."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from operator import methodcaller
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+
+from anabranch.core.errors import SettingsError
+from ingest.config import StreamSettings
+from ingest.kafka.client import BAD_HEADER, DeadLetter, sendable, smaller
+from ingest.kafka_properties import DEFAULTS, PROPERTIES
+
+_LARGEST_LETTER = 100_000_000
+_LETTER_MS = 10_000
+_REFUSED_LETTERS = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_RECORD)
+"""What a broker answers for the letter's own sake: it would answer the same for ever."""
+
+log = logging.getLogger(__name__)
+
+# What librdkafka logs of itself; what matters of it comes as errors too.
+_theirs = logging.getLogger(f"{__name__}.own")
+_theirs.propagate = False
+_theirs.addHandler(logging.NullHandler())
+
+
+def make(kind: Any, settings: StreamSettings, ours: Mapping[str, Any]) -> Any:
+    """Make a client of the given class from `[stream.properties]`, and above them ours; raises SettingsError."""
+    tuned = {**DEFAULTS, **{name: secret.get_secret_value() for name, secret in settings.properties.items()}}
+    for name in ("sasl.mechanism", "sasl.mechanisms"):
+        if name in tuned:
+            tuned[name] = tuned[name].upper()
+    fit = {name: value for name, value in tuned.items() if kind is Consumer or not PROPERTIES[name].consumer_only}
+    try:
+        return kind({"bootstrap.servers": settings.bootstrap_servers, **fit, **ours}, logger=_theirs)
+    except KafkaException as exc:
+        raise SettingsError(f"stream.properties do not make a Kafka client: {_without_secrets(exc, settings)}") from exc
+
+
+def brief(exc: KafkaException) -> str:
+    """Return what librdkafka says in words."""
+    return str(exc.args[0].str())
+
+
+_HEADERS = methodcaller("headers")
+
+
+def headers_of(records: Sequence[Any]) -> tuple[list[Sequence[tuple[str, bytes]]], dict[int, str]]:
+    """Return the headers of records, and by their place the faults of those where a name is not UTF-8.
+
+    Each record is asked once: confluent-kafka raises where it cannot make a name, and would then return what is half
+    made. It is asked through `methodcaller`: where the interpreter calls the method itself it does not look whether an
+    error is set, which then comes up at a record after it.
+    """
+    headers: list[Sequence[tuple[str, bytes]]] = []
+    faults: dict[int, str] = {}
+    for place, record in enumerate(records):
+        try:
+            headers.append(_HEADERS(record) or ())
+        except (UnicodeDecodeError, SystemError):
+            headers.append(())
+            faults[place] = BAD_HEADER
+    return headers, faults
+
+
+class LetterProducer:
+    """Writes dead letters, and waits until each is acknowledged."""
+
+    def __init__(self, settings: StreamSettings) -> None:
+        self._topic = settings.dead_letter_topic
+        self.dropped = 0
+        self._producer = make(
+            Producer,
+            settings,
+            {
+                "acks": "all",
+                "linger.ms": 1,
+                # Small, so that a letter that is too large fails without others that share its batch.
+                "batch.size": 16_384,
+                "message.max.bytes": _LARGEST_LETTER,
+                "message.timeout.ms": _LETTER_MS,
+            },
+        )
+
+    def send(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
+        """Send and wait; a letter that is refused goes again with less in it, at last with nothing, or is dropped."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        errors = self._delivered(letters, deadline)
+        for done, (letter, error) in enumerate(zip(letters, errors, strict=True)):
+            less = smaller(letter)
+            while error is not None and error.code() in _REFUSED_LETTERS:
+                bare = next(less, None)
+                if bare is None:
+                    log.debug("a dead letter is refused even without its contents: %s", error.str())
+                    self.dropped += 1
+                    error = None
+                else:
+                    (error,) = self._delivered([bare], deadline)
+            if error is not None:
+                log.warning("dead letters wait: %s", error.str())
+                return done
+        return len(letters)
+
+    def _delivered(self, letters: Sequence[DeadLetter], deadline: float) -> list[KafkaError | None]:
+        """Send letters, and return the error of each, or None when the broker has acknowledged it."""
+        errors: list[KafkaError | None] = [KafkaError(KafkaError._TIMED_OUT)] * len(letters)
+
+        def told(place: int) -> Any:
+            def tell(error: KafkaError | None, _: Any) -> None:
+                errors[place] = error
+
+            return tell
+
+        for place, letter in enumerate(letters):
+            try:
+                self._produce(sendable(letter), told(place), deadline)
+            except KafkaException as exc:
+                errors[place] = exc.args[0]
+            except BufferError:
+                break
+        if self._producer.flush(max(0.0, deadline - time.monotonic())):
+            # Those that wait are sent again by whoever asked; two of one letter are allowed, an endless queue is not.
+            self._producer.purge()
+        return errors
+
+    def _produce(self, letter: DeadLetter, tell: Any, deadline: float) -> None:
+        while True:
+            try:
+                self._producer.produce(self._topic, letter.value, letter.key, headers=letter.headers, on_delivery=tell)
+            except BufferError:
+                if time.monotonic() > deadline:
+                    raise
+                self._producer.poll(0.1)
+            else:
+                return
+
+
+def _without_secrets(exc: KafkaException, settings: StreamSettings) -> str:
+    said = brief(exc)
+    for secret in settings.properties.values():
+        said = said.replace(secret.get_secret_value() or "\n", "...")
+    return said

@@ -1,0 +1,26 @@
+"""The Kafka clients by name; each is imported when it is wanted, since one is an extra."""
+
+from collections.abc import Callable
+
+from anabranch.core.errors import SettingsError
+from ingest.config import StreamSettings
+from ingest.kafka.client import Client
+
+
+def _kafka_python(settings: StreamSettings) -> Client:
+    from ingest.kafka.kafka_python import KafkaPythonClient
+
+    return KafkaPythonClient(settings)
+
+
+def _confluent(settings: StreamSettings) -> Client:
+    try:
+        from ingest.kafka.confluent import ConfluentClient
+    except ImportError as exc:
+        raise SettingsError(
+            "stream.client = \"confluent\" needs confluent-kafka: pip install 'anabranch[fast]'"
+        ) from exc
+    return ConfluentClient(settings)
+
+
+CLIENTS: dict[str, Callable[[StreamSettings], Client]] = {"kafka-python": _kafka_python, "confluent": _confluent}

@@ -1,0 +1,133 @@
+"""A look at topics that changes nothing: no topic is made, no group joined, no offset committed."""
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from kafka import KafkaAdminClient, KafkaConsumer
+from kafka import TopicPartition as KafkaPartition
+from kafka import errors as kafka_errors
+from kafka.admin import ConfigResource, ConfigResourceType
+
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError
+from ingest.events.block import TopicPartition
+from ingest.kafka.client import Messages
+from ingest.kafka.kafka_python import connect, undecodable
+
+_DENIED = kafka_errors.TopicAuthorizationFailedError.errno
+_STEPS_BACK = (1, 100, 10_000)
+"""How far before the end to look for the newest record: markers and compaction leave offsets without one."""
+_PATIENCE_SECONDS = 2.0
+"""How long to wait for more: to ask for a position instead costs milliseconds, and that for each partition."""
+_POLL_MS = 100
+
+
+@dataclass(frozen=True)
+class Topic:
+    """What the broker tells of a topic."""
+
+    partitions: int
+    rights: frozenset[str] | None
+    """What this user may do, such as READ and WRITE; None where the broker does not tell."""
+    retention: timedelta | None
+    """None when it is without bound, or not told."""
+
+
+class Inspector:
+    """Used by one thread, as a context manager."""
+
+    def __init__(self, settings: StreamSettings) -> None:
+        self._settings = settings
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Inspector":
+        """Connect; raises BrokerError with the reason."""
+        self._admin: Any = connect(KafkaAdminClient, self._settings)
+        self._stack.callback(self._admin.close)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def topic(self, name: str) -> Topic | None:
+        """Return what is told of a topic; None when there is none that this user may see. Raises BrokerError."""
+        try:
+            (found,) = self._admin.describe_topics([name])
+            if found["error_code"] == _DENIED:
+                return Topic(0, frozenset(), None)
+            if found["error_code"] or not found["partitions"]:
+                return None
+            rights = found["authorized_operations"]
+            return Topic(len(found["partitions"]), None if rights is None else frozenset(rights), self._retention(name))
+        except kafka_errors.KafkaError as exc:
+            raise BrokerError(f'cannot look up the topic "{name}": {exc or type(exc).__name__}') from exc
+
+    def newest(self, name: str, partitions: int) -> Messages | None:
+        """Return the newest message of a topic, alone; None when no partition has any. Raises BrokerError."""
+        if not hasattr(self, "_consumer"):
+            self._consumer: Any = connect(
+                KafkaConsumer,
+                self._settings,
+                group_id=None,
+                enable_auto_commit=False,
+                auto_offset_reset="earliest",
+                isolation_level=self._settings.isolation_level,
+                allow_auto_create_topics=False,
+            )
+            self._stack.callback(self._consumer.close, autocommit=False)
+        try:
+            records = self._last_of_each([KafkaPartition(name, number) for number in range(partitions)])
+        except kafka_errors.UnsupportedCodecError as exc:
+            raise undecodable(exc) from exc
+        except kafka_errors.KafkaError as exc:
+            raise BrokerError(f'cannot read the topic "{name}": {exc or type(exc).__name__}') from exc
+        if not records:
+            return None
+        record = max(records, key=lambda record: (record.timestamp, record.offset))
+        return Messages(
+            partition=TopicPartition(name, record.partition),
+            offsets=[record.offset],
+            times_ms=[record.timestamp],
+            keys=[record.key],
+            values=[record.value],
+            headers=[record.headers],
+            end=record.offset + 1,
+        )
+
+    def _last_of_each(self, partitions: Sequence[Any]) -> list[Any]:
+        """Return the last record of each partition that has any within the last so many offsets."""
+        begins, ends = self._consumer.beginning_offsets(partitions), self._consumer.end_offsets(partitions)
+        left = [tp for tp in partitions if ends[tp] > begins[tp]]
+        found: dict[Any, Any] = {}
+        for back in _STEPS_BACK:
+            found |= self._last_from({tp: max(begins[tp], ends[tp] - back) for tp in left}, ends)
+            left = [tp for tp in left if tp not in found and ends[tp] - back > begins[tp]]
+        return list(found.values())
+
+    def _last_from(self, starts: Mapping[Any, int], ends: Mapping[Any, int]) -> dict[Any, Any]:
+        """Read all these partitions at once up to their ends, as long as something comes."""
+        self._consumer.assign(list(starts))
+        for tp, offset in starts.items():
+            self._consumer.seek(tp, offset)
+        last: dict[Any, Any] = {}
+        waiting, deadline = set(starts), time.monotonic() + _PATIENCE_SECONDS
+        while waiting and time.monotonic() < deadline:
+            for tp, records in self._consumer.poll(_POLL_MS).items():
+                last[tp], deadline = records[-1], time.monotonic() + _PATIENCE_SECONDS
+                if last[tp].offset + 1 >= ends[tp]:
+                    waiting.discard(tp)
+                    self._consumer.pause(tp)  # what is written at this moment must not keep this from ending
+        return last
+
+    def _retention(self, name: str) -> timedelta | None:
+        wanted = ConfigResource(ConfigResourceType.TOPIC, name, {"retention.ms": None})
+        try:
+            found = self._admin.describe_configs([wanted], config_filter="all")
+            milliseconds = int(found["topic"][name]["retention.ms"]["value"])
+        except (kafka_errors.KafkaError, KeyError, TypeError, ValueError):  # without the right to ask, for one
+            return None
+        return None if milliseconds < 0 else timedelta(milliseconds=milliseconds)

@@ -1,0 +1,112 @@
+"""Hosts that do not read their part of a stream, and are tried again beside the reading of others."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+from anabranch.core.backoff import jittered
+from anabranch.core.errors import AnabranchError
+from ingest.events.block import TopicPartition
+from ingest.reader.reader import Source
+from ingest.transport.protocol import Mark, Position
+
+PATIENCE = timedelta(seconds=30)
+"""For a host to find the topics."""
+_SHORTEST_SECONDS = 1.0
+_LONGEST_SECONDS = 60.0
+_IN_A_ROW_SECONDS = 600.0
+
+Received = Mapping[TopicPartition, tuple[Position, Mark]]
+
+log = logging.getLogger(__name__)
+
+
+class Absent:
+    """Readers that were left out, and whether they read again. One is tried at a time, in a thread."""
+
+    def __init__(self) -> None:
+        self._readers: list[Source] = []
+        self._trial: _Trial | None = None
+        self._pause = 0.0
+        self._failed_at = self._try_at = float("-inf")
+        self.ill: str | None = None
+        """Why the last one was left out, while any is."""
+
+    @property
+    def unknown_fields(self) -> int:
+        """Messages with fields that the schema does not know, which they read before."""
+        return sum(each.unknown_fields for each in self._readers)
+
+    @property
+    def letters_dropped(self) -> Counter[str]:
+        """Dead letters of theirs that were not written, by reason."""
+        return sum((each.letters_dropped for each in self._readers), Counter())
+
+    def add(self, reader: Source, why: str) -> None:
+        """Leave a reader out."""
+        self.ill = f"another host does not read its part of the stream: {why}"
+        log.warning("%s", self.ill)
+        self._readers.append(reader)
+        self._wait()
+
+    def back(self, received: Callable[[], Received]) -> Source | None:
+        """Return one that reads again, which is the caller's from then on; called often.
+
+        Args:
+            received: tells how far all is read, for a trial to begin there.
+        """
+        if self._trial is None and self._readers and time.monotonic() >= self._try_at:
+            self._trial = _Trial(self._readers[0], received())
+        if self._trial is None or self._trial.is_alive():
+            return None
+        reader, reads, self._trial = self._readers.pop(0), self._trial.reads, None
+        if not reads:
+            self._readers.append(reader)
+            self._wait()
+            return None
+        if not self._readers:
+            self.ill = None
+        return reader
+
+    def close(self) -> None:
+        """End what is being tried."""
+        if self._trial is not None:
+            self._trial.end()
+
+    def _wait(self) -> None:
+        """Wait longer each time in a row."""
+        now = time.monotonic()
+        in_a_row = now - self._failed_at < _IN_A_ROW_SECONDS
+        self._pause = min(_LONGEST_SECONDS, self._pause * 2) if in_a_row else _SHORTEST_SECONDS
+        self._failed_at = now
+        self._try_at = now + jittered(self._pause)
+
+
+class _Trial(threading.Thread):
+    """Whether a reader finds the topics; it reads nothing."""
+
+    def __init__(self, reader: Source, received: Received) -> None:
+        super().__init__(name="trial", daemon=True)
+        self._reader = reader
+        self.reads = False
+        self._received = received
+        self._stop_asked = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        positions = {name: position for name, (position, _) in self._received.items()}
+        marks = {name: mark for name, (_, mark) in self._received.items()}
+        try:
+            self._reader.open(positions, self._stop_asked, PATIENCE, marks, range(len(positions)), alone=False)
+            self.reads = not self._stop_asked.is_set()
+        except AnabranchError as exc:
+            log.info("it still does not: %s", exc)
+        finally:
+            self._reader.close()
+
+    def end(self) -> None:
+        self._stop_asked.set()
+        self.join()

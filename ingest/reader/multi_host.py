@@ -1,0 +1,269 @@
+"""One stream that several hosts read: each partition is read by one of them."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import BrokerError, RecreatedError, TruncatedError
+from ingest.events.block import Block, TopicPartition
+from ingest.reader.assignment import far_off, share_out
+from ingest.reader.failover import PATIENCE, Absent, Received
+from ingest.reader.reader import Partition, Source
+from ingest.transport.protocol import Mark, Position
+
+_NOW = timedelta(0)
+_REST_SECONDS = 0.05
+
+log = logging.getLogger(__name__)
+
+
+class Sources:
+    """A source of which other hosts read a part. Used by one thread, as a source is.
+
+    The one of this host finds partitions, and reads those that are not dealt to others. Where that of another host
+    ends, its partitions are dealt anew to those that are left, and again once it reads. Partitions keep their index, so
+    that blocks and positions are the same whoever reads.
+    """
+
+    def __init__(
+        self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, addresses: Sequence[str]
+    ) -> None:
+        """Take the addresses of ingest processes on other hosts."""
+        self._stream = stream
+        self._first = Source(stream, schema, hold_out)
+        self._others = [Source(stream, schema, hold_out, address) for address in addresses]
+        self._readers = [self._first]
+        self._shares: list[int] = []
+        self._stop: threading.Event | None = None
+        self._opened = False
+        self._absent = Absent()
+        self._turn = 0
+        self._joined: list[Partition] = []
+        self._joined_of: list[object] = []
+        """What `_joined` was made of, so that it is the same list until a partition changes."""
+        self.rates: Sequence[float] = ()
+        """Of the partitions that are known from before, as `look` was told last."""
+
+    def open(
+        self,
+        positions: Mapping[TopicPartition, Position],
+        stop: threading.Event,
+        marks: Mapping[TopicPartition, Mark],
+    ) -> None:
+        """Start reading, each partition where `rates` have it; raises what the source of this host raises."""
+        self._stop = stop
+        self._begin({name: (position, marks[name]) for name, position in positions.items()})
+
+    @property
+    def partitions(self) -> Sequence[Partition]:
+        """All partitions, in the order of the index that blocks carry."""
+        told = [reader.partitions for reader in self._readers]
+        parts: list[object] = [self._shares, *told]
+        if len(parts) != len(self._joined_of) or any(a is not b for a, b in zip(parts, self._joined_of, strict=True)):
+            found = list(self._first.partitions)
+            for place, reader in enumerate(self._shares):
+                if reader:
+                    theirs = told[reader][place]
+                    found[place] = replace(found[place], end=theirs.end, log_start=theirs.log_start)
+            self._joined, self._joined_of = found, parts
+        return self._joined
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        """Return the next block of any of them, in turn, or None when none comes in time; raises as a source does."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            busy = [self._readers[number] for number in sorted({*self._shares} - {0})]
+            dead = [reader for reader in busy if reader.connection is None]
+            if dead:
+                self._go_on_without(dead)
+            left = max(0.0, deadline - time.monotonic())
+            if any(each.waits for each in self._readers):
+                left = 0.0
+            elif self._first.connection is None:
+                left = min(left, _REST_SECONDS)
+            wait([each.connection for each in self._readers if each.connection is not None], left)
+            for _ in self._readers:
+                self._turn = (self._turn + 1) % len(self._readers)
+                reader = self._readers[self._turn]
+                if reader is self._first or reader.connection is not None:
+                    block = self._poll(reader)
+                    if block is not None:
+                        return block
+            if time.monotonic() >= deadline:
+                return None
+
+    def receive(self) -> None:
+        """Receive what all that read have sent by now, without waiting."""
+        for each in self._readers:
+            each.receive()
+
+    def release(self, block: Block) -> None:
+        """Give a block's slot back; its columns must not be looked at any more."""
+        for each in self._readers:
+            each.release(block)
+
+    def look(self, rates: Sequence[float]) -> None:
+        """Deal the partitions anew when a host reads again, or it is far better by rates measured since the last look.
+
+        Not while the broker is away: nobody would read the sooner.
+        """
+        if self._first.ill or (self._stop and self._stop.is_set()):
+            return
+        back = self._absent.back(self._received)
+        if back is None and (rates is self.rates or not self._others):
+            return
+        self.rates = rates
+        if back is not None:
+            received = self._end()
+            self._others.append(back)
+            self._begin(received)
+            return
+        shares = [*self._shares, *[0] * (len(rates) - len(self._shares))]
+        if far_off(rates, shares, 1 + len(self._others)):
+            self._begin(self._end())
+
+    def pass_over(self) -> None:
+        """Go on at the end of every partition; blocks tell what was passed."""
+        for each in self._readers:
+            each.pass_over()
+
+    def commit(self, offsets: dict[int, int]) -> None:
+        """Write positions, by index of the partition, for lag tools; best effort.
+
+        Each reader those of its own share: one that hears nothing stops telling how the broker is.
+        """
+        shares: dict[int, dict[int, int]] = {number: {} for number in range(len(self._readers))}
+        for place, offset in offsets.items():
+            shares[self._shares[place] if place < len(self._shares) else 0][place] = offset
+        for number, reader in enumerate(self._readers):
+            reader.commit(shares[number])
+
+    def close(self) -> None:
+        """End all that read."""
+        self._absent.close()
+        self._close()
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence when the broker cannot be reached, or an ingest process is gone."""
+        return next((each.ill for each in self._readers if each.ill), self._absent.ill)
+
+    @property
+    def told(self) -> float | None:
+        """When the broker was last asked for ends that it told to any of those that read, by `time.monotonic`."""
+        return max((each.told for each in self._busy() if each.told is not None), default=None)
+
+    @property
+    def oldest_told(self) -> float | None:
+        """The same of the one that has waited longest for it; None while one has heard of none."""
+        told = [each.told for each in self._busy()]
+        return None if None in told else min((each for each in told if each is not None), default=None)
+
+    @property
+    def unknown_fields(self) -> int:
+        """Messages so far with fields that the schema does not know."""
+        return sum(each.unknown_fields for each in (self._first, *self._others)) + self._absent.unknown_fields
+
+    @property
+    def letters_dropped(self) -> Counter[str]:
+        """Dead letters so far that were not written, by reason."""
+        readers = (self._first, *self._others)
+        return sum((each.letters_dropped for each in readers), self._absent.letters_dropped)
+
+    def _busy(self) -> list[Source]:
+        """Return those that have partitions; such as were added are the first one's."""
+        added = len(self._first.partitions) > len(self._shares)
+        return [self._readers[number] for number in sorted({*self._shares, *([0] if added else [])})]
+
+    def _poll(self, reader: Source) -> Block | None:
+        try:
+            return reader.poll(_NOW)
+        except RecreatedError as exc:
+            if reader is self._first or self._ends_reading(exc):
+                raise
+        self._read_alone(self._end())
+        return None
+
+    def _ends_reading(self, exc: RecreatedError) -> bool:
+        """Whether the reading ends with what another host tells of a topic, or this one takes it up."""
+        return self._stream.on_gap == "fail" and not isinstance(exc, TruncatedError)
+
+    def _read_alone(self, received: Received) -> None:
+        """Have that of this host read the whole topic, as it has to where it was made anew, to take that up."""
+        self._open(received, [0] * len(received))
+
+    def _begin(self, received: Received) -> None:
+        """Deal the partitions, and start all that have some."""
+        while True:
+            rates = [*self.rates, *[0.0] * (len(received) - len(self.rates))]
+            lost = self._open(received, share_out(rates, 1 + len(self._others)))
+            if lost is None:
+                if not received:
+                    return
+                counts = [self._shares.count(reader) for reader in range(1 + len(self._others))]
+                log.info("partitions that each host reads: %s", ", ".join(map(str, counts)))
+                return
+            self._close()
+            self._leave_out(*lost)
+
+    def _open(self, received: Received, shares: list[int]) -> tuple[Source, str] | None:
+        """Start that of this host, and all others that have partitions; return one that does not start, and why."""
+        assert self._stop is not None
+        self._shares, self._readers, self._turn = shares, [self._first, *self._others], 0
+        positions = {name: position for name, (position, _) in received.items()}
+        marks = {name: mark for name, (_, mark) in received.items()}
+        elsewhere = [place for place, number in enumerate(shares) if number]
+        if self._opened:
+            self._first.go_on(positions, marks, elsewhere)
+        else:
+            self._first.open(positions, self._stop, marks=marks, elsewhere=elsewhere)
+            self._opened = True
+        for number, reader in enumerate(self._others, 1):
+            elsewhere = [place for place, other in enumerate(shares) if other != number]
+            if len(elsewhere) == len(shares):
+                continue
+            try:
+                reader.open(positions, self._stop, PATIENCE, marks, elsewhere, alone=False)
+            except RecreatedError as exc:
+                if self._ends_reading(exc):
+                    raise
+                self._close()
+                self._read_alone(received)
+                return None
+            except BrokerError as exc:
+                return reader, str(exc)
+        return None
+
+    def _go_on_without(self, dead: Sequence[Source]) -> None:
+        received = self._end()
+        for each in dead:
+            self._leave_out(each, str(each.ill))
+        self._begin(received)
+
+    def _leave_out(self, reader: Source, why: str) -> None:
+        self._others.remove(reader)
+        self._absent.add(reader, why)
+
+    def _end(self) -> Received:
+        """End all that read, and return where to go on."""
+        received = self._received()
+        self._close()
+        self._readers = [self._first]
+        return received
+
+    def _received(self) -> Received:
+        """Where each partition is read to, by whoever reads it."""
+        told = [reader.received for reader in self._readers]
+        names = list(told[0])
+        shares = [*self._shares, *[0] * (len(names) - len(self._shares))]
+        return {name: told[reader][name] for name, reader in zip(names, shares, strict=True)}
+
+    def _close(self) -> None:
+        for each in reversed(self._readers):
+            each.close()

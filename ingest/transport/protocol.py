@@ -1,0 +1,164 @@
+"""What the learner and its ingest process say to each other, as msgpack over a socket."""
+
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.events.block import Coverage, Fingerprint, TopicPartition
+
+
+class Position(msgspec.Struct, frozen=True):
+    """The first event of a partition without an outcome: `offset`, and `row` within its message."""
+
+    offset: int
+    row: int = 0
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """What a partition is known again by: the id of its topic, and the last record that was read."""
+
+    topic_id: str | None = None
+    last: Fingerprint | None = None
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """The first message: everything the process needs. Settings travel as JSON, with their secrets, never in argv."""
+
+    stream: str
+    schema: str
+    hold_out: str
+    positions: list[tuple[TopicPartition, Position]]
+    marks: list[Mark]
+    elsewhere: list[int] = []
+    """Indexes of partitions that another process reads."""
+    alone: bool = True
+    """Whether partitions that are added, or made anew, are this process' to take up."""
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """The learner has done with a slot."""
+
+    slot: int
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Read no further."""
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """Read on."""
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Write positions for lag tools: `(index of the partition, offset)`."""
+
+    positions: list[tuple[int, int]]
+
+
+class PassOver(msgspec.Struct, frozen=True, tag=True):
+    """Go on at the end of every partition; a block without rows tells what was passed, and `Passed` follows it."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process."""
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """Partitions in the order of their index, where each begins, and the id of its topic; sent again when partitions
+    were added. One that comes after another of its topic and number has taken that one's place."""
+
+    partitions: list[TopicPartition]
+    starts: list[int]
+    ids: list[str | None]
+
+
+class Filled(msgspec.Struct, frozen=True, tag=True):
+    """A slot holds a block."""
+
+    slot: int
+    rows: int
+    coverage: tuple[Coverage, ...]
+    unknown_fields: int
+    letters_dropped: dict[str, int] = {}
+    """Dead letters that were not written, by reason, since the block before."""
+
+
+class Broker(msgspec.Struct, frozen=True, tag=True):
+    """How far the broker is, by index of the partition, and what is wrong with reaching it."""
+
+    ends: list[tuple[int, int]]
+    ill: str | None
+    time: float
+    """When the broker was asked, by `time.monotonic` of the host on which the learner is."""
+    log_starts: list[tuple[int, int]] = []
+    """The first offset that the broker still has, by index of the partition; told every ten minutes."""
+
+
+class Passed(msgspec.Struct, frozen=True, tag=True):
+    """What `PassOver` asked for is done."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The process ends with an error of ours: the class name and its sentence."""
+
+    error: str
+    sentence: str
+
+
+ToIngest = Begin | Release | Pause | Resume | Commit | PassOver | Stop
+FromIngest = Opened | Filled | Broker | Passed | Failed
+
+_to_ingest = msgspec.msgpack.Decoder(ToIngest)
+_from_ingest = msgspec.msgpack.Decoder(FromIngest)
+
+
+def send(connection: Connection, message: ToIngest | FromIngest) -> None:
+    """Send one message; raises BrokenPipeError or ConnectionError when the other side is gone."""
+    connection.send_bytes(msgspec.msgpack.encode(message))
+
+
+def receive_in_ingest(connection: Connection, longest: int | None = None) -> ToIngest:
+    """Receive what the learner says; raises EOFError when it is gone, OSError when it says more than `longest`."""
+    message: ToIngest = _to_ingest.decode(connection.recv_bytes(longest))
+    return message
+
+
+def receive_in_learner(connection: Connection) -> FromIngest:
+    """Receive what the ingest process says; raises EOFError when it is gone."""
+    return from_ingest(connection.recv_bytes())
+
+
+def from_ingest(message: bytes) -> FromIngest:
+    """Decode what the ingest process says."""
+    decoded: FromIngest = _from_ingest.decode(message)
+    return decoded
+
+
+def revealed(stream: StreamSettings) -> str:
+    """Return the section as JSON, with its secrets."""
+    values = stream.model_dump(mode="json")
+    values["properties"] = {name: value.get_secret_value() for name, value in stream.properties.items()}
+    return msgspec.json.encode(values).decode()
+
+
+def begin(
+    stream: StreamSettings,
+    schema: SchemaSettings,
+    hold_out: HoldOut,
+    positions: list[tuple[TopicPartition, Position]],
+    marks: list[Mark],
+    elsewhere: list[int],
+    *,
+    alone: bool,
+) -> Begin:
+    """Write the settings into the first message."""
+    return Begin(
+        stream=revealed(stream),
+        schema=schema.model_dump_json(),
+        hold_out=hold_out.model_dump_json(),
+        positions=positions,
+        marks=marks,
+        elsewhere=elsewhere,
+        alone=alone,
+    )

@@ -1,0 +1,76 @@
+"""Slots of shared memory between the ingest process and the learner.
+
+The memory has no name: it is a file that exists only as open descriptors, so nothing is left behind by a kill -9, and a
+container's small /dev/shm is no bound. Which slots are free is known to the writer alone; messages on the connection
+pass slots to and fro, so there is nothing to lock.
+"""
+
+import mmap
+import os
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from anabranch.core.errors import SettingsError
+from anabranch.core.shared_memory import anonymous_file
+from ingest.events.block import Array, BlockLayout
+
+MOST_ROWS = 4096
+"""Events of a block at most."""
+_SLOTS = 8
+
+
+class Ring:
+    """`slots` slots with room for `rows` events each, in `slots * slot_bytes` bytes."""
+
+    def __init__(self, layout: BlockLayout, buffer_bytes: int, descriptor: int | None = None) -> None:
+        """Make the memory, or map what another process made when its descriptor is given."""
+        self.rows = _rows_of_a_slot(layout, buffer_bytes)
+        self.slots = max(2, buffer_bytes // layout.slot_bytes(self.rows))
+        self._slot_bytes = layout.slot_bytes(self.rows)
+        self._layout = layout
+        self.descriptor = anonymous_file(self.slots * self._slot_bytes) if descriptor is None else descriptor
+        self._memory = mmap.mmap(self.descriptor, self.slots * self._slot_bytes)
+        self._views: dict[int, dict[str, Array]] = {}
+        self._written: dict[int, int] = {}
+        """Rows of each slot that hold what was written here."""
+
+    def views(self, slot: int, rows: int) -> dict[str, Array]:
+        """Return the columns of a slot's first `rows` events as views of the shared memory."""
+        if slot not in self._views:
+            window = memoryview(self._memory)[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+            self._views[slot] = self._layout.views(window, self.rows)
+        return {name: column[:rows] for name, column in self._views[slot].items()}
+
+    def write(self, slot: int, columns: dict[str, Array], begin: int, end: int) -> None:
+        """Copy rows `[begin, end)` of the columns into a slot."""
+        for name, view in self.views(slot, end - begin).items():
+            np.copyto(view, columns[name][begin:end])
+        self._written[slot] = max(self._written.get(slot, 0), end - begin)
+
+    def clear_one(self, free: Iterable[int]) -> None:
+        """Overwrite with zeros what was written into one of the free slots, if any holds something."""
+        slot = next((slot for slot in free if slot in self._written), None)
+        if slot is not None:
+            for view in self.views(slot, self._written.pop(slot)).values():
+                view[...] = 0
+
+    def carry(self, connection: Connection, slot: int, rows: int) -> None:
+        """Bring a slot's rows to the other side, which shares the memory: nothing is to be done."""
+
+    def close(self) -> None:
+        """Close the descriptor; the memory itself goes when the last view of it does."""
+        os.close(self.descriptor)
+
+
+def _rows_of_a_slot(layout: BlockLayout, buffer_bytes: int) -> int:
+    rows = min(MOST_ROWS, buffer_bytes // _SLOTS // layout.row_bytes())
+    while rows > 0 and layout.slot_bytes(rows) * _SLOTS > buffer_bytes:
+        rows -= max(1, rows // 16)
+    if rows < 1:
+        raise SettingsError(
+            f"stream.buffer_bytes = {buffer_bytes} is too small: an event has {layout.row_bytes()} bytes, "
+            f"so at least {layout.slot_bytes(1) * _SLOTS} are needed"
+        )
+    return rows

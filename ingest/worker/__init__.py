@@ -1,0 +1,1 @@
+"""The ingest process: polls partitions, builds blocks, sends dead letters."""

@@ -1,0 +1,449 @@
+"""The ingest process: reads partitions, writes blocks into the ring, sends dead letters.
+
+It has no state of its own that matters: positions come from the learner, and when it dies the learner starts another
+from the last block it received.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+from anabranch.core.backoff import jittered
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError, GapError, RecreatedError, TruncatedError
+from ingest.events.block import Coverage, TopicPartition, current
+from ingest.kafka.client import RECREATED, TRUNCATED, Client, DeadLetter, Lag, Messages, overwritten
+from ingest.kafka.topic_recreation import compare, fingerprint
+from ingest.transport.protocol import (
+    Broker,
+    Commit,
+    Filled,
+    Mark,
+    Opened,
+    Passed,
+    PassOver,
+    Pause,
+    Position,
+    Release,
+    Resume,
+    Stop,
+    ToIngest,
+    receive_in_ingest,
+    send,
+)
+from ingest.transport.shared_ring import Ring
+from ingest.worker.block_builder import Assembled, Assembler, Incoming
+from ingest.worker.stalled_partitions import Stalls
+
+_PAUSE_SECONDS = 0.01
+"""Pause after a poll that brought little: a thin stream costs at most a hundred polls and blocks a second."""
+_LITTLE = 8
+"""A poll that brings less than one in so many of a slot's rows has brought little."""
+_LETTER_TIMEOUT = timedelta(seconds=10)
+_LAG_SECONDS = 1.0
+_LOG_STARTS_SECONDS = 600.0
+"""A broker that crashes may forget the removals of its last minute: only what is removed this long is told."""
+_PARTITIONS_SECONDS = 5.0
+_BUSY_SHARE = 0.1
+"""How much time counts towards a stall while all that is read comes in plenty: partitions may have to take turns."""
+_MOST_UNHEARD = 8
+"""Reports that are sent to a learner that says nothing: a connection that is full would block both sides for good."""
+_LONGEST_BACKOFF_SECONDS = 10.0
+_PORTION_BYTES = 2_000_000
+"""Values that are decoded together: they may take many times as much once decoded."""
+_LOG_SECONDS = 10.0
+"""Time between two lines of the log that tell of dead letters which were not written."""
+_FAULT_SECONDS = 60.0
+"""How long a bug in decoding is told as an illness."""
+
+log = logging.getLogger(__name__)
+
+
+class StoppedError(Exception):
+    """The learner said stop, or is gone."""
+
+
+class Worker:
+    """One loop: listen to the learner, poll the broker, hand over blocks."""
+
+    def __init__(
+        self,
+        stream: StreamSettings,
+        client: Client,
+        assembler: Assembler,
+        ring: Ring,
+        connection: Connection,
+        elsewhere: Sequence[int] = (),
+        *,
+        alone: bool = True,
+    ) -> None:
+        """Leave the partitions `elsewhere` to others, and those that are added too unless `alone`."""
+        self._elsewhere = frozenset(elsewhere)
+        self._alone = alone
+        self._stream = stream
+        self._client = client
+        self._assembler = assembler
+        self._ring = ring
+        self._connection = connection
+        self._free = list(range(ring.slots))
+        self._paused = False
+        self._passing = False
+        self._table: list[TopicPartition] = []
+        self._next: list[Position] = []
+        self._marks: list[Mark] = []
+        self._index: dict[TopicPartition, int] = {}
+        self._read: list[int] = []
+        self._ill: str | None = None
+        self._fault: str | None = None
+        self._fault_until = 0.0
+        self._next_lag = self._next_log_starts = 0.0
+        self._log_starts: dict[TopicPartition, int] = {}
+        """The first offset of each partition when that was last asked for."""
+        self._stalls = Stalls()
+        self._stall: str | None = None
+        self._looked = time.monotonic()
+        self._waited = 0.0
+        """Seconds since the last look at stalls in which the learner was waited for."""
+        self._brought_little = False
+        """Whether a poll since then brought little: no partition then waits for its turn behind others."""
+        self._dropped: Counter[str] = Counter()
+        """Dead letters that were not written, by reason, and that no block has told of yet."""
+        self._dropped_log = 0.0
+        self._unheard = 0
+
+    def run(self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[Mark] = ()) -> None:
+        """Read from `positions` on, and where there are none from `stream.start`, until the learner says stop.
+
+        Args:
+            positions: in the order of the index.
+            marks: what each partition is known again by, likewise; none at all where that is not known.
+
+        Raises:
+            StoppedError: always at the end.
+            BrokerError, GapError: as the client does.
+        """
+        self._client.open()
+        # Beside known partitions, those that are new are read whole: only a first start begins where it is told to.
+        self._table = [partition for partition, _ in positions]
+        self._next = [position for _, position in positions]
+        self._marks = list(marks) or [Mark()] * len(self._table)
+        self._take_up("earliest" if positions else self._stream.start, due=True)
+        next_partitions, backoff = time.monotonic() + _PARTITIONS_SECONDS, 0.0
+        while True:
+            while self._paused or not self._free:
+                self._wait_for_learner()
+            self._listen(wait=False)
+            try:
+                if self._passing:
+                    self._pass_over()
+                    continue
+                fetched = self._client.poll(timedelta(0), self._ring.rows)
+                backoff = 0.0
+            except BrokerError as exc:
+                self._brought_little = True
+                backoff = self._back_off(backoff, str(exc))
+                continue
+            except RecreatedError as exc:
+                if not self._take_up("earliest", due=True):
+                    if not isinstance(exc, TruncatedError):
+                        raise
+                    backoff = self._back_off(backoff, str(exc))  # nothing that was read is lost
+                continue
+            self._take(fetched)
+            brought_little = sum(map(len, fetched)) * _LITTLE < self._ring.rows
+            self._brought_little |= brought_little
+            self._report_lag_if_due()
+            if brought_little:
+                self._ring.clear_one(self._free)  # on a thin stream nothing else would overwrite old events for long
+                time.sleep(_PAUSE_SECONDS)
+            if time.monotonic() >= next_partitions and not self._ill:
+                self._take_up("earliest")
+                next_partitions = time.monotonic() + _PARTITIONS_SECONDS
+
+    def _take(self, fetched: Sequence[Messages]) -> None:
+        """Take portion after portion, until all are taken or what is left is to be passed over."""
+        for portion in _portions(fetched):
+            self._listen(wait=False)
+            if self._passing:
+                return
+            self._take_portion(portion)
+
+    def _take_portion(self, portion: Sequence[Messages]) -> None:
+        """Make blocks of messages, once the dead letters among them are safe."""
+        places = [self._index[messages.partition] for messages in portion]
+        incoming = [Incoming(each, place, self._next[place]) for each, place in zip(portion, places, strict=True)]
+        assembled = self._assembler.assemble(incoming)
+        if assembled.fault is not None:
+            self._fault = f"a bug in decoding: {assembled.fault}; see the log of ingest and the dead letters"
+            self._fault_until = time.monotonic() + _FAULT_SECONDS
+        self._dropped["loop"] += assembled.looped
+        self._send_letters(assembled.letters)
+        self._log_dropped()
+        self._hand_over(incoming, assembled)
+
+    def _take_up(self, start: str, *, due: bool = False) -> bool:
+        """Assign the known partitions, those that the broker has beside them, and those that were made anew.
+
+        Whether some were is looked up when partitions were added, or `due`. Return whether there are more than before.
+        """
+        there, known = self._client.partitions(), current(self._table)
+        added = [p for p in there if (p.topic, p.partition) not in known and self._alone]
+        if not added and not due:
+            return False
+        anew = self._made_anew()
+        recreated = [partition for partition, start in anew.items() if start is None]
+        moment = self._stream.start_time if start == self._stream.start else None
+        offsets = self._client.first_offsets(added, start, moment) if added else {}
+        offsets |= self._client.first_offsets(recreated, "earliest", None) if recreated else {}
+        offsets |= {partition: start for partition, start in anew.items() if start is not None}
+        self._table = [*self._table, *added, *anew]
+        self._next += [Position(offsets[partition]) for partition in (*added, *anew)]
+        self._marks += [Mark()] * len([*added, *anew])
+        self._index = {partition: place for place, partition in enumerate(self._table)}
+        # A topic that was taken out of the settings keeps its index, but is not read, nor is a partition that is gone
+        # from a topic that was made anew.
+        topics, names = {each.topic for each in there}, {(each.topic, each.partition) for each in there}
+        self._read = [
+            place
+            for name, place in current(self._table).items()
+            if name[0] in self._stream.topics
+            and (name[0] not in topics or name in names)
+            and place not in self._elsewhere
+        ]
+        ids = self._client.topic_ids()
+        for place in self._read:
+            mark = self._marks[place]
+            self._marks[place] = Mark(mark.topic_id or ids.get(self._table[place].topic), mark.last)
+        self._client.assign({self._table[place]: self._next[place].offset for place in self._read})
+        starts = [position.offset for position in self._next]
+        send(self._connection, Opened(self._table, starts, [mark.topic_id for mark in self._marks]))
+        return bool(added or anew)
+
+    def _made_anew(self) -> dict[TopicPartition, int | None]:
+        """Return the partitions that have taken the place of others that were read, and where to begin, if known.
+
+        One whose log lost its end is such a one from there on: its offsets come again, with other records.
+
+        Raises:
+            RecreatedError: a topic was created again, and `stream.on_gap` is `fail`, or another one takes it up.
+            TruncatedError: a log lost its end, and another one takes that up.
+            GapError: records below where a log goes on were not read, and `stream.on_gap` is `fail`.
+        """
+        places = [
+            place
+            for name, place in current(self._table).items()
+            if name[0] in self._stream.topics and (self._alone or place not in self._elsewhere)
+        ]
+        changed = compare(
+            self._client, {self._table[place]: (self._marks[place], self._next[place].offset) for place in places}
+        )
+        for partition in changed.recreated:
+            name = f"{partition.topic}[{partition.partition}]"
+            if self._stream.on_gap == "fail" or not self._alone:
+                raise RecreatedError(f"{name}: {RECREATED}")
+            log.warning("%s is not what was read: it is read anew", name)
+        for partition, start in changed.truncated.items():
+            name = f"{partition.topic}[{partition.partition}]@{start}"
+            if partition in changed.overwritten and self._stream.on_gap == "fail":
+                raise GapError(overwritten(name))
+            if not self._alone:
+                raise TruncatedError(f"{name}: {TRUNCATED}")
+            read_to = self._next[self._table.index(partition)].offset
+            log.warning(
+                "%s: the log lost its end, %d offsets after it were read; reading goes on", name, read_to - start
+            )
+        return {p.anew: None for p in changed.recreated} | {p.anew: start for p, start in changed.truncated.items()}
+
+    def _pass_over(self) -> None:
+        """Go on at the end of each partition, and tell what that leaves unread; a torn message is read to its end."""
+        read = self._read
+        whole = [place for place in read if not self._next[place].row]
+        ends = self._client.first_offsets([self._table[place] for place in whole], "latest", None)
+        passed = [
+            Coverage(place, self._next[place].offset, end, passed=end - self._next[place].offset)
+            for place in whole
+            if (end := ends[self._table[place]]) > self._next[place].offset
+        ]
+        for cover in passed:
+            self._next[cover.partition] = Position(cover.end)
+        # Always: what was fetched and not handed over comes again where it is not passed.
+        self._client.assign({self._table[place]: self._next[place].offset for place in read})
+        if passed:
+            send(self._connection, Filled(self._free.pop(), 0, tuple(passed), 0))
+        send(self._connection, Passed())
+        self._passing = False
+
+    def _wait_for_learner(self) -> None:
+        began = time.monotonic()
+        self._listen(wait=True)
+        self._waited += time.monotonic() - began
+        self._report_lag_if_due()
+
+    def _listen(self, *, wait: bool) -> None:
+        """Hear what the learner says; with `wait`, until it says something, or for a second."""
+        while self._connection.poll(_LAG_SECONDS if wait else 0):
+            try:
+                self._obey(receive_in_ingest(self._connection))
+            except (EOFError, OSError) as exc:
+                raise StoppedError from exc
+            wait = self._paused or not self._free
+
+    def _obey(self, message: ToIngest) -> None:
+        self._unheard = 0
+        match message:
+            case Release(slot):
+                self._free.append(slot)
+            case Pause():
+                self._paused = True
+            case Resume():
+                self._paused = False
+            case PassOver():
+                self._passing = True
+            case Commit(positions):
+                read = set(current(self._table).values())
+                self._client.commit({self._table[index]: offset for index, offset in positions if index in read})
+            case Stop():
+                raise StoppedError
+            case _:
+                raise AssertionError(message)
+
+    def _send_letters(self, letters: Sequence[DeadLetter]) -> None:
+        """Send until all are acknowledged: no block is handed over before its dead letters are safe."""
+        dropped = self._client.letters_dropped
+        backoff, ill = 0.0, f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
+        while letters:
+            letters = letters[self._client.send_dead_letters(letters, _LETTER_TIMEOUT) :]
+            if letters:
+                backoff = self._back_off(backoff, ill)
+            elif self._ill == ill:
+                self._report(Lag())
+        self._dropped["refused"] += self._client.letters_dropped - dropped
+
+    def _log_dropped(self) -> None:
+        if self._dropped.total() and time.monotonic() >= self._dropped_log:
+            log.warning(
+                'dead letters were not written to "%s", and their events are counted as dead-lettered all the same: '
+                "%d that the broker refuses even without their contents (too large for the topic?), and %d that were "
+                "dead letters several times already (do two pipelines read each other's?)",
+                self._stream.dead_letter_topic,
+                self._dropped["refused"],
+                self._dropped["loop"],
+            )
+            self._dropped_log = time.monotonic() + _LOG_SECONDS
+
+    def _hand_over(self, incoming: Sequence[Incoming], assembled: Assembled) -> None:
+        """Write rows into slots, as many as it takes; waits for free ones."""
+        total, unknown = len(assembled), assembled.unknown_fields
+        if not total and not any(each.messages.removed or self._moves(each) for each in incoming):
+            return
+        for begin, end in _pieces(total, self._ring.rows):
+            while not self._free:
+                self._wait_for_learner()
+            slot = self._free.pop()
+            self._ring.write(slot, assembled.columns, begin, end)
+            coverage = tuple(self._cover(incoming, assembled, begin, end, last=end == total))
+            send(self._connection, Filled(slot, end - begin, coverage, unknown, dict(+self._dropped)))
+            self._dropped.clear()
+            self._ring.carry(self._connection, slot, end - begin)
+            unknown = 0
+
+    def _moves(self, each: Incoming) -> bool:
+        return each.messages.end > self._next[each.partition].offset
+
+    def _cover(
+        self, incoming: Sequence[Incoming], assembled: Assembled, begin: int, end: int, *, last: bool
+    ) -> Iterator[Coverage]:
+        """Tell what rows `[begin, end)` cover of each partition, and move on."""
+        columns, low = assembled.columns, 0
+        for each, rows in zip(incoming, assembled.rows, strict=True):
+            high = low + rows
+            first = begin <= low < end or (low == end and last)
+            if (first or (low < end and high > begin)) and (rows or each.messages.removed or self._moves(each)):
+                here = self._next[each.partition]
+                done = high <= end
+                stop = each.messages.end if done else int(columns["offset"][end])
+                removed = each.messages.removed if first else 0
+                readable = len(each.messages) and len(each.messages) - 1 not in each.messages.faults
+                newest = fingerprint(each.messages, -1) if done and readable else None
+                yield Coverage(each.partition, here.offset + removed, stop, removed, last=newest)
+                if newest is not None:
+                    self._marks[each.partition] = Mark(self._marks[each.partition].topic_id, newest)
+                row = 0 if done or stop != columns["offset"][end - 1] else int(columns["row"][end])
+                self._next[each.partition] = Position(stop, row)
+            low = high
+
+    def _back_off(self, seconds: float, ill: str) -> float:
+        """Say what is ill, wait while listening to the learner, and return the next waiting time."""
+        seconds = min(_LONGEST_BACKOFF_SECONDS, max(0.1, seconds * 2))
+        until = time.monotonic() + jittered(seconds)
+        while (left := until - time.monotonic()) > 0:
+            self._report(Lag(ill=ill))
+            if self._connection.poll(min(left, _LAG_SECONDS)):
+                self._listen(wait=False)
+        return seconds
+
+    def _report_lag_if_due(self) -> None:
+        """Lag is told also while nothing is read: that is when it grows."""
+        if time.monotonic() >= self._next_lag:
+            asked = time.monotonic()
+            lag = self._client.lag(log_starts=asked >= self._next_log_starts)
+            if not lag.ill:
+                self._stall = self._stalled(lag.ends)
+            if lag.log_starts:
+                self._next_log_starts = asked + _LOG_STARTS_SECONDS
+                before, self._log_starts = self._log_starts, lag.log_starts
+                lag.log_starts = {p: min(before[p], first) for p, first in lag.log_starts.items() if p in before}
+            self._report(lag, asked)
+            self._next_lag = time.monotonic() + _LAG_SECONDS
+
+    def _stalled(self, ends: Mapping[TopicPartition, int]) -> str | None:
+        """Return one sentence if a partition that is read stands still."""
+        now = time.monotonic()
+        seconds = max(0.0, now - self._looked - self._waited)
+        if not self._brought_little:
+            seconds *= _BUSY_SHARE
+        self._looked, self._waited, self._brought_little = now, 0.0, False
+        return self._stalls.look({self._table[place]: self._next[place] for place in self._read}, ends, seconds)
+
+    def _report(self, lag: Lag, asked: float | None = None) -> None:
+        if lag.ill != self._ill and lag.ill is None:
+            log.info("the Kafka broker answers again")
+        elif lag.ill != self._ill:
+            log.warning("%s", lag.ill)
+        self._ill = lag.ill
+        if self._unheard >= _MOST_UNHEARD:
+            return
+        self._unheard += 1
+        ends = [(index, lag.ends[partition]) for index, partition in enumerate(self._table) if partition in lag.ends]
+        starts = [(index, lag.log_starts[name]) for index, name in enumerate(self._table) if name in lag.log_starts]
+        fault = self._fault if time.monotonic() < self._fault_until else None
+        send(
+            self._connection,
+            Broker(ends, lag.ill or self._stall or fault, time.monotonic() if asked is None else asked, starts),
+        )
+
+
+def _portions(fetched: Sequence[Messages]) -> Iterator[list[Messages]]:
+    """Split messages, in their order, into portions that end with the first message that makes them large."""
+    portion: list[Messages] = []
+    size = 0
+    for messages in fetched:
+        begin = 0
+        for end, value in enumerate(messages.values, start=1):
+            size += len(value or b"")
+            if size >= _PORTION_BYTES:
+                yield [*portion, messages.part(begin, end)]
+                portion, size, begin = [], 0, end
+        if begin < len(messages) or not len(messages):
+            portion.append(messages.part(begin, len(messages)))
+    if portion:
+        yield portion
+
+
+def _pieces(total: int, size: int) -> Iterator[tuple[int, int]]:
+    """Split `[0, total)` into ranges of at most `size`; nothing is one empty range."""
+    for begin in range(0, max(total, 1), size):
+        yield begin, min(total, begin + size)

@@ -1,0 +1,103 @@
+"""Events into a topic: acknowledged, in turn over its partitions, bounded, and with errors that say what to do."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+
+from anabranch.core.errors import SettingsError
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError
+from ingest.kafka.producer import EventProducer, create_topics, delete_topics, partition_counts
+from tests.faults.proxy import Fault, Proxy
+
+
+@pytest.fixture
+def settings(kafka):
+    return StreamSettings(bootstrap_servers=kafka.bootstrap, topics=("events",))
+
+
+@pytest.fixture
+def producer(settings, make_topic):
+    producer = EventProducer(settings, make_topic(2))
+    producer.open()
+    yield producer
+    producer.close()
+
+
+def test_events_go_to_the_partitions_in_turn_and_flush_waits_for_all(producer, kafka, consume_all):
+    for number in range(101):
+        producer.send(b"%d" % number)
+    producer.flush()
+    assert producer.acknowledged == 101
+    assert list(producer.last_offsets.values()) == [50, 49]
+    records = consume_all(kafka.bootstrap, next(iter(producer.last_offsets)).rpartition(":")[0], 101)
+    assert [int(record.value) for record in records if record.partition == 0] == list(range(0, 101, 2))
+
+
+def test_an_acknowledgement_tells_partition_and_offset(producer):
+    told, both = [], threading.Event()
+
+    def tell(partition, offset):
+        told.append((partition, offset))
+        if len(told) == 2:
+            both.set()
+
+    producer.send(b"a", tell)
+    producer.send(b"b", tell)
+    assert both.wait(30)
+    assert sorted(told) == [(0, 0), (1, 0)]
+
+
+def test_more_than_may_wait_is_sent_without_growing(producer, monkeypatch):
+    monkeypatch.setattr("ingest.kafka.producer._WAITING_BYTES", 1_000)
+    for _ in range(500):
+        producer.send(b"x" * 400)
+        assert producer._waiting_bytes <= 1_400
+    producer.flush()
+    assert producer.acknowledged == 500
+
+
+def test_an_event_that_is_too_large_is_bad_input(producer):
+    with pytest.raises(SettingsError, match="an event is larger than"):
+        producer.send(b"x" * 3_000_000)
+
+
+def test_a_missing_topic_is_named_with_the_way_out(settings):
+    with pytest.raises(BrokerError, match=r'topic "none" does not exist on 127\.0\.0\.1:\d+; --create-topic makes it'):
+        EventProducer(settings, "none").open()
+
+
+def test_a_producer_that_was_never_opened_can_be_closed(settings):
+    EventProducer(settings, "none").close()
+
+
+def test_topics_are_made_once_and_removed(settings, make_topic):
+    there = make_topic(1)
+    made = f"{there}-made"
+    assert create_topics(settings, {there: 5, made: 3}) == [made]
+    assert create_topics(settings, {there: 5, made: 3}) == []
+    assert partition_counts(settings, [there, made, f"{there}-none"]) == {there: 1, made: 3}
+    delete_topics(settings, [made])
+    assert made not in partition_counts(settings, [made])
+
+
+def test_a_broker_that_is_away_is_one_sentence(free_port):
+    settings = StreamSettings(bootstrap_servers=f"127.0.0.1:{free_port()}", topics=("events",))
+    with pytest.raises(BrokerError, match="no Kafka broker can be reached"):
+        partition_counts(settings, ["events"], timedelta(seconds=0.5))
+
+
+def test_it_is_closed_also_when_the_broker_hangs(kafka, make_topic):
+    topic = make_topic()
+    with Proxy(kafka.bootstrap) as proxy:
+        settings = StreamSettings(bootstrap_servers=proxy.address, topics=(topic,))
+        producer = EventProducer(settings, topic, patience=timedelta(seconds=2))
+        producer.open()
+        answered = threading.Event()
+        producer.send(b"x", lambda *_: answered.set())  # the client knows the topic from then on
+        assert answered.wait(20)
+        proxy.suffer(Fault(stalled=True))
+        producer.send(b"x")
+        producer.close()
+        assert producer.acknowledged == 1

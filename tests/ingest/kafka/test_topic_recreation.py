@@ -1,0 +1,84 @@
+"""What is told of a topic that is not what was read: another one, or the same whose log lost its end."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+import pytest
+
+from ingest.events.block import Fingerprint, TopicPartition
+from ingest.kafka.client import Messages
+from ingest.kafka.fake import FakeClient, FakePartition
+from ingest.kafka.topic_recreation import Changed, compare, fingerprint
+from ingest.transport.protocol import Mark
+
+P0 = TopicPartition("events", 0)
+NOTHING = Changed([], {}, [])
+
+
+class Broker(FakeClient):
+    """One partition with an id, of which what is committed may end before its log does."""
+
+    def __init__(self, records: int, *, topic_id: str = "one", committed: int | None = None) -> None:
+        partition = FakePartition()
+        for number in range(records):
+            partition.append(b"%d" % number)
+        super().__init__({P0: partition})
+        self.ids = {"events": topic_id} if topic_id else {}
+        self.committed_end = records if committed is None else committed
+
+    def first_offsets(
+        self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
+    ) -> dict[TopicPartition, int]:
+        return dict.fromkeys(partitions, self.committed_end if start == "latest" else 0)
+
+    def replace(self, offset: int) -> None:
+        self.topics[P0].messages[offset] = b"another"
+
+
+def read_to(broker: Broker, topic_id: str | None = "one") -> Mapping[TopicPartition, tuple[Mark, int]]:
+    """Return what is known of a partition that was read to its end."""
+    broker.assign({P0: 0})
+    (messages,) = broker.poll(None, 100)  # type: ignore[arg-type]
+    return {P0: (Mark(topic_id, fingerprint(messages, -1)), messages.end)}
+
+
+def test_a_topic_that_is_as_it_was_is_told_nothing_of() -> None:
+    assert compare(Broker(12), read_to(Broker(10))) == NOTHING
+
+
+@pytest.mark.parametrize("records", [8, 9])
+def test_the_same_topic_that_is_shorter_lost_its_end_and_goes_on_there(records: int) -> None:
+    assert compare(Broker(records), read_to(Broker(10))) == Changed([], {P0: records}, [])
+
+
+def test_offsets_without_a_record_may_be_what_was_lost() -> None:
+    before = Broker(10)
+    before.topics[P0].skip(2)
+    assert compare(Broker(10), read_to(before)) == Changed([], {P0: 10}, [])
+
+
+def test_the_same_topic_that_has_grown_again_goes_on_after_the_last_record_that_was_read() -> None:
+    broker = Broker(12)
+    broker.replace(9)
+    assert compare(broker, read_to(Broker(10))) == Changed([], {P0: 10}, [P0])
+
+
+@pytest.mark.parametrize("ids", [("one", "two"), ("", None)], ids=["another id", "no ids"])
+def test_a_topic_of_another_id_or_of_none_was_created_again(ids: tuple[str, str | None]) -> None:
+    assert compare(Broker(8, topic_id=ids[0]), read_to(Broker(10), ids[1] or None)).recreated == [P0]
+
+
+def test_a_transaction_that_is_open_before_what_was_read_uncommitted_is_no_end_of_the_log() -> None:
+    assert compare(Broker(15, committed=4), read_to(Broker(10))) == NOTHING
+
+
+def test_a_record_that_cannot_be_read_back_tells_nothing() -> None:
+    broker = Broker(12)
+    del broker.topics[P0].messages[9]
+    assert compare(broker, read_to(Broker(10))) == NOTHING
+
+
+def test_fingerprints_tell_records_apart() -> None:
+    one, other = (fingerprint(Messages(P0, [3], [7], [key], [b"v"], [[]], 4), 0) for key in (b"", None))
+    assert isinstance(one, Fingerprint)
+    assert one != other

@@ -1,0 +1,804 @@
+"""The whole of ingest against a real Kafka-protocol broker: what arrives, what does not, and how it fails."""
+
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from kafka import KafkaAdminClient, KafkaProducer
+from kafka import TopicPartition as KafkaPartition
+from kafka.admin import NewPartitions
+from kafka.errors import KafkaError
+
+from anabranch.core.errors import SettingsError
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import BrokerError, GapError, RecreatedError
+from ingest.events.block import Outcome, TopicPartition
+from ingest.kafka.client import DeadLetter, Lag
+from ingest.kafka.confluent import ConfluentClient
+from ingest.kafka.kafka_python import KafkaPythonClient
+from ingest.kafka.registry import CLIENTS
+from ingest.reader import hang_detector as silence
+from ingest.reader.reader import Source
+from ingest.transport.protocol import Mark, Position
+from tests.faults.proxy import Fault, Proxy
+
+pytestmark = pytest.mark.process
+
+GOOD = {"x": [1, 2, 3], "y": 1}
+SCHEMA = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+
+CLASSES: dict[str, Any] = {"kafka-python": KafkaPythonClient, "confluent": ConfluentClient}
+STREAM: dict[str, Any] = {}
+"""What the settings of each test begin with."""
+
+
+@pytest.fixture(params=sorted(CLIENTS), autouse=True)
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test here is one of every client."""
+    monkeypatch.setitem(STREAM, "client", request.param)
+
+
+@contextlib.contextmanager
+def opened(
+    bootstrap: str,
+    topic: str,
+    schema: dict[str, Any] | None = None,
+    positions: dict[TopicPartition, Position] | None = None,
+    marks: dict[TopicPartition, Mark] | None = None,
+    **stream: Any,
+) -> Iterator[Source]:
+    settings = {**STREAM, "bootstrap_servers": bootstrap, "topics": [topic], **stream}
+    source = Source(
+        StreamSettings.model_validate(settings).resolved("test"),
+        SchemaSettings.model_validate(schema or SCHEMA),
+        HoldOut(fraction=0, seed=0),
+    )
+    try:
+        source.open(positions, marks=marks)
+        yield source
+    finally:
+        source.close()
+
+
+def open_and_close(bootstrap: str) -> None:
+    """Open the client in this process, with little patience for a broker that is not there."""
+    settings = StreamSettings.model_validate({**STREAM, "bootstrap_servers": bootstrap, "topics": ["t"]})
+    client = CLASSES[settings.client](settings.resolved("test"), timedelta(seconds=0.6))
+    try:
+        client.open()
+    finally:
+        client.close()
+
+
+def read_for(source: Source, timeout: timedelta) -> list[tuple[int, int, int, Outcome]]:
+    """Return (partition, offset, row, outcome) of the events of the next block, if one comes in time."""
+    block = source.poll(timeout)
+    if block is None:
+        return []
+    columns = (block.columns[name].tolist() for name in ("partition", "offset", "row", "outcome"))
+    seen = [(p, o, r, Outcome(k)) for p, o, r, k in zip(*columns, strict=True)]
+    source.release(block)
+    return seen
+
+
+def read(source: Source, events: int) -> list[tuple[int, int, int, Outcome]]:
+    """Return (partition, offset, row, outcome) of so many events, in the order of arrival."""
+    seen: list[tuple[int, int, int, Outcome]] = []
+    deadline = time.monotonic() + 60
+    while len(seen) < events:
+        assert time.monotonic() < deadline, f"{len(seen)} events of {events} after 60 s; ill: {source.ill}"
+        seen += read_for(source, timedelta(seconds=1))
+    return seen
+
+
+def started() -> Source:
+    settings = StreamSettings.model_validate({**STREAM, "bootstrap_servers": "127.0.0.1:1", "topics": ["none"]})
+    source = Source(settings.resolved("test"), SchemaSettings.model_validate(SCHEMA), HoldOut(fraction=0, seed=0))
+    source.start()
+    return source
+
+
+def test_a_process_that_was_started_before_is_the_one_that_reads(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic, begun = make_topic(), Source.open
+
+    def open_later(source: Source, *arguments: Any, **options: Any) -> None:
+        source.start()
+        waiting = source._process
+        begun(source, *arguments, **options)
+        assert source._process is waiting
+
+    monkeypatch.setattr(Source, "open", open_later)
+    produce(kafka.bootstrap, topic, [GOOD])
+    with opened(kafka.bootstrap, topic) as source:
+        assert len(read(source, 1)) == 1
+
+
+def test_one_that_died_before_it_had_anything_to_read_is_replaced() -> None:
+    source = started()
+    first = source._process
+    assert first is not None
+    first.kill()
+    first.wait()
+    try:
+        source.go_on({}, {}, [])
+        assert source._process is not None
+        assert source._process.pid != first.pid
+    finally:
+        source.close()
+
+
+def test_a_process_that_has_nothing_to_read_yet_ends_with_the_learner_without_a_word(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    closed, gone = started(), started()
+    process = gone._process
+    assert process is not None
+    assert gone.connection is not None
+    gone.connection.close()  # as a kill of the learner does
+    assert process.wait(20) == 0
+    closed.close()
+    assert capfd.readouterr().err == ""
+
+
+BAD = {
+    "bad JSON": (b"not json", "malformed"),
+    "wrong shape": ({"x": [1, 2], "y": 1}, "length >= 3"),
+    "wrong type": ({"x": [1, 2, "3"], "y": 1}, "got `str`"),
+    "label out of range": ({"x": [1, 2, 3], "y": 3}, "<= 2"),
+    "NaN": (b'{"x": [1, 2, NaN], "y": 1}', "malformed"),
+    "infinity": ({"x": [1, 2, 1e39], "y": 1}, "infinite"),
+    "missing field": ({"y": 1}, "missing required field `x`"),
+    "oversized": (json.dumps(GOOD).encode() + b" " * 2000, "oversized"),
+    "null value": (None, "null value"),
+}
+
+
+def test_each_kind_of_bad_message_goes_to_the_dead_letter_topic(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], consume_all: Callable[..., list[Any]]
+) -> None:
+    topic = make_topic()
+    values = [value for bad, _ in BAD.values() for value in (GOOD, bad)]
+    produce(kafka.bootstrap, topic, values, key=b"k", headers=[("trace", b"1")])
+    with opened(kafka.bootstrap, topic, max_message_bytes="1kB") as source:
+        seen = read(source, len(values))
+        assert [outcome for *_, outcome in seen] == [Outcome.PENDING, Outcome.DEAD_LETTERED] * len(BAD)
+        letters = consume_all(kafka.bootstrap, f"{topic}.dead", len(BAD))
+    assert len(letters) == len(BAD)
+    for letter, (place, (value, reason)) in zip(letters, enumerate(BAD.values()), strict=True):
+        headers = dict(letter.headers)
+        assert letter.key == b"k"
+        assert letter.value == (value if value is None or isinstance(value, bytes) else json.dumps(value).encode())
+        assert reason in headers["anabranch-error"].decode()
+        assert headers["anabranch-source"].decode() == f"{topic}[0]@{2 * place + 1}"
+        assert headers["anabranch-time"].isdigit()
+        assert headers["trace"] == b"1"
+
+
+def test_a_message_without_key_value_and_header_value_can_be_dead_lettered(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], consume_all: Callable[..., list[Any]]
+) -> None:
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD])
+    with opened(kafka.bootstrap, topic) as source:
+        read(source, 1)
+        letter = DeadLetter(None, None, [("trace", None)], [("anabranch-error", b"null value")])  # type: ignore[list-item]
+        client = CLIENTS[source._stream.client](source._stream)
+        try:
+            assert client.send_dead_letters([letter, letter], timedelta(seconds=20)) == 2
+        finally:
+            client.close()
+    first, _ = consume_all(kafka.bootstrap, f"{topic}.dead", 2)
+    assert (first.key, first.value) == (b"", None)
+    assert dict(first.headers) == {"trace": b"", "anabranch-error": b"null value"}
+
+
+def test_a_dead_letter_that_is_too_large_goes_without_its_contents(
+    kafka: Any, make_topic: Callable[..., str], consume_all: Callable[..., list[Any]]
+) -> None:
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker has no largest message")
+    topic = make_topic()
+    named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [topic]}
+    settings = StreamSettings.model_validate(named).resolved("test")
+    client = CLIENTS[settings.client](settings)
+    own = ("anabranch-source", b"events[0]@1")
+    large = b"x" * 3_000_000
+    letters = [
+        DeadLetter(b"k", large, [], [own]),
+        DeadLetter(large, b"v", [("trace", b"1"), ("anabranch-x", large)], [own]),
+        DeadLetter(b"k", b"v", [], [("anabranch-error", large)]),
+        DeadLetter(b"k", b"small", [], [own]),
+    ]
+    try:
+        assert client.send_dead_letters(letters, timedelta(seconds=30)) == 4
+        assert client.letters_dropped == 1
+    finally:
+        client.close()
+    found = {
+        (record.key, record.value): dict(record.headers) for record in consume_all(kafka.bootstrap, f"{topic}.dead", 3)
+    }
+    assert found[b"k", None]["anabranch-truncated"] == b"value"
+    assert found[b"", None]["anabranch-truncated"] == b"key, value and headers"
+    assert found[b"", None].keys() == {"anabranch-source", "anabranch-truncated"}
+    assert (b"k", b"small") in found
+
+
+class TestATopicThatIsMadeAnew:
+    """It repeats offsets, with fewer events than were read of the old one, or with more."""
+
+    @pytest.fixture(params=[2, 5])
+    def again(
+        self,
+        request: pytest.FixtureRequest,
+        kafka: Any,
+        make_topic: Callable[..., str],
+        make_anew: Callable[[str, str], None],
+        produce: Callable[..., list[int]],
+    ) -> Iterator[tuple[str, int, Callable[[], None]]]:
+        """A topic of which three events can be read, how many the next one has, and what makes that."""
+        topic, events = make_topic(), int(request.param)
+        produce(kafka.bootstrap, topic, [GOOD] * 3)
+
+        def make() -> None:
+            make_anew(kafka.bootstrap, topic)
+            produce(kafka.bootstrap, topic, [GOOD] * events)
+
+        return topic, events, make
+
+    def test_while_it_is_read_ends_the_reading(self, kafka: Any, again: Any) -> None:
+        topic, events, make = again
+        if kafka.kind == "embedded" and (STREAM["client"] == "confluent" or events > 3):
+            pytest.skip("the embedded broker has no topic ids, by which topics of one name are told apart")
+        with opened(kafka.bootstrap, topic) as source:
+            read(source, 3)
+            make()
+            with pytest.raises(RecreatedError, match="deleted and created again"):
+                read(source, 6)
+
+    def test_while_it_is_read_is_read_from_its_beginning_where_gaps_are_allowed(self, kafka: Any, again: Any) -> None:
+        topic, events, make = again
+        if kafka.kind == "embedded" and (STREAM["client"] == "confluent" or events > 3):
+            pytest.skip("the embedded broker has no topic ids, by which topics of one name are told apart")
+        with opened(kafka.bootstrap, topic, on_gap="earliest") as source:
+            read(source, 3)
+            make()
+            seen: list[tuple[int, int]] = []
+            while sum(partition for partition, _ in seen) < events:
+                seen += [(partition, offset) for partition, offset, *_ in read(source, 1)]
+            assert [partition.name.incarnation for partition in source.partitions] == [0, 1]
+        # What librdkafka has fetched before it is told of the new topic goes as the old one's.
+        assert all(offset >= 3 for partition, offset in seen if not partition)
+        assert [offset for partition, offset in seen if partition] == list(range(events))
+
+    @pytest.mark.parametrize("ids", [True, False], ids=["by its id", "by its last record"])
+    def test_while_nobody_reads_is_noticed_at_the_start(self, kafka: Any, again: Any, ids: bool) -> None:
+        topic, events, make = again
+        if kafka.kind == "embedded" and ids:
+            pytest.skip("the embedded broker has no topic ids")
+        with opened(kafka.bootstrap, topic) as source:
+            read(source, 3)
+            positions = dict(source._received)
+            marks = {name: mark if ids else Mark(None, mark.last) for name, mark in source._marks.items()}
+        assert all(mark.last is not None and mark.last.offset == 2 for mark in marks.values())
+        with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
+            assert read_for(source, timedelta(seconds=1)) == []
+            assert [partition.name.incarnation for partition in source.partitions] == [0]
+        make()
+        with pytest.raises(RecreatedError, match="deleted and created again"):
+            with opened(kafka.bootstrap, topic, positions=positions, marks=marks):
+                pass
+        with opened(kafka.bootstrap, topic, positions=positions, marks=marks, on_gap="earliest") as source:
+            seen = [(partition, offset) for partition, offset, *_ in read(source, events)]
+            positions, marks = dict(source._received), dict(source._marks)
+        assert seen == [(1, offset) for offset in range(events)]
+        # Both have their index from then on, and only the newer one is read.
+        with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
+            assert [partition.name.incarnation for partition in source.partitions] == [0, 1]
+            assert read_for(source, timedelta(seconds=1)) == []
+
+
+def test_a_last_record_that_retention_has_taken_is_no_sign_of_another_topic(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD] * 5)
+    with opened(kafka.bootstrap, topic) as source:
+        read(source, 5)
+        positions, marks = dict(source._received), dict(source._marks)
+    produce(kafka.bootstrap, topic, [GOOD])
+    with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+        admin.delete_records({KafkaPartition(topic, 0): 5})
+    with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
+        assert [offset for _, offset, *_ in read(source, 1)] == [5]
+
+
+def test_every_event_of_every_partition_comes_once_and_in_order(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic(partitions=3)
+    for partition in range(3):
+        produce(kafka.bootstrap, topic, [GOOD] * 200, partition=partition)
+    with opened(kafka.bootstrap, topic) as source:
+        seen = read(source, 600)
+        names = [str(partition.name) for partition in source.partitions]
+    assert names == [f"{topic}:{number}" for number in range(3)]
+    for partition in range(3):
+        assert [offset for index, offset, *_ in seen if index == partition] == list(range(200))
+
+
+def test_a_message_larger_than_what_is_fetched_at_once_comes_all_the_same(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD, json.dumps(GOOD).encode() + b" " * 900_000, GOOD])
+    with opened(kafka.bootstrap, topic, properties={"fetch.message.max.bytes": 1_000}) as source:
+        assert [(o, k) for _, o, _, k in read(source, 3)] == [(offset, Outcome.PENDING) for offset in range(3)]
+
+
+def test_a_broker_that_answers_with_more_than_may_be_received_is_ill_and_how_to_mend_it_is_said(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    if STREAM["client"] == "confluent":
+        pytest.skip("librdkafka takes no bound below that of a fetch")
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [json.dumps(GOOD).encode() + b" " * 50_000] * 2)
+    small = dict.fromkeys(("fetch.max.bytes", "fetch.message.max.bytes", "receive.message.max.bytes"), 20_000)
+    with opened(kafka.bootstrap, topic, properties=small) as source:
+        deadline = time.monotonic() + 60
+        while "larger than receive.message.max.bytes, which stream.properties can raise" not in (source.ill or ""):
+            assert time.monotonic() < deadline, source.ill
+            assert read_for(source, timedelta(seconds=0.2)) == []
+
+
+def test_partitions_that_are_added_are_read_whole(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker adds no partitions")
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD])
+    with opened(kafka.bootstrap, topic, start="latest") as source:
+        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+            admin.create_partitions({topic: NewPartitions(2)})
+        produce(kafka.bootstrap, topic, [GOOD] * 3, partition=1)
+        assert [(partition, offset) for partition, offset, *_ in read(source, 3)] == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic(partitions=2)
+    for partition in range(2):
+        produce(kafka.bootstrap, topic, [GOOD] * 3000, partition=partition)
+    with opened(kafka.bootstrap, topic, buffer_bytes="1MB") as source:
+        seen = read(source, 1)
+        for _ in range(3):
+            assert source._process is not None
+            source._process.kill()
+            source._process.wait()
+            seen += read(source, 500)
+        seen += read(source, 6000 - len(seen))
+        assert source.ill is None
+    assert Counter((p, o) for p, o, *_ in seen) == Counter((p, o) for p in range(2) for o in range(3000))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
+def test_an_ingest_process_that_hangs_is_said_to_be_ill_and_another_one_goes_on(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 8.0)
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD] * 10)
+    with opened(kafka.bootstrap, topic) as source:
+        seen = read(source, 10)
+        assert source._process is not None
+        source._process.send_signal(signal.SIGSTOP)
+        produce(kafka.bootstrap, topic, [GOOD] * 10)
+        deadline = time.monotonic() + 30
+        while source.ill is None:
+            assert time.monotonic() < deadline, "nothing is said"
+            seen += read_for(source, timedelta(seconds=0.2))
+        assert source.ill == "the ingest process hangs; another one is started"
+        seen += read(source, 20 - len(seen))
+        assert source.ill is None
+    assert [offset for _, offset, *_ in seen] == list(range(20))
+
+
+def test_an_ingest_process_with_nothing_to_say_is_left_alone(
+    kafka: Any, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It falls silent after eight reports to a learner that says nothing either."""
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 6.0)
+    with opened(kafka.bootstrap, make_topic()) as source:
+        process = source._process
+        for _ in range(90):
+            assert source.poll(timedelta(seconds=0.2)) is None
+        assert source._process is process
+        assert source.ill is None
+
+
+def test_what_is_damaged_on_the_way_is_fetched_again(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    """In messages that are large beside what Kafka says of them, which nothing protects."""
+    topic, messages, each = make_topic(), 10, 50
+    schema = {"features": {"x": {"dtype": "int32", "shape": [1000]}}, "label": {"name": "y", "classes": 3}}
+    rows = np.zeros(messages * each, [("x", "<i4", (1000,)), ("y", "<i8")])
+    rows["x"] = np.arange(len(rows))[:, None]
+    with Proxy(kafka.bootstrap) as proxy, opened(proxy.address, topic, schema, format="rows") as source:
+        proxy.suffer(Fault(corrupted=1.0))
+        produce(kafka.bootstrap, topic, [part.tobytes() for part in np.split(rows, messages)])
+        found: list[tuple[int, int]] = []
+        deadline = time.monotonic() + 60
+        while len(found) < len(rows):
+            assert time.monotonic() < deadline, f"{len(found)} events after 60 s; ill: {source.ill}"
+            block = source.poll(timedelta(milliseconds=100))
+            if block is not None:
+                x = block.columns["feature.x"]
+                found += zip(x.min(axis=1).tolist(), x.max(axis=1).tolist(), strict=True)
+                source.release(block)
+            if proxy.corruptions:
+                proxy.heal()
+        assert proxy.corruptions
+    assert found == [(place, place) for place in range(len(rows))]
+
+
+def test_positions_are_committed_for_lag_tools(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD] * 5)
+    deadline = time.monotonic() + 60
+    with (
+        opened(kafka.bootstrap, topic, group_id=topic) as source,
+        contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin,
+    ):
+        read(source, 5)
+        committed: dict[Any, Any] = {}
+        while KafkaPartition(topic, 0) not in committed:
+            assert time.monotonic() < deadline
+            source.commit({0: 5})
+            source.poll(timedelta(milliseconds=200))
+            # A coordinator that is still loading refuses; the next commit comes all the same.
+            with contextlib.suppress(KafkaError):
+                committed = admin.list_group_offsets({topic: None})[topic]
+    assert committed[KafkaPartition(topic, 0)].offset == 5
+
+
+@pytest.mark.parametrize("start", ["latest", "time"])
+def test_reading_starts_where_it_is_told_to(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], start: str
+) -> None:
+    topic = make_topic()
+    moment = datetime.now(UTC) - timedelta(days=1)  # not older than the broker's retention, a week
+    before, after = (int((moment + timedelta(hours=hours)).timestamp() * 1000) for hours in (-1, 1))
+    produce(kafka.bootstrap, topic, [GOOD] * 5, timestamp_ms=before)
+    if start == "time":
+        if kafka.kind == "embedded":
+            pytest.skip("the embedded broker looks offsets up by its own clock")
+        produce(kafka.bootstrap, topic, [GOOD], timestamp_ms=after)
+    with opened(kafka.bootstrap, topic, start=start if start == "latest" else moment.isoformat()) as source:
+        assert source.partitions[0].start == 5
+        if start == "latest":
+            produce(kafka.bootstrap, topic, [GOOD])
+        assert [offset for _, offset, *_ in read(source, 1)] == [5]
+
+
+def test_aborted_and_open_transactions_are_gaps(
+    kafka: Any, make_topic: Callable[..., str], consume_all: Callable[..., list[Any]]
+) -> None:
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker has no transactions")
+    topic = make_topic()
+    value = json.dumps(GOOD).encode()
+    with contextlib.closing(KafkaProducer(bootstrap_servers=kafka.bootstrap, transactional_id=topic)) as producer:
+        producer.init_transactions()
+        for commits in (True, False, True):
+            producer.begin_transaction()
+            for _ in range(2):
+                producer.send(topic, value)
+            producer.flush()
+            producer.commit_transaction() if commits else producer.abort_transaction()
+    with opened(kafka.bootstrap, topic) as source:
+        seen = read(source, 4)
+    # Two events and a marker each: the aborted two and all markers are offsets without an event.
+    assert [offset for _, offset, *_ in seen] == [0, 1, 6, 7]
+
+
+def test_the_end_of_a_log_does_not_depend_on_what_is_committed(kafka: Any, make_topic: Callable[..., str]) -> None:
+    topic = make_topic()
+    named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [topic]}
+    settings = StreamSettings.model_validate(named).resolved("test")
+    transaction = {} if kafka.kind == "embedded" else {"transactional_id": topic}
+    partition = TopicPartition(topic, 0)
+    with contextlib.ExitStack() as stack:
+        producer = stack.enter_context(
+            contextlib.closing(KafkaProducer(bootstrap_servers=kafka.bootstrap, **transaction))
+        )
+        if transaction:
+            producer.init_transactions()
+            producer.begin_transaction()
+        for _ in range(3):
+            producer.send(topic, b"{}")
+        producer.flush()
+        client = CLIENTS[settings.client](settings)
+        stack.callback(client.close)
+        client.open()
+        assert client.log_ends([partition]) == {partition: 3}
+        if transaction:
+            assert client.first_offsets([partition], "latest", None) == {partition: 0}
+
+
+def test_how_far_back_a_partition_goes_is_told_with_the_lag_when_it_is_asked_for(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic(partitions=2)
+    named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [topic]}
+    settings = StreamSettings.model_validate(named).resolved("test")
+    produce(kafka.bootstrap, topic, [{}] * 9)
+    one, two = TopicPartition(topic, 0), TopicPartition(topic, 1)
+    with contextlib.closing(CLIENTS[settings.client](settings)) as reader:
+        reader.open()
+        reader.assign({one: 9, two: 0})
+        assert reader.lag(log_starts=True).log_starts == {one: 0, two: 0}
+        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+            admin.delete_records({KafkaPartition(topic, 0): 5})
+        lag = reader.lag(log_starts=True)
+        assert (lag.ends, lag.log_starts) == ({one: 9, two: 0}, {one: 5, two: 0})
+        assert reader.lag() == Lag({one: 9, two: 0})
+
+
+def test_an_aborted_transaction_at_the_end_is_not_waited_for(kafka: Any, make_topic: Callable[..., str]) -> None:
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker has no transactions")
+    topic = make_topic()
+    with contextlib.closing(KafkaProducer(bootstrap_servers=kafka.bootstrap, transactional_id=topic)) as producer:
+        producer.init_transactions()
+        for commits in (True, False):
+            producer.begin_transaction()
+            producer.send(topic, json.dumps(GOOD).encode())
+            producer.flush()
+            producer.commit_transaction() if commits else producer.abort_transaction()
+    with opened(kafka.bootstrap, topic) as source:
+        reached, deadline = 0, time.monotonic() + 30
+        while reached < 4:
+            assert time.monotonic() < deadline
+            block = source.poll(timedelta(seconds=1))
+            if block is not None:
+                reached = block.coverage[0].end
+                source.release(block)
+
+
+def test_a_broker_that_is_killed_and_comes_back_costs_nothing(
+    mortal_kafka: Any, create_topic: Callable[..., None], produce: Callable[..., list[int]]
+) -> None:
+    """Two topics, one with many partitions, bad messages among the good ones, and a killing while they are read."""
+    server, topics = mortal_kafka.bootstrap, {"narrow": 1, "wide": 100}
+    for topic, partitions in {**topics, "narrow.dead": 1}.items():
+        create_topic(server, topic, partitions)
+    for topic in topics:
+        produce(server, topic, [GOOD, b"bad"] * 3000)
+    with opened(server, "narrow", topics=list(topics), buffer_bytes="1MB") as source:
+        process = source._process
+        seen = read(source, 1)
+        mortal_kafka.kill()
+        while source.ill is None:
+            # What is fetched already goes on coming, also while nobody takes the dead letters.
+            seen += read_for(source, timedelta(seconds=1))
+        assert "dead letters cannot be written" in source.ill or "does not answer" in source.ill
+        mortal_kafka.start()
+        for topic in topics:
+            produce(server, topic, [GOOD] * 100, partition=0)
+        seen += read(source, 2 * 6100 - len(seen))
+        deadline = time.monotonic() + 30
+        while source.ill is not None:
+            assert time.monotonic() < deadline, source.ill
+            seen += read_for(source, timedelta(seconds=1))
+        assert source._process is process
+        names = [partition.name for partition in source.partitions]
+    counted = Counter((names[p].topic, o) for p, o, *_ in seen if names[p].partition == 0)
+    assert counted == Counter((topic, offset) for topic in topics for offset in range(6100))
+    assert len(names) == 101
+
+
+class TestFailures:
+    def test_nothing_listens(self, free_port: Callable[[], int]) -> None:
+        server = f"127.0.0.1:{free_port()}"
+        with pytest.raises(BrokerError, match=f"no Kafka broker can be reached at {server}"):
+            open_and_close(server)
+
+    def test_no_such_host(self) -> None:
+        with pytest.raises(BrokerError, match=r"no Kafka broker can be reached at no-such-host.invalid:9092"):
+            open_and_close("no-such-host.invalid:9092")
+
+    def test_something_else_listens(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            with pytest.raises(BrokerError, match=f"something listens at {address}"):
+                open_and_close(address)
+
+    def test_a_missing_topic_is_named(self, kafka: Any, make_topic: Callable[..., str]) -> None:
+        with pytest.raises(BrokerError, match=r'topic "no-such-topic" does not exist on .*; create it'):
+            with opened(kafka.bootstrap, "no-such-topic"):
+                pass
+        with pytest.raises(BrokerError, match=r'topic "no-dead-letters" does not exist'):
+            with opened(kafka.bootstrap, make_topic(), dead_letter_topic="no-dead-letters"):
+                pass
+
+    @pytest.mark.parametrize(("user", "password"), [("alice", "wrong"), ("bob", "secret")])
+    def test_wrong_credentials_are_told_as_such(self, sasl_kafka: Any, user: str, password: str) -> None:
+        properties = {
+            "security.protocol": "sasl_plaintext",
+            "sasl.mechanism": "PLAIN",
+            "sasl.username": user,
+            "sasl.password": password,
+        }
+        with pytest.raises(BrokerError, match="refuses the credentials") as caught:
+            with opened(sasl_kafka.bootstrap, "t", properties=properties):
+                pass
+        assert password not in str(caught.value)
+
+    def test_an_unknown_mechanism_is_told_as_such(self, sasl_kafka: Any) -> None:
+        properties = {
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "SCRAM-SHA-256",
+            "sasl.username": "alice",
+            "sasl.password": "secret",
+        }
+        with (
+            pytest.raises(BrokerError, match=r"sasl\.mechanism"),
+            opened(sasl_kafka.bootstrap, "t", properties=properties),
+        ):
+            pass
+
+    def test_a_missing_security_protocol_is_guessed_at(self, sasl_kafka: Any) -> None:
+        with pytest.raises(BrokerError, match=r"security\.protocol"), opened(sasl_kafka.bootstrap, "t"):
+            pass
+
+    def test_right_credentials_read(
+        self, sasl_kafka: Any, create_topic: Callable[..., None], produce: Callable[..., list[int]]
+    ) -> None:
+        events = f"sasl-{STREAM['client']}"
+        for topic in (events, f"{events}.dead"):
+            create_topic(sasl_kafka.plain, topic)
+        produce(sasl_kafka.plain, events, [GOOD, b"bad"])
+        properties = {
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "PLAIN",
+            "sasl.username": sasl_kafka.user,
+            "sasl.password": sasl_kafka.password,
+        }
+        with opened(sasl_kafka.bootstrap, events, properties=properties) as source:
+            assert [outcome for *_, outcome in read(source, 2)] == [Outcome.PENDING, Outcome.DEAD_LETTERED]
+
+    def test_rows_refuse_a_schema_with_strings(self, kafka: Any, make_topic: Callable[..., str]) -> None:
+        schema = {
+            "features": {"c": {"dtype": "string", "encode": {"hash": 8}}},
+            "label": {"name": "y", "classes": 3},
+        }
+        with pytest.raises(SettingsError, match=r"cannot hold schema.features.c"):
+            with opened(kafka.bootstrap, make_topic(), schema, format="rows"):
+                pass
+
+
+class TestGaps:
+    """Offsets that retention removed while the pipeline was down."""
+
+    @pytest.fixture
+    def shortened(self, kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]) -> str:
+        """A topic with offsets 8 to 11, of which this pipeline has read 0 and 1."""
+        topic = make_topic()
+        produce(kafka.bootstrap, topic, [GOOD] * 12)
+        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+            admin.delete_records({KafkaPartition(topic, 0): 8})
+        return topic
+
+    def test_fail_stops_with_one_sentence(self, kafka: Any, shortened: str) -> None:
+        positions = {TopicPartition(shortened, 0): Position(2)}
+        with opened(kafka.bootstrap, shortened, positions=positions) as source:
+            with pytest.raises(GapError, match=r"@2 and 5 offsets after it were removed by retention.*on_gap"):
+                read(source, 1)
+
+    def test_earliest_goes_on_and_counts_the_hole(self, kafka: Any, shortened: str) -> None:
+        positions = {TopicPartition(shortened, 0): Position(2)}
+        removed, seen = 0, list[int]()
+        with opened(kafka.bootstrap, shortened, positions=positions, on_gap="earliest") as source:
+            deadline = time.monotonic() + 30
+            while len(seen) < 4 and time.monotonic() < deadline:
+                block = source.poll(timedelta(seconds=1))
+                if block is not None:
+                    seen += block.columns["offset"].tolist()
+                    removed += sum(cover.removed for cover in block.coverage)
+                    source.release(block)
+        assert (seen, removed) == ([8, 9, 10, 11], 6)
+
+    def test_a_broker_that_goes_away_at_a_hole_costs_no_message(
+        self, kafka: Any, shortened: str, produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
+            admin.create_partitions({shortened: NewPartitions(2)})
+        produce(kafka.bootstrap, shortened, [GOOD] * 5, partition=1)
+        named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [shortened], "on_gap": "earliest"}
+        settings = StreamSettings.model_validate(named).resolved("test")
+        client = CLIENTS[settings.client](settings)
+        asked = "_offsets" if settings.client == "confluent" else "_pass_gap"
+
+        def away(*_: Any) -> Any:
+            monkeypatch.undo()
+            raise BrokerError("away")
+
+        monkeypatch.setattr(client, asked, away)
+        seen: list[tuple[int, int]] = []
+        deadline = time.monotonic() + 60
+        with contextlib.closing(client):
+            client.open()
+            client.assign({TopicPartition(shortened, 0): 2, TopicPartition(shortened, 1): 0})
+            while len(seen) < 9:
+                assert time.monotonic() < deadline, seen
+                with contextlib.suppress(BrokerError):
+                    for batch in client.poll(timedelta(milliseconds=500), 100):
+                        seen += [(batch.partition.partition, offset) for offset in batch.offsets]
+        assert sorted(seen) == [(0, offset) for offset in range(8, 12)] + [(1, offset) for offset in range(5)]
+
+    def test_a_hole_after_messages_is_counted_after_them(
+        self, kafka: Any, shortened: str, produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Removed offsets are those before a batch's first message, however the client learns of them."""
+        if STREAM["client"] != "confluent":
+            pytest.skip("kafka-python tells of a hole only when no message is left before it")
+        named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [shortened], "on_gap": "earliest"}
+        settings = StreamSettings.model_validate(named).resolved("test")
+        client: Any = CLIENTS[settings.client](settings)
+
+        class Before:
+            """Message 1, which had been fetched when retention took it and those after it."""
+
+            def __getattr__(self, name: str) -> Any:
+                known = {"topic": shortened, "partition": 0, "offset": 1, "timestamp": (1, 0), "headers": ()}
+                return lambda: known.get(name)
+
+            def error(self) -> None:
+                return None
+
+            def __len__(self) -> int:
+                return 1
+
+        batches: list[Any] = []
+        deadline = time.monotonic() + 60
+        with contextlib.closing(client):
+            client.open()
+            client.assign({TopicPartition(shortened, 0): 2})
+            taken = client._taken
+            client._positions[TopicPartition(shortened, 0)] = 1
+
+            def with_one_before(polled: list[Any], limit: int) -> Any:
+                if polled and not batches:
+                    return taken([Before(), *polled], limit)
+                return taken(polled, limit)
+
+            monkeypatch.setattr(client, "_taken", with_one_before)
+            while sum(map(len, batches)) < 5:
+                assert time.monotonic() < deadline, batches
+                batches += client.poll(timedelta(milliseconds=500), 100)
+        batches = [batch for batch in batches if len(batch) or batch.removed]
+        assert [(list(batch.offsets), batch.removed) for batch in batches][:2] == [([1], 0), ([], 6)]
+        assert [offset for batch in batches for offset in batch.offsets] == [1, 8, 9, 10, 11]
+
+    def test_a_position_beyond_the_end_is_never_waited_for(
+        self, kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+    ) -> None:
+        topic = make_topic()
+        produce(kafka.bootstrap, topic, [GOOD] * 2)
+        with opened(kafka.bootstrap, topic, positions={TopicPartition(topic, 0): Position(50)}) as source:
+            with pytest.raises(GapError, match=r"@50 is beyond the topic's end"):
+                read(source, 1)

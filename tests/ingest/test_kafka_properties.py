@@ -1,0 +1,123 @@
+"""`[stream.properties]`: librdkafka's names for either client, and a way out for each that is not taken."""
+
+import logging
+import re
+import sys
+from typing import Any
+
+import confluent_kafka
+import pytest
+from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
+from pydantic import ValidationError
+
+from anabranch.core.errors import SettingsError
+from ingest.config import StreamSettings
+from ingest.kafka.kafka_python import client_options
+from ingest.kafka.registry import CLIENTS
+from ingest.kafka_properties import PROPERTIES, REFUSED
+
+SAMPLE = {"string": "sample", "whole number": "4000", "true or false": "true"}
+SPECIAL = {
+    "broker.address.family": "v4",
+    "client.dns.lookup": "use_all_dns_ips",
+    "fetch.max.bytes": "200000",
+    "fetch.wait.max.ms": "400",
+    "sasl.mechanism": "PLAIN",
+    "sasl.mechanisms": "PLAIN",
+    "sasl.oauthbearer.method": "oidc",
+    "security.protocol": "sasl_plaintext",
+    "ssl.endpoint.identification.algorithm": "none",
+}
+
+
+def settings(client: str = "kafka-python", **properties: Any) -> StreamSettings:
+    named = {name.replace("__", "."): value for name, value in properties.items()}
+    return StreamSettings.model_validate({"topics": ["events"], "client": client, "properties": named})
+
+
+def sample(name: str) -> str:
+    return SPECIAL.get(name, SAMPLE[PROPERTIES[name].kind])
+
+
+@pytest.mark.parametrize("name", sorted(PROPERTIES))
+def test_librdkafka_knows_every_name(name: str) -> None:
+    said = ""
+    try:
+        confluent_kafka.Consumer({"group.id": "g", name: sample(name)}, logger=logging.getLogger("unheard")).close()
+    except confluent_kafka.KafkaException as exc:
+        said = str(exc)  # such as a file that is not there
+    assert "No such configuration property" not in said
+
+
+@pytest.mark.parametrize("name", sorted(name for name, wanted in PROPERTIES.items() if wanted.kafka_python))
+def test_kafka_python_gets_its_own_option(name: str) -> None:
+    option = PROPERTIES[name].kafka_python
+    stream = settings(**{name: sample(name)})
+    assert option in KafkaConsumer.DEFAULT_CONFIG
+    assert option in client_options(KafkaConsumer, stream)
+    for kind in (KafkaProducer, KafkaAdminClient):
+        assert client_options(kind, stream).keys() <= kind.DEFAULT_CONFIG.keys()
+
+
+def test_values_become_what_kafka_python_takes() -> None:
+    stream = settings(
+        **{
+            "security.protocol": "sasl_ssl",
+            "sasl.mechanism": "plain",
+            "ssl.endpoint.identification.algorithm": "none",
+            "fetch.min.bytes": 10,
+            "check.crcs": False,
+        }
+    )
+    options = client_options(KafkaConsumer, stream, check_me=1)
+    assert options["security_protocol"] == "SASL_SSL"
+    assert options["sasl_mechanism"] == "PLAIN"
+    assert options["ssl_check_hostname"] is False
+    assert options["fetch_min_bytes"] == 10
+    assert options["check_crcs"] is False
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_name_that_would_break_a_promise_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="is not taken here: "):
+        settings(**{name: "x"})
+    assert name not in PROPERTIES
+
+
+@pytest.mark.parametrize("name", sorted(name for name, wanted in PROPERTIES.items() if not wanted.kafka_python))
+def test_what_kafka_python_cannot_do_is_said(name: str) -> None:
+    with pytest.raises(ValidationError, match=f'kafka-python cannot do {re.escape(name)}; set stream.client = "conf'):
+        settings(**{name: sample(name)})
+    stream = settings("confluent", **{name: sample(name)})
+    with pytest.raises(SettingsError, match=f"what writes events is kafka-python, and .* {re.escape(name)}"):
+        client_options(KafkaProducer, stream)
+
+
+def test_bearer_tokens_need_the_other_client() -> None:
+    with pytest.raises(ValidationError, match=r"kafka-python cannot do sasl\.mechanism = OAUTHBEARER"):
+        settings(sasl__mechanism="oauthbearer")
+
+
+def test_an_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(ValidationError, match=r"unknown property; the nearest known one is 'sasl\.password'"):
+        settings(sasl__pasword="x")
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("fetch.min.bytes", "a whole number"), ("check.crcs", "true or false")])
+def test_a_value_of_the_wrong_kind_is_named_and_not_shown(name: str, wanted: str) -> None:
+    with pytest.raises(ValidationError, match=f"{re.escape(name)} is not {wanted}"):
+        settings(**{name: "x"})
+
+
+def test_what_librdkafka_makes_of_a_secret_stays_secret() -> None:
+    client = CLIENTS["confluent"](settings("confluent", security__protocol="hush").resolved("test"))
+    with pytest.raises(SettingsError, match=r"stream\.properties do not make a Kafka client") as caught:
+        client.open()
+    assert "hush" not in str(caught.value)
+
+
+def test_without_confluent_kafka_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ingest.kafka.confluent", raising=False)
+    monkeypatch.setitem(sys.modules, "confluent_kafka", None)
+    with pytest.raises(SettingsError, match=r"pip install 'anabranch\[fast\]'"):
+        CLIENTS["confluent"](settings("confluent"))

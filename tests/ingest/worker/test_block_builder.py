@@ -1,0 +1,292 @@
+"""From messages to rows of a block."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.events.block import Outcome, SkipReason, TopicPartition
+from ingest.events.encoders import hash_texts
+from ingest.events.schema import Schema
+from ingest.formats.base import Decoded
+from ingest.formats.json import JsonFormat
+from ingest.formats.rows import pack_rows
+from ingest.kafka.client import Messages
+from ingest.transport.protocol import Position
+from ingest.worker.block_builder import Assembled, Assembler, Incoming, _ranges
+
+PARTITION = TopicPartition("events", 3)
+GOOD = b'{"x": [1, 2, 3], "y": 1}'
+
+
+def assemble(
+    schema: Schema,
+    values: list[bytes | None],
+    *,
+    fraction: float = 0.0,
+    begin: Position | None = None,
+    times_ms: Sequence[int] | None = None,
+    kind: str = "json",
+    **stream: object,
+) -> Assembled:
+    settings = StreamSettings.model_validate({"topics": ["events"], "format": kind, **stream}).resolved("test")
+    offsets = range(100, 100 + len(values))
+    messages = Messages(
+        PARTITION,
+        offsets,
+        times_ms or [offset * 10 for offset in offsets],
+        [b"key-%d" % offset for offset in offsets],
+        values,
+        [[("trace", b"abc")] for _ in offsets],
+        100 + len(values),
+    )
+    assembler = Assembler(schema, settings, HoldOut(fraction=fraction, seed=1))
+    return assembler.assemble([Incoming(messages, 5, begin or Position(0))])
+
+
+def test_every_message_is_a_row_with_its_identity(schema: Schema) -> None:
+    rows = assemble(schema, [GOOD, b"bad", GOOD]).columns
+    assert rows["offset"].tolist() == [100, 101, 102]
+    assert rows["row"].tolist() == [0, 0, 0]
+    assert rows["partition"].tolist() == [5, 5, 5]
+    assert rows["time_ms"].tolist() == [1000, 1010, 1020]
+    assert rows["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
+    assert rows["feature.x"].tolist() == [[1, 2, 3], [0, 0, 0], [1, 2, 3]]
+
+
+def test_a_record_time_of_the_far_future_counts_as_now_and_is_told_as_it_was(schema: Schema) -> None:
+    now = int(time.time() * 1000)
+    soon, microseconds = now + 3_600_000, now * 1000
+    assembled = assemble(schema, [GOOD, GOOD, b"bad"], times_ms=[soon, microseconds, microseconds])
+    first, *others = assembled.columns["time_ms"].tolist()
+    assert first == soon
+    assert all(now <= each <= time.time() * 1000 for each in others)
+    assert dict(assembled.letters[0].added)["anabranch-time"] == str(microseconds).encode()
+
+
+def test_a_dead_letter_is_the_message_with_its_reason_and_source(schema: Schema) -> None:
+    (letter,) = assemble(schema, [GOOD, b"bad"]).letters
+    assert (letter.key, letter.value) == (b"key-101", b"bad")
+    assert letter.headers == [("trace", b"abc")]
+    added = dict(letter.added)
+    assert added.pop("anabranch-error").startswith(b"JSON is malformed")
+    assert added == {"anabranch-source": b"events[3]@101", "anabranch-time": b"1010"}
+
+
+def test_a_null_value_is_dead_lettered(schema: Schema) -> None:
+    assembled = assemble(schema, [None, GOOD])
+    assert assembled.columns["outcome"].tolist() == [Outcome.DEAD_LETTERED, Outcome.PENDING]
+    assert assembled.letters[0].value is None
+    assert dict(assembled.letters[0].added)["anabranch-error"] == b"null value"
+
+
+def test_an_oversized_value_is_dead_lettered_before_it_is_parsed(schema: Schema) -> None:
+    assembled = assemble(schema, [GOOD, GOOD + b" " * 1000, GOOD], max_message_bytes="1kB")
+    assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
+    assert dict(assembled.letters[0].added)["anabranch-error"] == b"oversized: 1024 bytes"
+
+
+def test_bad_rows_of_a_good_message_make_one_dead_letter_that_names_them(schema: Schema) -> None:
+    good, bad = {"x": [1, 2, 3], "y": 1}, {"x": [1, 2, np.nan], "y": 1}
+    assembled = assemble(schema, [pack_rows(schema, [good, bad, good, bad]), b"torn"], kind="rows")
+    outcomes = assembled.columns["outcome"]
+    dead = Outcome.DEAD_LETTERED
+    assert outcomes.tolist() == [Outcome.PENDING, dead, Outcome.PENDING, dead, dead]
+    assert assembled.columns["row"].tolist() == [0, 1, 2, 3, 0]
+    first, second = (dict(letter.added) for letter in assembled.letters)
+    assert first["anabranch-rows"] == b"1,3"
+    assert "anabranch-rows" not in second
+
+
+def test_many_bad_rows_are_named_as_ranges_and_so_many_that_the_header_would_be_long_are_cut(schema: Schema) -> None:
+    good, bad = {"x": [1, 2, 3], "y": 1}, {"x": [1, 2, np.nan], "y": 1}
+    runs = [bad, bad, bad, good, bad, bad, good, bad]
+    by_turns = [good, bad] * 2000
+    assembled = assemble(schema, [pack_rows(schema, runs), pack_rows(schema, by_turns)], kind="rows")
+    few, many = (dict(letter.added)["anabranch-rows"].decode() for letter in assembled.letters)
+    assert few == "0..2,4,5,7"
+    assert len(many) <= 4_004
+    *named, end = many.split(",")
+    assert named == [str(row) for row in range(1, 2 * len(named), 2)]
+    assert end == "..."
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_ranges_name_each_row_and_no_other(rows: set[int]) -> None:
+    named = [part.split("..") for part in _ranges(sorted(rows)).split(",")]
+    assert [row for part in named for row in range(int(part[0]), int(part[-1]) + 1)] == sorted(rows)
+
+
+def test_what_the_client_could_not_read_is_dead_lettered_with_its_reason_and_a_tombstone_is_one_all_the_same(
+    schema: Schema, make_schema: Callable[..., Schema]
+) -> None:
+    keyed = make_schema({"x": {"dtype": "float32", "shape": [3]}}, {"name": "y", "classes": 3}, key={"name": "who"})
+    faults = {0: "too-large: why", 1: "header: why", 2: "header: why"}
+    settings = StreamSettings(topics=("events",)).resolved("test")
+    found = []
+    for each in (schema, keyed):
+        messages = [
+            Messages(PARTITION, [7], [0], [b"k"], [GOOD], [()], 8),
+            Messages(PARTITION, [8, 9, 10], [0] * 3, [None, b"k", b"k"], [None, GOOD, None], [()] * 3, 11, 0, faults),
+        ]
+        assembler = Assembler(each, settings, HoldOut(fraction=0, seed=1))
+        found.append(assembler.assemble([Incoming(part, 0, Position(0)) for part in messages]))
+    unkeyed, keyed_too = found
+    dead = Outcome.DEAD_LETTERED
+    assert unkeyed.columns["outcome"].tolist() == [Outcome.PENDING, dead, dead, dead]
+    assert [dict(letter.added)["anabranch-error"] for letter in unkeyed.letters] == [
+        b"too-large: why",
+        b"header: why",
+        b"header: why",
+    ]
+    assert [dict(letter.added)["anabranch-source"] for letter in unkeyed.letters] == [
+        b"events[3]@8",
+        b"events[3]@9",
+        b"events[3]@10",
+    ]
+    assert [letter.value for letter in unkeyed.letters] == [None, GOOD, None]
+    assert keyed_too.columns["outcome"].tolist() == [dead, dead, dead, Outcome.SKIPPED]
+    assert keyed_too.columns["reason"].tolist()[-1] == SkipReason.TOMBSTONE
+    assert len(keyed_too.letters) == 3
+
+
+def test_a_message_that_was_a_dead_letter_three_times_gets_no_fourth_letter_and_is_counted(schema: Schema) -> None:
+    def sent(times: int) -> Assembled:
+        headers = [("anabranch-source", b"events.dead[0]@%d" % number) for number in range(times)]
+        messages = Messages(PARTITION, [7], [0], [b"k"], [b"bad"], [headers], 8)
+        stream = StreamSettings(topics=("events",)).resolved("test")
+        assembler = Assembler(schema, stream, HoldOut(fraction=0, seed=1))
+        return assembler.assemble([Incoming(messages, 0, Position(0))])
+
+    third, fourth = sent(2), sent(3)
+    assert (len(third.letters), third.looped) == (1, 0)
+    assert (len(fourth.letters), fourth.looped) == (0, 1)
+    assert fourth.columns["outcome"].tolist() == [Outcome.DEAD_LETTERED]
+
+
+@pytest.mark.parametrize(
+    ("unlabelled", "outcome", "reason"),
+    [("skip", Outcome.SKIPPED, SkipReason.UNLABELLED), ("store", Outcome.PENDING, SkipReason.NONE)],
+)
+def test_events_without_a_label_are_skipped_or_left_to_be_stored(
+    schema: Schema, unlabelled: str, outcome: Outcome, reason: SkipReason
+) -> None:
+    rows = assemble(schema, [b'{"x": [1, 2, 3]}', GOOD], unlabelled=unlabelled).columns
+    assert rows["outcome"].tolist() == [outcome, Outcome.PENDING]
+    assert rows["reason"].tolist() == [reason, SkipReason.NONE]
+
+
+def test_held_out_events_are_about_the_fraction_and_always_the_same(schema: Schema) -> None:
+    first = assemble(schema, [GOOD] * 4000, fraction=0.1).columns["outcome"]
+    again = assemble(schema, [GOOD] * 4000, fraction=0.1).columns["outcome"]
+    assert (first == again).all()
+    assert 300 < np.count_nonzero(first == Outcome.HELD_OUT) < 500
+
+
+def test_all_events_of_a_group_are_held_out_or_none(make_schema) -> None:  # type: ignore[no-untyped-def]
+    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, group={"name": "g"})
+    values = [b'{"x": 1, "y": 1, "g": %d}' % (i % 40) for i in range(2000)]
+    rows = assemble(schema, values, fraction=0.3).columns  # type: ignore[arg-type]
+    held = rows["outcome"] == Outcome.HELD_OUT
+    groups = np.arange(2000) % 40
+    shares = {held[groups == group].mean() for group in range(40)}
+    assert shares == {0.0, 1.0}
+
+
+def test_rows_before_the_position_are_left_out(schema: Schema) -> None:
+    event = {"x": [1, 2, 3], "y": 1}
+    rows = assemble(
+        schema, [pack_rows(schema, [event] * 3), pack_rows(schema, [event])], kind="rows", begin=Position(100, 2)
+    ).columns
+    assert list(zip(rows["offset"].tolist(), rows["row"].tolist(), strict=True)) == [(100, 2), (101, 0)]
+
+
+class TestABugInTheDecoder:
+    @pytest.fixture(autouse=True)
+    def bug(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A decoder that raises at one value, whatever comes with it."""
+        sound = JsonFormat.decode
+
+        def decode(self: JsonFormat, values: list[bytes]) -> Decoded:
+            if b"poison" in values:
+                raise TypeError("unforeseen")
+            return sound(self, values)
+
+        monkeypatch.setattr(JsonFormat, "decode", decode)
+
+    def test_the_message_that_raises_is_dead_lettered_and_its_neighbours_are_events(
+        self, schema: Schema, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assembled = assemble(schema, [GOOD, b"poison", None, b"bad", GOOD, b"poison"])
+        dead = Outcome.DEAD_LETTERED
+        assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, dead, dead, dead, Outcome.PENDING, dead]
+        assert assembled.columns["feature.x"].tolist()[4] == [1, 2, 3]
+        errors = [dict(letter.added)["anabranch-error"] for letter in assembled.letters]
+        assert [error.partition(b":")[0] for error in errors[1:3]] == [b"null value", b"JSON is malformed"]
+        assert [errors[0], errors[3]] == [b"internal: TypeError: unforeseen"] * 2
+        assert assembled.fault == "TypeError: unforeseen"
+        assert [record.exc_info is not None for record in caplog.records] == [True]
+
+    def test_a_lack_of_memory_is_no_fault_of_a_message(self, schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+        def decode(self: JsonFormat, values: list[bytes]) -> Decoded:
+            raise MemoryError
+
+        monkeypatch.setattr(JsonFormat, "decode", decode)
+        with pytest.raises(MemoryError):
+            assemble(schema, [GOOD])
+
+
+def test_partitions_that_are_assembled_together_come_out_as_each_alone(schema: Schema) -> None:
+    """Rows, letters and held-out events, also where a message has begun to be learned or none is left."""
+    event, bad = {"x": [1, 2, 3], "y": 1}, {"x": [1, 2, np.nan], "y": 1}
+    values = [[[event, event, bad], [bad]], [], [[event], [event] * 3], [[bad, event]]]
+    incoming = [
+        Incoming(
+            Messages(
+                TopicPartition("events", number),
+                range(7, 7 + len(each)),
+                [number] * len(each),
+                [b"%d" % number] * len(each),
+                [pack_rows(schema, rows) for rows in each],
+                [[]] * len(each),
+                20,
+            ),
+            number,
+            Position(7, 1 if number == 0 else 0),
+        )
+        for number, each in enumerate(values)
+    ]
+    stream = StreamSettings.model_validate({"topics": ["events"], "format": "rows"})
+    assembler = Assembler(schema, stream, HoldOut(fraction=0.5, seed=1))
+    together, alone = assembler.assemble(incoming), [assembler.assemble([each]) for each in incoming]
+    assert together.rows == [len(each) for each in alone] == [3, 0, 4, 2]
+    assert list(together.letters) == [letter for each in alone for letter in each.letters]
+    for name, column in together.columns.items():
+        assert column.tolist() == [value for each in alone for value in each.columns[name].tolist()], name
+    assert {Outcome.HELD_OUT, Outcome.PENDING, Outcome.DEAD_LETTERED} == set(together.columns["outcome"].tolist())
+
+
+KEYED = Schema(
+    SchemaSettings.model_validate(
+        {
+            "features": {"x": {"dtype": "float32", "shape": [3]}},
+            "label": {"name": "y", "classes": 3},
+            "key": {"name": "k"},
+        }
+    )
+)
+
+
+def test_a_null_value_with_a_key_is_a_tombstone_where_events_have_keys() -> None:
+    events = [b'{"x": [1, 2, 3], "y": 1, "k": "key-102"}', b'{"x": [1, 2, 3], "y": 1, "k": 7}']
+    assembled = assemble(KEYED, [events[0], events[1], None, b"bad"])
+    rows = assembled.columns
+    assert rows["outcome"].tolist() == [Outcome.PENDING, Outcome.PENDING, Outcome.SKIPPED, Outcome.DEAD_LETTERED]
+    assert rows["reason"].tolist() == [SkipReason.NONE, SkipReason.NONE, SkipReason.TOMBSTONE, SkipReason.NONE]
+    assert rows["key_hash"][0] == rows["key_hash"][2], "a message's key is not compared as the event's text"
+    assert [letter.key for letter in assembled.letters] == [b"key-103"]
+    assert int(rows["key_hash"][1]) == int(hash_texts([b"7"])[0])

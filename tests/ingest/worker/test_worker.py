@@ -1,0 +1,512 @@
+"""The ingest process' loop against a client without Kafka, with a real ring and a real connection."""
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import GapError, RecreatedError
+from ingest.events.block import Block, BlockLayout, Coverage, Fingerprint, Outcome, TopicPartition
+from ingest.events.schema import Schema
+from ingest.formats.base import Decoded
+from ingest.formats.rows import RowsFormat, pack_rows
+from ingest.kafka.client import Lag, Messages
+from ingest.kafka.fake import FakeClient, FakePartition
+from ingest.transport.protocol import (
+    Broker,
+    Commit,
+    Filled,
+    FromIngest,
+    Mark,
+    Opened,
+    Passed,
+    PassOver,
+    Pause,
+    Position,
+    Release,
+    Resume,
+    Stop,
+    receive_in_learner,
+    send,
+)
+from ingest.transport.shared_ring import Ring
+from ingest.worker import stalled_partitions as stalls
+from ingest.worker import worker as worker_module
+from ingest.worker.block_builder import Assembler
+from ingest.worker.worker import StoppedError, Worker, _portions
+
+P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
+SCHEMA = Schema(
+    SchemaSettings.model_validate(
+        {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+    )
+)
+STREAM = StreamSettings.model_validate({"topics": ["events"], "format": "rows"}).resolved("test")
+
+
+class Learner:
+    """The other end of a worker that runs in a thread."""
+
+    def __init__(
+        self,
+        client: FakeClient,
+        ring: Ring,
+        positions: list[tuple[TopicPartition, Position]],
+        marks: list[Mark],
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        self.connection, connection = Connection(ours.detach()), Connection(theirs.detach())
+        self.ring = ring
+        self.broker: list[Broker] = []
+        assembler = Assembler(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
+        worker = Worker(STREAM, client, assembler, ring, connection)
+
+        def run() -> None:
+            with pytest.raises(StoppedError):
+                worker.run(positions, marks)
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def hear(self, wanted: Callable[[FromIngest], bool]) -> FromIngest:
+        while True:
+            assert self.connection.poll(20), "the worker says nothing"
+            message = receive_in_learner(self.connection)
+            if isinstance(message, Broker):
+                self.broker.append(message)
+            if wanted(message):
+                return message
+
+    def block(self) -> tuple[Block, int]:
+        filled = self.hear(lambda message: isinstance(message, Filled))
+        assert isinstance(filled, Filled)
+        views = self.ring.views(filled.slot, filled.rows)
+        copied = {name: column.copy() for name, column in views.items()}
+        return Block(copied, filled.coverage), filled.slot
+
+
+@contextmanager
+def learner(
+    client: FakeClient,
+    buffer_bytes: int = 1_000_000,
+    positions: list[tuple[TopicPartition, Position]] | None = None,
+    marks: list[Mark] | None = None,
+) -> Iterator[Learner]:
+    ring = Ring(BlockLayout(SCHEMA), buffer_bytes)
+    end = Learner(client, ring, positions or [], marks or [])
+    try:
+        yield end
+    finally:
+        send(end.connection, Stop())
+        end.thread.join(20)
+        assert not end.thread.is_alive()
+        ring.close()
+
+
+def message(first: int, rows: int) -> bytes:
+    return pack_rows(SCHEMA, [{"x": [first + i, 0, 0], "y": 1} for i in range(rows)])
+
+
+def test_blocks_cover_messages_and_gaps() -> None:
+    partition = FakePartition()
+    partition.append(message(0, 1))
+    partition.skip(3)
+    partition.append(message(1, 1))
+    partition.skip()
+    with learner(FakeClient({P0: partition})) as end:
+        opened = end.hear(lambda each: isinstance(each, Opened))
+        assert opened == Opened([P0], [0], [None])
+        block, _ = end.block()
+    assert block.columns["offset"].tolist() == [0, 4]
+    (cover,) = block.coverage
+    assert (cover.start, cover.end, cover.removed) == (0, 6, 0)
+
+
+def test_of_log_starts_only_what_was_so_ten_minutes_ago_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.0)
+    monkeypatch.setattr(worker_module, "_LOG_STARTS_SECONDS", 0.0)
+    starts, asked = [7, 9, 8, 10], itertools.count()
+
+    class Aging(FakeClient):
+        def lag(self, *, log_starts: bool = False) -> Lag:
+            if log_starts:
+                self.topics[P0].start = starts[min(next(asked), 3)]
+            return super().lag(log_starts=log_starts)
+
+    with learner(Aging({P0: FakePartition()})) as end:
+        told: list[int] = []
+        while len(told) < 4:
+            report = end.hear(lambda each: isinstance(each, Broker))
+            send(end.connection, Resume())
+            assert isinstance(report, Broker)
+            told += [first for _, first in report.log_starts]
+        assert told == [7, 8, 8, 10]
+
+
+def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.0)
+    asked: list[bool] = []
+
+    class Noting(FakeClient):
+        def lag(self, *, log_starts: bool = False) -> Lag:
+            asked.append(log_starts)
+            return super().lag(log_starts=log_starts)
+
+    with learner(Noting({P0: FakePartition()})) as end:
+        while len(asked) < 5:
+            end.hear(lambda each: isinstance(each, Broker))
+            send(end.connection, Resume())
+    assert asked[:5] == [True, False, False, False, False]
+
+
+def test_a_full_ring_stops_the_reading_until_a_slot_is_released() -> None:
+    partition = FakePartition()
+    with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
+        rows = end.ring.rows
+        total = end.ring.slots + 3
+        for _ in range(total):
+            partition.append(message(0, rows))
+        slots = [end.block()[1] for _ in range(end.ring.slots)]
+        # Reports go on while the ring is full, blocks do not.
+        assert isinstance(end.hear(lambda each: isinstance(each, Broker | Filled)), Broker)
+        send(end.connection, Release(slots[2]))
+        assert end.block()[1] == slots[2]
+
+
+def test_released_slots_are_overwritten_while_little_comes_and_others_are_not() -> None:
+    partition = FakePartition()
+    with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
+        rows = end.ring.rows
+        for number in range(end.ring.slots):
+            partition.append(message(1 + number, rows))
+        blocks = [end.block() for _ in range(end.ring.slots)]
+        kept, *released = (slot for _, slot in blocks)
+        for slot in released:
+            send(end.connection, Release(slot))
+
+        def held(slot: int) -> int:
+            return sum(int(column.view("u1").any()) for column in end.ring.views(slot, rows).values() if column.nbytes)
+
+        deadline = time.monotonic() + 20
+        while any(map(held, released)):
+            assert time.monotonic() < deadline, "what was released is there yet"
+            end.connection.poll(0.01)
+        assert end.ring.views(kept, rows)["feature.x"].tolist() == blocks[0][0].columns["feature.x"].tolist()
+
+
+def test_pause_stops_the_reading_and_resume_goes_on() -> None:
+    partition = FakePartition()
+    client = FakeClient({P0: partition})
+    with learner(client) as end:
+        end.hear(lambda each: isinstance(each, Opened))
+        send(end.connection, Pause())
+        send(end.connection, Commit([(0, 7)]))
+        send(end.connection, Resume())
+        partition.append(message(0, 1))
+        assert end.block()[0].columns["offset"].tolist() == [0]
+    assert client.committed == {P0: 7}
+
+
+class Stuck(FakeClient):
+    """Never hands out what partition 0 has, as a client does that cannot read a batch and says nothing of it."""
+
+    def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
+        return [messages for messages in super().poll(timeout, limit) if messages.partition != P0]
+
+
+class TestStandingStill:
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.01)
+        monkeypatch.setattr(worker_module, "_BUSY_SHARE", 1.0)
+        monkeypatch.setattr(stalls, "STALLED_SECONDS", 0.1)
+
+    def test_a_position_that_does_not_move_though_the_topic_goes_on_is_ill(self) -> None:
+        partition, other = FakePartition(), FakePartition()
+        partition.append(message(0, 1))
+        with learner(Stuck({P0: partition, P1: other})) as end:
+            while not end.hear(lambda each: isinstance(each, Broker)).ill:
+                send(end.connection, Resume())  # it reports on as long as the learner says something
+                other.append(message(0, 1))
+            assert end.broker[-1].ill.startswith("events[0] stands still at offset 0, while it ends at 1: the broker")
+
+    def test_one_that_waits_for_a_learner_that_takes_nothing_is_not_told_so(self) -> None:
+        partition = FakePartition()
+        with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
+            rows = end.ring.rows
+            for _ in range(end.ring.slots + 3):
+                partition.append(message(0, rows))
+            for _ in range(end.ring.slots):
+                end.block()
+            begin = time.monotonic()
+            while time.monotonic() < begin + 0.5:
+                end.hear(lambda each: isinstance(each, Broker))
+                send(end.connection, Resume())
+        assert [each.ill for each in end.broker] == [None] * len(end.broker)
+
+
+class Held(FakeClient):
+    """Opens only when it may."""
+
+    def __init__(self, topics: dict[TopicPartition, FakePartition]) -> None:
+        super().__init__(topics)
+        self.may = threading.Event()
+
+    def open(self) -> None:
+        assert self.may.wait(20)
+
+
+class TestPassingOver:
+    def test_what_is_left_unread_is_told_and_what_comes_after_it_is_read(self) -> None:
+        partition = FakePartition()
+        for _ in range(500):
+            partition.append(message(0, 1))
+        partition.skip(2)
+        client = Held({P0: partition, P1: FakePartition()})
+        with learner(client, positions=[(P0, Position(1)), (P1, Position(0))]) as end:
+            send(end.connection, PassOver())
+            client.may.set()
+            block, _ = end.block()
+            assert len(block) == 0
+            assert block.coverage == (Coverage(0, 1, 502, passed=501),)
+            assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
+            partition.append(message(7, 1))
+            block, _ = end.block()
+            assert block.columns["offset"].tolist() == [502]
+            assert [(cover.start, cover.end, cover.passed) for cover in block.coverage] == [(502, 503, 0)]
+
+    def test_where_nothing_is_left_nothing_is_told(self) -> None:
+        with learner(FakeClient({P0: FakePartition()})) as end:
+            send(end.connection, PassOver())
+            assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
+
+    def test_the_rest_of_a_torn_message_is_read(self) -> None:
+        partition = FakePartition()
+        partition.append(message(0, 3))
+        partition.append(message(0, 1))
+        client = Held({P0: partition})
+        with learner(client, positions=[(P0, Position(0, 1))]) as end:
+            send(end.connection, PassOver())
+            client.may.set()
+            assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
+            block, _ = end.block()
+            assert block.columns["row"].tolist() == [1, 2, 0]
+
+    def test_what_was_fetched_and_not_handed_over_is_passed_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_module, "_PORTION_BYTES", 1)
+        partition = FakePartition()
+        for first in range(1000):
+            partition.append(message(first, 20))
+        with learner(FakeClient({P0: partition})) as end:
+            first, slot = end.block()
+            send(end.connection, PassOver())
+            covered = [*first.coverage]
+            while not covered[-1].passed:
+                send(end.connection, Release(slot))
+                block, slot = end.block()
+                covered += block.coverage
+            assert covered[-1].end == 1000
+            assert covered[-1].passed > 500
+            assert all(before.end == after.start for before, after in itertools.pairwise(covered))
+
+    def test_a_broker_that_is_away_is_asked_again(self) -> None:
+        partition = FakePartition()
+        partition.append(message(0, 1))
+        client = Held({P0: partition})
+        client.away = True
+        with learner(client, positions=[(P0, Position(0))]) as end:
+            send(end.connection, PassOver())
+            client.may.set()
+            end.hear(lambda each: isinstance(each, Broker) and each.ill is not None)
+            client.away = False
+            assert end.block()[0].coverage == (Coverage(0, 0, 1, passed=1),)
+
+
+def test_a_block_comes_only_after_its_dead_letters_are_acknowledged() -> None:
+    partition = FakePartition()
+    client = FakeClient({P0: partition})
+    client.refused_letters = 1
+    partition.append(b"torn")
+    partition.append(message(0, 1))
+    with learner(client) as end:
+        block, _ = end.block()
+        assert len(block) == 2
+        assert [letter.value for letter in client.letters] == [b"torn"]
+    assert any(each.ill and "events.dead" in each.ill for each in end.broker)
+
+
+def test_a_block_tells_of_the_dead_letters_that_were_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    partition = FakePartition()
+    client = FakeClient({P0: partition})
+    client.dropped_values = {b"torn"}
+    for value in (b"torn", b"bad", message(0, 1)):
+        partition.append(value)
+    with learner(client) as end:
+        filled = end.hear(lambda each: isinstance(each, Filled))
+        assert isinstance(filled, Filled)
+        assert (filled.rows, filled.letters_dropped) == (3, {"refused": 1})
+        partition.append(message(0, 1))
+        filled = end.hear(lambda each: isinstance(each, Filled))
+        assert isinstance(filled, Filled)
+        assert filled.letters_dropped == {}
+    assert [letter.value for letter in client.letters] == [b"bad"]
+    assert "dead letters were not written" in caplog.text
+
+
+def test_a_broker_that_is_away_is_said_and_waited_for() -> None:
+    partition = FakePartition()
+    client = FakeClient({P0: partition})
+    with learner(client) as end:
+        end.hear(lambda each: isinstance(each, Opened))
+        client.away = True
+        end.hear(lambda each: isinstance(each, Broker) and each.ill is not None)
+        partition.append(message(0, 1))
+        client.away = False
+        assert len(end.block()[0]) == 1
+        end.hear(lambda each: isinstance(each, Broker) and each.ill is None)
+
+
+def test_a_bug_in_decoding_is_said_and_does_not_stop_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = RowsFormat.decode
+
+    def decode(self: RowsFormat, values: list[bytes]) -> Decoded:
+        if b"poison" in values:
+            raise TypeError("unforeseen")
+        return sound(self, values)
+
+    monkeypatch.setattr(RowsFormat, "decode", decode)
+    partition = FakePartition()
+    partition.append(b"poison")
+    partition.append(message(0, 1))
+    client = FakeClient({P0: partition})
+    with learner(client) as end:
+        assert end.block()[0].columns["outcome"].tolist() == [Outcome.DEAD_LETTERED, Outcome.PENDING]
+        said = end.hear(lambda each: isinstance(each, Broker) and each.ill is not None)
+        assert isinstance(said, Broker)
+        assert said.ill is not None
+        assert "TypeError: unforeseen" in said.ill
+    assert [letter.value for letter in client.letters] == [b"poison"]
+
+
+@given(st.lists(st.tuples(st.lists(st.none() | st.integers(0, 9), max_size=8), st.integers(0, 3)), max_size=5))
+def test_portions_are_small_and_are_together_what_was_fetched(plan: list[tuple[list[int | None], int]]) -> None:
+    fetched = []
+    for place, (sizes, removed) in enumerate(plan):
+        n, values = len(sizes), [None if size is None else b"x" * size for size in sizes]
+        offsets = [2 * i + removed for i in range(n)]
+        topic = TopicPartition("events", place)
+        faults = {place: f"{offsets[place]}" for place in range(0, n, 3)}
+        fetched.append(Messages(topic, offsets, [0] * n, [b"k"] * n, values, [[]] * n, 100, removed, faults))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "_PORTION_BYTES", 10)
+        portions = list(_portions(fetched))
+    for portion in portions:
+        sizes = [len(value or b"") for part in portion for value in part.values]
+        assert sum(sizes[:-1]) < 10
+        assert len({part.partition for part in portion}) == len(portion)
+    for messages in fetched:
+        parts = [part for portion in portions for part in portion if part.partition == messages.partition]
+        assert [offset for part in parts for offset in part.offsets] == messages.offsets
+        assert [value for part in parts for value in part.values] == messages.values
+        told = {part.offsets[place]: why for part in parts for place, why in part.faults.items()}
+        assert told == {messages.offsets[place]: why for place, why in messages.faults.items()}
+        assert [part.removed for part in parts] == [messages.removed] + [0] * (len(parts) - 1)
+        assert [part.end for part in parts[:-1]] == [part.offsets[0] for part in parts[1:]]
+        assert parts[-1].end == messages.end
+
+
+def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> None:
+    client = FakeClient({P0: FakePartition(), P1: FakePartition()})
+    client.topics[P0].append(message(0, 1))
+    client.topics[P1].append(message(0, 1))
+    with learner(client, positions=[(P1, Position(0))]) as end:
+        assert end.hear(lambda each: isinstance(each, Opened)) == Opened([P1, P0], [0, 0], [None, None])
+        block, _ = end.block()
+        assert sorted(block.columns["partition"].tolist()) == [0, 1]
+
+
+def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> None:
+    partition = FakePartition()
+    for _ in range(5):
+        partition.append(message(0, 1))
+    client = FakeClient({P0: partition})
+    client.ids = {"events": "one"}
+    mark = Mark("one", Fingerprint(6, 1, "of a record that is lost"))
+    assert STREAM.on_gap == "fail"
+    with learner(client, positions=[(P0, Position(7))], marks=[mark]) as end:
+        opened = end.hear(lambda each: isinstance(each, Opened))
+        assert opened == Opened([P0, P0.anew], [7, 5], ["one", "one"])
+        partition.append(message(9, 1))
+        block, _ = end.block()
+        assert block.coverage[0].partition == 1
+        assert block.columns["offset"].tolist() == [5]
+    # Where records that were not read lie below, that is a gap.
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(Connection(ours.detach())), contextlib.closing(Connection(theirs.detach())) as there:
+        ring = Ring(BlockLayout(SCHEMA), 1_000_000)
+        worker = Worker(STREAM, client, Assembler(SCHEMA, STREAM, HoldOut(fraction=0, seed=0)), ring, there)
+        with (
+            contextlib.closing(ring),
+            pytest.raises(GapError, match=r"events\[0\]@2: the log lost its end and has gro"),
+        ):
+            worker.run([(P0, Position(2))], [Mark("one", Fingerprint(1, 1_700_000_000_001, "of one that is lost"))])
+
+
+def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_reads_nothing_of_it() -> None:
+    """The one that takes it up knows it by the id that was read: nobody else may put another in its place."""
+    client = FakeClient({P0: FakePartition(), P1: FakePartition()})
+    client.topics[P1].append(message(0, 1))
+    client.ids = {"events": "another"}
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(Connection(ours.detach())) as end, contextlib.closing(Connection(theirs.detach())) as there:
+        ring = Ring(BlockLayout(SCHEMA), 1_000_000)
+        assembler = Assembler(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
+        worker = Worker(STREAM, client, assembler, ring, there, [0], alone=False)
+        send(end, Stop())
+        with contextlib.closing(ring), pytest.raises(RecreatedError, match=r"events\[1\]"):
+            worker.run([(P0, Position(0)), (P1, Position(0))], [Mark("the one"), Mark("the one")])
+        assert not end.poll(0)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=30))
+def test_blocks_hold_every_event_once_and_say_how_far_they_go(plan: list[tuple[int, int, int]]) -> None:
+    """Messages of many rows over two partitions with gaps, cut into tiny slots: nothing is lost or comes twice."""
+    partitions = {P0: FakePartition(), P1: FakePartition()}
+    expected: list[tuple[int, int, int]] = []
+    for where, rows, gap in plan:
+        target = partitions[(P0, P1)[where]]
+        offset = target.append(message(0, rows))
+        expected += [(where, offset, row) for row in range(max(rows, 1))]
+        target.skip(gap)
+    seen: list[tuple[int, int, int]] = []
+    position = {0: (0, 0), 1: (0, 0)}
+    with learner(FakeClient(partitions), buffer_bytes=7_000) as end:
+        while any(position[i][0] < topic.end for i, topic in enumerate(partitions.values())):
+            block, slot = end.block()
+            for cover in block.coverage:
+                assert cover.start == position[cover.partition][0]
+                mine = block.columns["partition"] == cover.partition
+                places = list(
+                    zip(block.columns["offset"][mine].tolist(), block.columns["row"][mine].tolist(), strict=True)
+                )
+                assert places == sorted(places)
+                torn = places and places[-1][0] == cover.end
+                position[cover.partition] = (cover.end, places[-1][1] + 1 if torn else 0)
+            seen += [
+                (int(p), int(o), int(r))
+                for p, o, r in zip(*(block.columns[name] for name in ("partition", "offset", "row")), strict=True)
+            ]
+            send(end.connection, Release(slot))
+    assert sorted(seen) == sorted(expected)
+    assert len(set(seen)) == len(seen)
