@@ -16,8 +16,8 @@ from ingest.events.identity import partition_name
 from ingest.events.schema import Schema
 from learner.lock import hold_state_directory, is_held
 from learner.report import PartitionReport, read_report
-from replay.forgotten import ByKey, ByRange, Record, hash_of_key
-from replay.forgotten_log import COMMAND, NAME, ForgottenLog, now
+from replay.erasure.erased_events import ByKey, ByRange, Record, hash_of_key
+from replay.erasure.erasure_log import COMMAND, NAME, ForgottenLog, now
 
 _RANGE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:#(\d+))?\[(\d+)\]@(\d+)(?:\.\.(\d+))?")
 _PAUSE_SECONDS = 0.05
@@ -115,7 +115,7 @@ def _erase(config: Config, log: ForgottenLog, through: int) -> str | None:
     """Erase what is left of all up to a record, under the lock; return what is not done."""
     # Loads torch, which takes seconds: before the lock, for which a learner that starts meanwhile waits.
     from learner.offline import ERASED, erase
-    from replay.kinds import TIERS
+    from replay.tiers.registry import TIERS
 
     left = [name for name in TIERS if name != ERASED and getattr(config.pipeline.replay, name) is not None]
     digest = Schema(config.pipeline.events).digest

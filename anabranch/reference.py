@@ -193,7 +193,13 @@ def metrics() -> dict[str, MetricWrapperBase]:
     """Return every collector by its name in the exposition."""
     registry = CollectorRegistry()
     replay = ReplayMetrics(registry)
-    owners = [IngestMetrics(registry), LearnerMetrics(registry), replay, replay.index, ServingMetrics(registry)]
+    owners = [
+        IngestMetrics(registry),
+        LearnerMetrics(registry),
+        replay,
+        replay.index,
+        ServingMetrics(registry),
+    ]
     collectors = [item for owner in owners for item in vars(owner).values() if isinstance(item, MetricWrapperBase)]
     return {_name(collector): collector for collector in collectors}
 

@@ -26,12 +26,12 @@ from learner.forgotten_cut import check_age, remembered
 from learner.replay_cut import unpack
 from learner.report import read_report
 from learner.strategy import OUTPUT, kept
-from replay.contents import Contents
-from replay.forgotten import hash_of_key
-from replay.forgotten_log import NAME, ForgottenLog
-from replay.kinds import kind_with, kinds_of
-from replay.rows import RowLayout
-from replay.tier import Site, Tier
+from replay.erasure.erased_events import hash_of_key
+from replay.erasure.erasure_log import NAME, ForgottenLog
+from replay.row_layout import RowLayout
+from replay.snapshot import Contents
+from replay.tiers.registry import kind_with, kinds_of
+from replay.tiers.tier import Site, Tier
 
 _ATTEMPTS = 3
 """A learner at work may delete every cut that was there when a look at them began."""

@@ -49,7 +49,7 @@ from harness.table import Table, Target, options
 from harness.turns import Spread, in_turns, ratio, seconds
 from numpy.typing import NDArray
 
-from replay.clerk import Clerk
+from replay.background_store import Clerk
 
 LARGE, SMALL = 784, 16
 """Floats of an event: of 3 KB, and of 64 bytes."""

@@ -28,7 +28,7 @@ from collections.abc import Callable
 import numpy as np
 from harness.table import Table, options
 
-from replay.neighbours import Neighbours
+from replay.embedding_index.client import Neighbours
 
 BATCH, K, STEP_SECONDS = 64, 10, 0.02
 _PART = 512

@@ -13,9 +13,9 @@ from anabranch.core.failures import DamagedError
 from learner.cut import FORMAT, SEGMENT, CutManifest, Cuts, part_of
 from learner.errors import CutError
 from learner.forgotten_cut import Tensors, named_slots, without
-from replay.disk import DiskTier
-from replay.disk_files import all_files, is_aside
-from replay.forgotten import Forgotten
+from replay.erasure.erased_events import Forgotten
+from replay.tiers.disk import DiskTier
+from replay.tiers.disk_files import all_files, is_aside
 
 log = logging.getLogger(__name__)
 

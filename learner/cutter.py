@@ -20,9 +20,9 @@ from learner.deadline import Deadline
 from learner.errors import CutError
 from learner.metrics import LearnerMetrics
 from learner.replay_cut import pack
-from replay.clerk import Clerk
-from replay.held import Held
-from replay.segments import Segment
+from replay.background_store import Clerk
+from replay.checkpoint.capture import Held
+from replay.checkpoint.segments import Segment
 
 _FIRST_CUT_LOOK = timedelta(milliseconds=100)
 

@@ -24,11 +24,11 @@ from learner.cutter import Cutter
 from learner.deadline import Deadline
 from learner.guard import GuardSet
 from learner.tombstones import Positions, Tombstones
-from replay.clerk import Clerk
-from replay.forgotten import Forgotten, Record
-from replay.forgotten_file import Applied
-from replay.forgotten_log import ForgottenLog, now
-from replay.tiers import Tiers
+from replay.background_store import Clerk
+from replay.erasure.erased_events import Forgotten, Record
+from replay.erasure.erasure_log import ForgottenLog, now
+from replay.erasure.log_file import Applied
+from replay.tiers.hierarchy import Tiers
 
 _EVERY_SECONDS = 0.2
 _SHARE = 20

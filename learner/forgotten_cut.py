@@ -19,11 +19,11 @@ from ingest.events.block import TopicPartition
 from ingest.events.identity import partition_base
 from learner.cut import FORGOTTEN, SEGMENT, Cut
 from learner.errors import MisfitError
-from replay.contents import ENTRY, PLANNED
-from replay.entries import columns_of
-from replay.forgotten import Forgotten
-from replay.forgotten_log import ForgottenLog
-from replay.sampler import by_position
+from replay.erasure.erased_events import Forgotten
+from replay.erasure.erasure_log import ForgottenLog
+from replay.reservoir.event_table import columns_of
+from replay.sampling.samplers import by_position
+from replay.snapshot import ENTRY, PLANNED
 
 Tensors = Mapping[str, Tensor]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ingest.events.block import Array, TopicPartition
 from ingest.events.identity import identity_hash, partition_base
 from ingest.events.schema import Schema
-from replay.forgotten import Forgotten
+from replay.erasure.erased_events import Forgotten
 
 YOUNG = 4
 """One in so many of the events held is young: the newest, by which accuracy on what is new is told."""

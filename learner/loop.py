@@ -38,10 +38,10 @@ from learner.retention import retention_of
 from learner.round_robin import RoundRobin
 from learner.strategy import OUTPUT, Examples
 from learner.trainer import Trainer
-from replay.clerk import Clerk
-from replay.draw import Draw
+from replay.background_store import Clerk
 from replay.metrics import ReplayMetrics
-from replay.rows import Fields
+from replay.plan import Draw
+from replay.row_layout import Fields
 
 _COMMIT_SECONDS = 5.0
 _MANY_NON_FINITE = 10

@@ -7,9 +7,9 @@ from learner.cut import RANK, Cuts
 from learner.cut_eraser import Eraser
 from learner.errors import MisfitError
 from learner.forgotten_cut import remembered
-from replay.forgotten import Forgotten
-from replay.forgotten_file import Applied
-from replay.forgotten_log import ForgottenLog, now
+from replay.erasure.erased_events import Forgotten
+from replay.erasure.erasure_log import ForgottenLog, now
+from replay.erasure.log_file import Applied
 
 ERASED = "disk"
 """The kind of tier whose files are erased; rows in others are left to the next start of a learner."""

@@ -13,8 +13,8 @@ from learner.raised import RaisingEventsError
 from learner.ratio import Ratio, Tally
 from learner.rehearsal import rehearsal
 from learner.trainer import Trainer
-from replay.chance import Chance
-from replay.draw import Draw
+from replay.plan import Draw
+from replay.sampling.step_rng import Chance
 
 ENOUGH = 100
 """Held-out events below this are too few to go by."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from learner.strategy import OUTPUT, Examples
-from replay.draw import Draw
+from replay.plan import Draw
 
 _FEATURE = "feature."
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.cut import SEGMENT, Cut
-from replay.contents import PLANNED, Change, Contents, PlannedRows, Standing, TierFile
-from replay.segments import Segment, Tensors, advance, assemble
+from replay.checkpoint.segments import Segment, Tensors, advance, assemble
+from replay.snapshot import PLANNED, Change, Contents, PlannedRows, Standing, TierFile
 
 
 @dataclass(frozen=True)

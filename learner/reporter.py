@@ -19,7 +19,7 @@ from learner.loop import Loop, Metrics
 from learner.publisher import Publisher
 from learner.report import LearnerReport, write_report
 from learner.sharing import Sharing
-from replay.clerk import Clerk
+from replay.background_store import Clerk
 
 _EVERY_SECONDS = 0.5
 _RATE_MARKS = 10

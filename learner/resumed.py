@@ -13,11 +13,11 @@ from learner.room import most_offered
 from learner.strategy import OUTPUT, kept
 from learner.workbench import Deployment, Workbench
 from replay.build import build_store
-from replay.contents import Contents
-from replay.disk_files import make_way
-from replay.forgotten_log import ForgottenLog
-from replay.segments import Segment
+from replay.checkpoint.segments import Segment
+from replay.erasure.erasure_log import ForgottenLog
+from replay.snapshot import Contents
 from replay.store import Store
+from replay.tiers.disk_files import make_way
 
 log = logging.getLogger(__name__)
 

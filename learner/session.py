@@ -44,9 +44,9 @@ from learner.tracing import Tracing
 from learner.trainer import Trainer
 from learner.version import Versions, reference_to
 from learner.workbench import Deployment, Workbench, prepare
-from replay.clerk import Clerk
-from replay.forgotten_log import NAME as LOG
-from replay.forgotten_log import ForgottenLog
+from replay.background_store import Clerk
+from replay.erasure.erasure_log import NAME as LOG
+from replay.erasure.erasure_log import ForgottenLog
 from replay.metrics import ReplayMetrics
 
 _FINISHING_SHARE = 0.8

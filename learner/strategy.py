@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.task import Task
-from replay.rows import Fields
+from replay.row_layout import Fields
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 """Runs the model on features by name, `[B, ...]`; returns its output."""

@@ -8,8 +8,8 @@ from ingest.events.block import Array, SkipReason, TopicPartition
 from ingest.events.identity import partition_name
 from ingest.transport.protocol import Position
 from learner.batches import Span
-from replay.forgotten import ByKey
-from replay.forgotten_log import now
+from replay.erasure.erased_events import ByKey
+from replay.erasure.erasure_log import now
 
 _MANY = 65536
 """Events that may be read before the ends of all partitions are written down again, if there is a tombstone then."""

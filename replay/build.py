@@ -9,19 +9,19 @@ import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
 from ingest.events.schema import Schema
-from replay.admission import Quotas
 from replay.config import COMPARING, ReplaySettings
-from replay.contents import Contents
-from replay.entries import Entries
-from replay.kinds import kind_with, kinds_of
-from replay.memory import MemoryTier
-from replay.neighbours import Neighbours
+from replay.embedding_index.client import Neighbours
+from replay.embedding_index.embedding_tracker import CLUSTERS, Whereabouts
 from replay.policies import ADMISSIONS, SAMPLERS, Company, Policies, Surroundings
-from replay.rows import Fields, RowLayout
+from replay.reservoir.admission import Quotas
+from replay.reservoir.event_table import Entries
+from replay.row_layout import Fields, RowLayout
+from replay.snapshot import Contents
 from replay.store import MOST_INSERTED, Store, slots_for
-from replay.tier import Kind, Site, SlowTier
-from replay.tiers import Tiers
-from replay.whereabouts import CLUSTERS, Whereabouts
+from replay.tiers.hierarchy import Tiers
+from replay.tiers.memory import MemoryTier
+from replay.tiers.registry import kind_with, kinds_of
+from replay.tiers.tier import Kind, Site, SlowTier
 
 _EVENTS_A_CLUSTER = 64
 _ROOMY = 65_536

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from replay.contents import Contents
-from replay.held import Held
+from replay.checkpoint.capture import Held
+from replay.snapshot import Contents
 from replay.store import Store
 
 

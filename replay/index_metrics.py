@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from replay.neighbours import IndexStats
+from replay.embedding_index.client import IndexStats
 
 
 class IndexMetrics:

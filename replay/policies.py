@@ -7,12 +7,13 @@ from datetime import timedelta
 import numpy as np
 
 from anabranch.core.errors import SettingsError
-from replay import admission, sampler
-from replay.admission import Admission, Quotas
-from replay.entries import Entries
-from replay.sampler import Sampler
-from replay.several import Several
-from replay.whereabouts import Whereabouts
+from replay.embedding_index.embedding_tracker import Whereabouts
+from replay.reservoir import admission
+from replay.reservoir.admission import Admission, Quotas
+from replay.reservoir.event_table import Entries
+from replay.sampling import samplers as sampler
+from replay.sampling.samplers import Sampler
+from replay.sampling.switching import Several
 
 _MOST_GROUPS = 2**15 - 1
 

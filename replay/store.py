@@ -13,24 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.events.block import Array, TopicPartition
-from replay.admission import Quotas
-from replay.chance import Chance
-from replay.contents import Change, Contents, Standing
-from replay.draw import Draw, Plan, fetch, resumed
-from replay.entries import Entries, columns_of
-from replay.forgotten import Forgotten
-from replay.held import Held
+from replay.checkpoint.capture import Held
+from replay.checkpoint.restore import Resumption
+from replay.checkpoint.slot_allocator import Slots
+from replay.embedding_index.client import Neighbours
+from replay.erasure.erased_events import Forgotten
 from replay.holes import Holes
-from replay.neighbours import Neighbours
+from replay.plan import Draw, Plan, fetch, resumed
 from replay.policies import Policies
-from replay.resumption import Resumption
-from replay.roll import Offer, Roll
-from replay.rows import Fields, RowLayout
-from replay.several import Several
-from replay.slots import Slots
-from replay.tier import Tier
-from replay.tiers import Pack, Tiers
-from replay.waiting import Waiting
+from replay.reservoir.admission import Quotas
+from replay.reservoir.event_table import Entries, columns_of
+from replay.reservoir.pending_offers import Waiting
+from replay.reservoir.reservoir import Offer, Roll
+from replay.row_layout import Fields, RowLayout
+from replay.sampling.step_rng import Chance
+from replay.sampling.switching import Several
+from replay.snapshot import Change, Contents, Standing
+from replay.tiers.hierarchy import Pack, Tiers
+from replay.tiers.tier import Tier
 
 AHEAD = 4
 """Steps that are planned at least: the time that slower tiers have to bring a draw."""

@@ -355,7 +355,7 @@ def shared_redis(_session_redis: MortalRedis, monkeypatch: pytest.MonkeyPatch) -
 
     It never goes away, so a reply that comes late, as on a busy machine, is waited for.
     """
-    monkeypatch.setattr("replay.redis._TIMEOUT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("replay.tiers.redis_server._TIMEOUT_SECONDS", PATIENCE_SECONDS)
     _session_redis.say("FLUSHALL")
     return _session_redis
 

@@ -22,7 +22,7 @@ def words(text: str) -> list[str]:
 
 HOME = {
     "confluent_kafka": {"ingest"},
-    "faiss": {"replay/index.py"},
+    "faiss": {"replay/embedding_index/faiss_lists.py"},
     "fastapi": {"serving/app.py"},
     "kafka": {"ingest"},
     "pyarrow": {
@@ -31,7 +31,7 @@ HOME = {
         "ingest/formats/arrow_columns.py",
         "anabranch/source.py",
     },
-    "redis": {"replay/redis.py"},
+    "redis": {"replay/tiers/redis_server.py"},
     "rich": {"anabranch"},
     "safetensors": {"learner/version.py", "learner/cut.py", "learner/team.py"},
     "sklearn": {"anabranch/demo"},
@@ -67,7 +67,7 @@ WALL_CLOCK = {
     "learner/lag.py": "a cut keeps since when events wait, and they waited while no learner ran",
     "learner/publisher.py": "a version's time, for display",
     "learner/reporter.py": "a report's time",
-    "replay/forgotten_log.py": "a record's time, for display",
+    "replay/erasure/erasure_log.py": "a record's time, for display",
     "serving/crew.py": "a report's time",
     "serving/health.py": "how old the first report is that a process reads of another",
     "serving/overview.py": "the times of a chart",
@@ -225,8 +225,8 @@ def test_tests_are_no_packages():
         ("anabranch.versions", ["torch", "kafka"]),
         ("anabranch.orders", ["torch", "kafka", "fastapi"]),
         ("ingest.reader.reader", ["torch", "kafka", "confluent_kafka"]),
-        ("replay.neighbours", ["torch", "faiss"]),
-        ("replay.index_process", ["torch", "pydantic"]),
+        ("replay.embedding_index.client", ["torch", "faiss"]),
+        ("replay.embedding_index.process", ["torch", "pydantic"]),
         ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow"]),
         *((f"{package}.config", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]) for package in PACKAGES),
     ],

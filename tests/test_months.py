@@ -51,8 +51,8 @@ from learner.reporter import Reporter
 from learner.tombstones import Tombstones
 from learner.trained import Learned, Trained
 from learner.version import Manifest, ModelReference, Verdict, Versions, reference_to
-from replay.forgotten_file import Applied
-from replay.forgotten_log import ForgottenLog
+from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.log_file import Applied
 from serving.history import History
 from serving.log_limit import RateLimit
 from serving.metrics import Metrics
@@ -354,7 +354,7 @@ def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
         ("learner.record_times._MOST", 200),
         ("learner.record_times._THINNED", 50),
         ("learner.tombstones._MANY", 200),
-        ("replay.forgotten_log._SMALL_BYTES", 20_000),
+        ("replay.erasure.erasure_log._SMALL_BYTES", 20_000),
         ("serving.metrics._WINDOW_SAMPLES", 50),
         ("serving.metrics._WINDOW_SWAPS", 50),
         ("serving.swap._MOST_ROLLED_BACK", 20),

@@ -16,7 +16,7 @@ from replay.config import ReplaySettings
 if TYPE_CHECKING:
     import torch
 
-    from replay.rows import Fields
+    from replay.row_layout import Fields
 
 _LONGEST_MATTER = 2_000
 _OVERHEAD = 1.1
@@ -92,7 +92,7 @@ def _share(share: ShareSettings, device: "torch.device") -> Iterator[Said]:
 
 
 def _wanted(replay: ReplaySettings, columns: "Fields") -> int:
-    from replay.rows import RowLayout
+    from replay.row_layout import RowLayout
 
     most = int(replay.capacity * _OVERHEAD) * RowLayout(columns).row_bytes
     return min(int(replay.device_bytes), most)

@@ -16,7 +16,7 @@ def check_redis(patient: Patient) -> Iterator[Finding]:
     if replay.redis is None:
         return
     try:
-        from replay.redis import RedisServer
+        from replay.tiers.redis_server import RedisServer
     except ImportError:  # a finding of the installation's check
         return
     try:

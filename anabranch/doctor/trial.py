@@ -29,7 +29,7 @@ from learner.trainer import Trainer
 from learner.workbench import hear
 from replay.build import check_policies
 from replay.config import ReplaySettings
-from replay.rows import Fields
+from replay.row_layout import Fields
 
 _FULL = Precision("fp32", None)
 _NOWHERE = StreamSettings(bootstrap_servers="localhost:9092", topics=("none",))

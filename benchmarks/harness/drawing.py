@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from harness.events import PARTITIONS, Events
-from replay.clerk import Clerk
+from replay.background_store import Clerk
 from replay.store import Store
 
 BATCH = 256

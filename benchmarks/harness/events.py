@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ingest.config import SchemaSettings
 from ingest.events.block import Array, BlockLayout, TopicPartition
 from ingest.events.schema import Schema
-from replay.rows import RowLayout
+from replay.row_layout import RowLayout
 
 PARTITIONS = [TopicPartition("events", 0)]
 CLASSES = 10

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from harness.events import PARTITIONS, Events
+from replay.background_store import Clerk
 from replay.build import build_store
-from replay.clerk import Clerk
 from replay.config import ReplaySettings
-from replay.disk import DiskTier
 from replay.store import Store
+from replay.tiers.disk import DiskTier
 
 _HOST = torch.device("cpu")
 _ROOM = 1.2

@@ -16,10 +16,10 @@ from datetime import timedelta
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.admission import Offered, Quotas
-from replay.contents import ENTRY
-from replay.entries import FIELDS, Entries, records_of
 from replay.policies import ADMISSIONS, SAMPLERS, Company, Surroundings
+from replay.reservoir.admission import Offered, Quotas
+from replay.reservoir.event_table import FIELDS, Entries, records_of
+from replay.snapshot import ENTRY
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

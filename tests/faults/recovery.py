@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ingest.kafka.producer import EventProducer
-from replay.disk import DiskTier
+from replay.tiers.disk import DiskTier
 from tests.faults.figures import Figures
 from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
 from tests.pipelines import total

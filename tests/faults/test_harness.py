@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replay.build import _most_events as most_events
-from replay.disk import DiskTier
+from replay.tiers.disk import DiskTier
 from tests.faults import __main__ as harness
 from tests.faults import recovery
 

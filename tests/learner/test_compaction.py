@@ -13,9 +13,9 @@ from ingest.events.identity import base_of
 from ingest.reader.reader import Partition
 from ingest.transport.protocol import Position
 from learner.forgetting import Forgetting
-from replay.forgotten import ByKey
-from replay.forgotten_file import Applied
-from replay.forgotten_log import ForgottenLog
+from replay.erasure.erased_events import ByKey
+from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.log_file import Applied
 
 
 class Cuts:

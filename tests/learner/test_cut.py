@@ -68,12 +68,12 @@ from learner.task import Classification
 from learner.trainer import Trainer
 from learner.version import Versions, reference_to
 from learner.workbench import Deployment, Workbench
+from replay.background_store import Clerk
 from replay.build import build_store
-from replay.clerk import Clerk
 from replay.config import ReplaySettings
-from replay.forgotten import ByKey
-from replay.forgotten_file import Applied
-from replay.forgotten_log import ForgottenLog
+from replay.erasure.erased_events import ByKey
+from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.log_file import Applied
 from replay.metrics import ReplayMetrics
 from replay.store import Store
 

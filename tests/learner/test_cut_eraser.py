@@ -18,13 +18,13 @@ from learner.forgotten_cut import named_slots, remembered
 from learner.guard import GuardSet
 from learner.replay_cut import pack, unpack
 from replay.build import build_store
+from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
-from replay.contents import Contents
-from replay.disk import DiskTier
-from replay.disk_files import make_way
-from replay.forgotten import ByKey, Forgotten
-from replay.segments import Segment
+from replay.erasure.erased_events import ByKey, Forgotten
+from replay.snapshot import Contents
 from replay.store import Store
+from replay.tiers.disk import DiskTier
+from replay.tiers.disk_files import make_way
 
 NAMES = [TopicPartition("events", 0)]
 FORGOTTEN = Forgotten([ByKey(time=0, by="command", key_hash=f"{9:016x}", up_to={"events#0[0]": 10_000})])

@@ -20,7 +20,7 @@ from learner.cutter import Cutter, Moment
 from learner.deadline import Deadline
 from learner.metrics import LearnerMetrics
 from learner.storage import LocalStorage
-from replay.clerk import Clerk
+from replay.background_store import Clerk
 
 ERRORS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 

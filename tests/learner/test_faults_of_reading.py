@@ -17,8 +17,8 @@ from learner.errors import CutError, VersionError
 from learner.resumed import Resumed
 from learner.storage import LocalStorage
 from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
-from replay.forgotten import ByKey, Forgotten
-from replay.forgotten_log import ForgottenLog
+from replay.erasure.erased_events import ByKey, Forgotten
+from replay.erasure.erasure_log import ForgottenLog
 
 ERRORS = pytest.mark.parametrize(
     "number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES], ids=lambda number: errno.errorcode[number]

@@ -21,7 +21,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.forget import Answer, forget
 from anabranch.replay import draw_sample, read_stats
 from learner.report import LearnerReport
-from replay.forgotten_log import ForgottenLog
+from replay.erasure.erasure_log import ForgottenLog
 from tests import forkserver
 from tests.pipelines import Learner, total
 

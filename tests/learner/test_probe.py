@@ -18,8 +18,8 @@ from learner.ratio import MeasuredRatio, Tally
 from learner.strategies import STRATEGIES
 from learner.task import Classification
 from learner.trainer import Trainer
-from replay.draw import Draw
-from replay.entries import RECORD
+from replay.plan import Draw
+from replay.reservoir.event_table import RECORD
 
 NAMES = [TopicPartition("events", 0)]
 ROWS = 8

@@ -17,8 +17,8 @@ from learner.cut import SEGMENT, Cut, Cuts
 from learner.errors import CutError
 from learner.replay_cut import pack, unpack
 from replay.build import build_store
+from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
-from replay.segments import Segment
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]

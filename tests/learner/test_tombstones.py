@@ -12,7 +12,7 @@ from ingest.transport.protocol import Position
 from learner import tombstones
 from learner.batches import Span
 from learner.tombstones import Tombstones
-from replay.forgotten import ByKey, Forgotten
+from replay.erasure.erased_events import ByKey, Forgotten
 
 PARTITIONS = [TopicPartition("events", place) for place in range(3)]
 BASES = np.array([partition_base(name) for name in PARTITIONS], np.uint64)

@@ -22,8 +22,8 @@ from learner.strategy import Forward
 from learner.task import Classification
 from learner.trainer import Examples, Trainer
 from learner.transfer import Transfer
-from replay.draw import Draw
-from replay.entries import RECORD
+from replay.plan import Draw
+from replay.reservoir.event_table import RECORD
 
 CPU = torch.device("cpu")
 MakeModel = Callable[[], nn.Module]

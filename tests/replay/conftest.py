@@ -12,11 +12,12 @@ import torch
 
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
-from replay import config, kinds
+from replay import config
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.contents import Contents
+from replay.snapshot import Contents
 from replay.store import Store
+from replay.tiers import registry as kinds
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "replay.md").read_text(encoding="utf-8")
 

@@ -19,11 +19,11 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.contents import Contents
-from replay.disk import DiskTier
-from replay.disk_files import make_way
 from replay.fake import FakeCuts
+from replay.snapshot import Contents
 from replay.store import AHEAD, Store
+from replay.tiers.disk import DiskTier
+from replay.tiers.disk_files import make_way
 
 PARTITIONS = [TopicPartition("events", 0)]
 MEMORY: dict[str, Any] = {}
@@ -205,7 +205,7 @@ def test_a_disk_that_is_out_of_reach_for_a_while_costs_no_event(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.disk.os.preadv", stale)
+        patch.setattr("replay.tiers.disk.os.preadv", stale)
         for step in range(10):
             store.plan_ahead(step, 50)
             assert len(store.draw(step, 50)) < 50
@@ -236,7 +236,7 @@ def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.disk.os.pwritev", read_only)
+        patch.setattr("replay.tiers.disk.os.pwritev", read_only)
         fill(store, schema, 300, 1000)
         store.tiers.sync()
         assert store.tiers.ill is not None
@@ -257,8 +257,10 @@ def test_a_cut_is_not_whole_before_its_rows_are_on_the_disk(
     store = build(DISK)
     gate, order = threading.Event(), []
     write, fsync = os.pwritev, os.fsync
-    monkeypatch.setattr("replay.disk.os.pwritev", lambda *args: (gate.wait(), order.append("write"), write(*args))[2])
-    monkeypatch.setattr("replay.disk.os.fsync", lambda *args: (order.append("sync"), fsync(*args))[1])
+    monkeypatch.setattr(
+        "replay.tiers.disk.os.pwritev", lambda *args: (gate.wait(), order.append("write"), write(*args))[2]
+    )
+    monkeypatch.setattr("replay.tiers.disk.os.fsync", lambda *args: (order.append("sync"), fsync(*args))[1])
     store.add(fake_columns(schema, range(10)), PARTITIONS)
     held = store.hold(1)
     cutter = threading.Thread(target=lambda: (store.contents(held), order.append("contents")))

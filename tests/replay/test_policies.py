@@ -16,12 +16,12 @@ from ingest.events.block import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay import policies
-from replay.admission import Quotas
 from replay.build import build_store
 from replay.config import COMPARING, ReplaySettings
-from replay.contents import Contents
 from replay.fake import FakeCuts
 from replay.policies import ADMISSIONS, SAMPLERS
+from replay.reservoir.admission import Quotas
+from replay.snapshot import Contents
 from replay.store import Store
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from anabranch.core.errors import DependencyError, SettingsError
-from replay.redis import RedisServer
-from replay.redis_tier import RedisTier
+from replay.tiers.redis_server import RedisServer
+from replay.tiers.redis_tier import RedisTier
 
 pytestmark = pytest.mark.services
 PREFIX = "anabranch:test:rank-0:"

@@ -16,8 +16,8 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.contents import Contents
 from replay.fake import FakeCuts
+from replay.snapshot import Contents
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]

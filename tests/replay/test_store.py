@@ -19,14 +19,14 @@ from ingest.events.block import TopicPartition
 from ingest.events.identity import identity_hash, partition_base
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from replay import kinds
-from replay.admission import exponentials
 from replay.build import build_store
 from replay.config import ReplaySettings
+from replay.erasure.erased_events import ByRange, Forgotten
 from replay.fake import FakeCuts
-from replay.forgotten import ByRange, Forgotten
-from replay.redis_tier import RedisTier
+from replay.reservoir.admission import exponentials
 from replay.store import AHEAD, BLOCK, MOST_WAITING, MOST_WAITING_BYTES, Store
+from replay.tiers import registry as kinds
+from replay.tiers.redis_tier import RedisTier
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 MakeStore = Callable[..., Store]

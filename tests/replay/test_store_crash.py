@@ -31,12 +31,12 @@ from learner.cut import Cuts
 from learner.cutter import Cutter, Moment
 from learner.metrics import LearnerMetrics
 from learner.replay_cut import unpack
-from replay import redis
+from replay.background_store import Clerk
 from replay.build import build_store
-from replay.clerk import Clerk
 from replay.config import ReplaySettings
-from replay.draw import Draw
+from replay.plan import Draw
 from replay.store import AHEAD, Store
+from replay.tiers import redis_server as redis
 
 KILLS = "ANABRANCH_TEST_KILLS"
 KEYS = "crash:rank-0"

@@ -30,15 +30,15 @@ from ingest.events.identity import identity_hash, partition_base, partition_name
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
+from replay.checkpoint.capture import Held
 from replay.config import ReplaySettings
-from replay.contents import Contents
-from replay.disk_files import make_way
-from replay.draw import Draw
+from replay.erasure.erased_events import ByKey, ByRange, Forgotten, Record
 from replay.fake import FakeCuts
-from replay.forgotten import ByKey, ByRange, Forgotten, Record
-from replay.held import Held
-from replay.sampler import by_position
+from replay.plan import Draw
+from replay.sampling.samplers import by_position
+from replay.snapshot import Contents
 from replay.store import AHEAD, Store
+from replay.tiers.disk_files import make_way
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("other", 0, incarnation=2)]
 NAMES = [partition_name(name) for name in PARTITIONS]

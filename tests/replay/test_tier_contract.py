@@ -8,11 +8,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from replay.disk import DiskTier
-from replay.memory import MemoryTier
-from replay.redis import RedisServer
-from replay.redis_tier import RedisTier
-from replay.tier import SlowTier, Tier
+from replay.tiers.disk import DiskTier
+from replay.tiers.memory import MemoryTier
+from replay.tiers.redis_server import RedisServer
+from replay.tiers.redis_tier import RedisTier
+from replay.tiers.tier import SlowTier, Tier
 
 ROW_BYTES = 40
 SLOTS = 3000

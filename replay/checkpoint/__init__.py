@@ -1,0 +1,1 @@
+"""What a checkpoint holds of the store, and how it is restored."""

@@ -1,0 +1,102 @@
+"""The contents of a cut on their way into a store, whose policy, size and tiers may be others than those of the cut.
+
+Legend: H events of the cut, n events of a chunk.
+"""
+
+import logging
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.core.errors import SettingsError
+from replay.checkpoint.conversion import Rows, converted, move
+from replay.checkpoint.slot_allocator import Slots
+from replay.reservoir.reservoir import Roll
+from replay.row_layout import RowLayout
+from replay.snapshot import Contents
+from replay.tiers.hierarchy import Tiers
+from replay.tiers.tier import Tier
+
+log = logging.getLogger(__name__)
+
+
+class Resumption:
+    """Takes up the events of one cut; used once."""
+
+    def __init__(
+        self, contents: Contents, source: Tier | None, roll: Roll, layout: RowLayout, tiers: Tiers, seed: int
+    ) -> None:
+        """Look at what there is, and let the events compete anew where the admission policy is another one.
+
+        Args:
+            contents: of the cut.
+            source: the tier that has the payload, if it is none of the store's own.
+            roll: of the store, as are the rest.
+            layout: of its rows.
+            tiers: where they are to lie.
+            seed: of its priorities.
+
+        Raises:
+            SettingsError: the contents do not fit this store.
+        """
+        standing, payload = contents.standing, contents.payload
+        if standing.seed not in (None, seed):
+            raise SettingsError(
+                f"seed = {seed} is not that of cut {standing.cut}, which is {standing.seed}: events are told by it; "
+                "put it back, or begin anew by moving the cuts away"
+            )
+        rows = [plan.rows for plan in standing.plans] + ([] if payload is None else [payload])
+        if any(each.shape[1:] != (layout.row_bytes,) for each in rows):
+            raise SettingsError(
+                "the events that the cut has stored have other columns than [schema] and learner.strategy say; put "
+                "those back, or begin anew by moving the cuts away"
+            )
+        self._source, self._roll, self._layout, self._tiers, self._seed = source, roll, layout, tiers, seed
+        self.moves = standing.file is None or source is not None
+        """Whether events get other slots than the cut names."""
+        self.converts = standing.policy != roll.admission.name
+        """Whether the cut was made under another admission policy."""
+        self.contents = self._converted(contents) if self.converts else contents
+        """What is taken up."""
+        self.lost = 0
+        """Events whose rows could not be had; after `place`."""
+
+    def place(self, slots: Slots) -> NDArray[np.void]:
+        """Give slots to the events that the quotas let stay, and return the index of those, ENTRY `[<= H]`."""
+        standing, index = self.contents.standing, self.contents.index
+        keep = np.ones(len(index), np.bool_)
+        if len(keep) > self._roll.quotas.limit:
+            keep = self._roll.quotas.lower(index["priority"], index["group"])
+        kept = index[keep]
+        if not self.moves:
+            slots.restore(index["slot"], standing.retired, standing.cut)
+            slots.leave(index["slot"][~keep])
+            return kept
+        slots.restore(index["slot"][:0], standing.retired[:0], standing.cut)
+        rows = self._rows_of(self.contents, kept, np.flatnonzero(keep))
+        found = move(kept, self.contents, self._seed, rows, slots, self._tiers)
+        self.lost = int((~found).sum())
+        return kept[found]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next cut can tell what has changed since this one, if all of its events are there."""
+        return not self.converts and (not self.moves or (self._source is None and not self._tiers.durable))
+
+    def _rows_of(self, contents: Contents, index: NDArray[np.void], places: NDArray[np.intp]) -> Rows:
+        """Return what reads the rows of events, ENTRY `[H]`, which are in the given places of the cut's payload."""
+
+        def read(chunk: slice, identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
+            if contents.payload is not None:
+                return contents.payload[torch.from_numpy(places[chunk])], np.ones(len(identity), np.bool_)
+            return (self._source or self._tiers).read(index["slot"][chunk].astype(np.int64), identity)
+
+        return read
+
+    def _converted(self, contents: Contents) -> Contents:
+        log.info("the events stored compete anew under replay.admission, which was changed")
+        rows = self._rows_of(contents, contents.index, np.arange(len(contents.index)))
+        weights = lambda rows_nR: self._layout.unpack(rows_nR)["weight"]  # noqa: E731
+        return converted(contents, self._roll.admission, self._seed, weights, rows)

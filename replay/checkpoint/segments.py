@@ -1,0 +1,126 @@
+"""How the events of a store lie in cuts: in segments, so that a cut writes what changed and not the whole store.
+
+A segment is a file with the events that came between two cuts, in order. It is written once; later cuts link to it, and
+keep one bit for each of its events: whether it is still held. A new segment takes in those before it that are not more
+than twice as long, or half empty, so that there are few and each event is written again a few times only (the
+logarithmic method: Bentley and Saxe 1980; log-structured merge trees do the same).
+
+Legend: A new events, B events held at the cut before, R bytes of a row.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from replay.snapshot import ENTRY, Change
+
+Tensors = Mapping[str, Tensor]
+
+_GROWTH = 2
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One file of events.
+
+    Attributes:
+        number: of the cut that it was written for; its name.
+        live: which of its events are still held, bool, one for each event in the file.
+    """
+
+    number: int
+    live: NDArray[np.bool_]
+
+    @property
+    def held(self) -> int:
+        """How many of its events are still held."""
+        return int(np.count_nonzero(self.live))
+
+
+@dataclass(frozen=True)
+class Written:
+    """The segments of a cut: those that lie in the cut before, and at most one that is new.
+
+    Attributes:
+        segments: all, in order.
+        fresh: what the new one holds; None where there is none.
+    """
+
+    segments: Sequence[Segment]
+    fresh: Tensors | None
+
+
+def advance(before: Sequence[Segment], change: Change, number: int, load: Callable[[Segment], Tensors]) -> Written:
+    """Return the segments of cut `number`.
+
+    Args:
+        before: those of the cut that the change is told from.
+        change: what came and went since.
+        number: of the new cut.
+        load: reads a segment's tensors.
+    """
+    segments = _outlived(before, change.alive) if change.base is not None else []
+    index, payload = [torch.from_numpy(_bytes_of(change.index))], [change.payload]
+    length, gone = len(change.index), False
+    while segments and (_GROWTH * length >= segments[-1].held or _half_empty(segments[-1])):
+        last = segments.pop()
+        length, gone = length + last.held, True
+        if last.held:
+            tensors, live = load(last), torch.from_numpy(last.live)
+            index.insert(0, tensors["index"][live])
+            payload.insert(0, tensors["payload"][live] if "payload" in tensors else None)
+    if not length and not gone and segments:
+        return Written(segments, None)
+    fresh = {"index": torch.cat(index)}
+    rows = [each for each in payload if each is not None]
+    if rows:
+        fresh["payload"] = torch.cat(rows)
+    return Written([*segments, Segment(number, np.ones(length, np.bool_))], fresh)
+
+
+def assemble(
+    segments: Sequence[Segment], load: Callable[[Segment], Tensors | None]
+) -> tuple[NDArray[np.void], Tensor | None, int]:
+    """Return the events held and what is lost of them.
+
+    Args:
+        segments: of a cut.
+        load: reads a segment's tensors; None when they cannot be read.
+
+    Returns:
+        ENTRY `[B]`; their payload where segments have it, uint8 `[B, R]`; how many events were in those that are lost.
+    """
+    index, payload, lost = [np.empty(0, ENTRY)], [], 0
+    for segment in segments:
+        tensors, live = load(segment), torch.from_numpy(segment.live)
+        if tensors is None:
+            lost += segment.held
+            continue
+        index.append(tensors["index"].numpy().reshape(-1).view(ENTRY)[segment.live])
+        if "payload" in tensors:
+            payload.append(tensors["payload"][live])
+    return np.concatenate(index), torch.cat(payload) if payload else None, lost
+
+
+def _outlived(before: Sequence[Segment], alive: NDArray[np.bool_]) -> list[Segment]:
+    """Return the segments with those events that are still alive, `[B]` in the order of all."""
+    found, begin = [], 0
+    for segment in before:
+        live = segment.live.copy()
+        live[live] = alive[begin : begin + segment.held]
+        begin += segment.held
+        found.append(Segment(segment.number, live))
+    assert begin == len(alive)
+    return found
+
+
+def _half_empty(segment: Segment) -> bool:
+    return 2 * segment.held < len(segment.live)
+
+
+def _bytes_of(index: NDArray[np.void]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(index).view(np.uint8).reshape(len(index), ENTRY.itemsize)

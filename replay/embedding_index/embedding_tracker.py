@@ -1,0 +1,155 @@
+"""Where the events held lie in the model's embedding: feeds the index process, and takes up what it finds.
+
+Nothing here waits for that process. What it has not found yet is not there: an event whose cluster is not known is in
+cluster 0, which is a group as any other.
+
+Legend: n events of a call, D numbers of an embedding, C clusters, Q queries.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.embedding_index.client import Neighbours
+from replay.reservoir.event_table import Entries
+
+CLUSTERS = 65
+"""Groups of events by their embedding at most, the one for those whose cluster is not known included."""
+_NEAREST = 10
+"""Neighbours that are looked for of each query."""
+_MOST_QUERIES = 256
+_NO_ID = -1
+LAG = 12
+"""A draw is near to the new events of so many steps before: those between are for the question, the answer, and the
+rows of the draw, which is chosen some steps ahead."""
+UNKNOWN = np.int16(0)
+"""The cluster of events whose cluster is not known."""
+
+
+class Whereabouts:
+    """The embeddings of the events in S slots. Used by the thread that has the store."""
+
+    def __init__(self, entries: Entries, slots: int, neighbours: Neighbours) -> None:
+        self._entries = entries
+        self._neighbours = neighbours
+        self._ids = np.full(slots, _NO_ID, np.int64)
+        self._cluster = np.zeros(slots, np.int16)
+        self._next = np.zeros(slots, np.int16)
+        self._centroids_CD: NDArray[np.float32] | None = None
+        self._answers: dict[int, NDArray[np.int64]] = {}
+        """By the step of the question."""
+        self._nearest = np.empty(0, np.int64)
+        self._step = 0
+        self._placed = np.zeros(slots, np.bool_)
+        """Which slots' events the index has been given."""
+        self._epoch = neighbours.epoch
+        self.training = 0
+        """Grows each time that the events are in other clusters than before."""
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The index process' client."""
+        return self._neighbours
+
+    def follow(self) -> int:
+        """Take up what the index process has found, and return `training`."""
+        if self._epoch != self._neighbours.epoch:
+            self._epoch = self._neighbours.epoch
+            self._placed[:] = False
+        for answer in self._neighbours.answers():
+            # The nearest of every query come before the second of any.
+            self._answers[answer.step] = answer.ids.T.reshape(-1)
+        for ids, clusters in self._neighbours.assigned():
+            slots = self._slots_of(ids)
+            here = slots >= 0
+            self._next[slots[here]] = clusters[here] + 1
+        clusters_now = self._neighbours.clusters()
+        if clusters_now is not None and clusters_now.number != self.training:
+            self._cluster, self._next = self._next, np.zeros_like(self._next)
+            self._centroids_CD, self.training = clusters_now.centroids, clusters_now.number
+        return self.training
+
+    def placed(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Return which of n slots' events the index has, and can find."""
+        found: NDArray[np.bool_] = self._placed[slots]
+        return found
+
+    def clusters(self, slots: NDArray[np.int32]) -> NDArray[np.int16]:
+        """Return the clusters of the events in n slots; they change only when `training` grows."""
+        found: NDArray[np.int16] = self._cluster[slots]
+        return found
+
+    def cluster_of(self, embedding_nD: NDArray[np.float32]) -> NDArray[np.int16]:
+        """Return the nearest cluster of n embeddings; 0 while clusters are not known, and for what is not finite."""
+        if self._centroids_CD is None:
+            return np.zeros(len(embedding_nD), np.int16)
+        centroids_CD = self._centroids_CD
+        distance_nC = np.square(centroids_CD).sum(axis=1) - 2 * embedding_nD @ centroids_CD.T
+        nearest = distance_nC.argmin(axis=1).astype(np.int16) + np.int16(1)
+        return np.where(np.isfinite(embedding_nD).all(axis=1), nearest, UNKNOWN)
+
+    def seek(self, step: int, embedding_QD: NDArray[np.float32]) -> None:
+        """Look for events that are near to Q others, which are of this step; the answer comes steps later."""
+        self._step = step
+        self._neighbours.ask(step, embedding_QD[:_MOST_QUERIES], _NEAREST)
+
+    def plan_for(self, step: int) -> None:
+        """Let `nearest` tell for the draw of a step: what was found for the one LAG steps before, unless it is late.
+
+        Each answer is for one draw. Were the newest taken again where none has come, a slow index would have the same
+        few events rehearsed over and over.
+        """
+        self.follow()
+        self._nearest = self._answers.pop(step - LAG, np.empty(0, np.int64))
+        self._answers = {asked: ids for asked, ids in self._answers.items() if asked > step - LAG}
+
+    def nearest(self) -> NDArray[np.int32]:
+        """Return the slots of the events that were found nearest, nearest first, each once; see `plan_for`."""
+        slots = self._slots_of(self._nearest)
+        slots = slots[slots >= 0]
+        return slots[np.sort(np.unique(slots, return_index=True)[1])].astype(np.int32)
+
+    def stale(self, n: int) -> NDArray[np.int32]:
+        """Return the slots of at most n events whose embeddings are of a model long gone; each is told once."""
+        ids = self._neighbours.stale(n)
+        slots = self._slots_of(ids)
+        self._neighbours.remove(ids[slots < 0])
+        return slots[slots >= 0].astype(np.int32)
+
+    def come(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32] | None) -> None:
+        """Learn where n events lie that have come into slots; what is not finite, or None, is nowhere yet."""
+        self._name(slots)
+        if embedding_nD is not None:
+            self._cluster[slots] = self.cluster_of(embedding_nD)
+            self.move(slots, embedding_nD)
+
+    def move(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32]) -> None:
+        """Learn where n events lie now; the model has learned meanwhile."""
+        known = np.isfinite(embedding_nD).all(axis=1) & (self._ids[slots] != _NO_ID)
+        slots = slots[known]
+        taken = self._neighbours.add(self._ids[slots], embedding_nD[known], self._step)
+        self._placed[slots[:taken]] = True
+
+    def leave(self, slots: NDArray[np.int32]) -> None:
+        """Forget n events."""
+        ids = self._ids[slots]
+        self._neighbours.remove(ids[ids != _NO_ID])
+        self._ids[slots], self._cluster[slots], self._next[slots] = _NO_ID, UNKNOWN, UNKNOWN
+        self._placed[slots] = False
+
+    def restore(self, slots: NDArray[np.int32]) -> None:
+        """Take up events of a cut: where they lie is found when they are drawn."""
+        self._name(slots)
+
+    def close(self) -> None:
+        """End the index process."""
+        self._neighbours.close()
+
+    def _name(self, slots: NDArray[np.int32]) -> None:
+        """Give events their ids: the slot, and half of the identity, by which a slot's earlier event is told."""
+        half = (self._entries.identity(slots) >> np.uint64(32)).astype(np.int64)
+        self._ids[slots] = (slots.astype(np.int64) << 32) | half
+
+    def _slots_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slots of events, -1 for those that are not held any more."""
+        slots = ids >> 32
+        return np.where((ids != _NO_ID) & (self._ids[slots] == ids), slots, -1)

@@ -1,0 +1,1 @@
+"""Erasure: which events were erased, and the log that remembers it."""

@@ -1,0 +1,131 @@
+"""Plans and draws: the choice of old events for a step, made ahead of it, and their arrays.
+
+Both are structs, which are made in a tenth of the time of frozen dataclasses: one of each a step.
+
+Legend: n events chosen, R bytes of a row.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from replay.reservoir.admission import importance
+from replay.reservoir.event_table import FIELDS, RECORD
+from replay.row_layout import RowLayout
+from replay.snapshot import PLANNED, PlannedRows
+from replay.tiers.hierarchy import Tiers
+from replay.tiers.staged_rows import Staged
+
+
+class Plan(msgspec.Struct, frozen=True, eq=False):
+    """The choice of events for one step, and their rows on the way.
+
+    Attributes:
+        step: the step that it is for.
+        slots: where the events were at that moment, int32 `[n]`; -1 for one that a restart did not find again.
+        records: what is known of them, RECORD `[n]`.
+        rates: with `shares`, what their importance is made of, float64 `[n]`; None where events have no weights.
+        shares: likewise.
+        correction: a factor of their importance, float64 `[n]`; None: 1.
+        rows: their payload.
+    """
+
+    step: int
+    slots: NDArray[np.int32]
+    records: NDArray[np.void]
+    rates: NDArray[np.float64] | None
+    shares: NDArray[np.float64] | None
+    correction: NDArray[np.float64] | None
+    rows: Staged
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class Draw(msgspec.Struct, frozen=True, eq=False):
+    """n events as arrays on the learner's device.
+
+    Attributes:
+        columns: those of the payload, each `[n, ...]`.
+        importance: float32 `[n]`, the weight with which each counts: it makes up for how events were kept and drawn.
+        slots: int32 `[n]` on the host; with `records` what `Store.learned` needs.
+        records: RECORD `[n]` on the host.
+    """
+
+    columns: Mapping[str, Tensor]
+    importance: Tensor
+    slots: NDArray[np.int32]
+    records: NDArray[np.void]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def first(self, n: int) -> "Draw":
+        """Return the first n events, or all when there are fewer; arrays share memory with this one's."""
+        if n >= len(self):
+            return self
+        columns = {name: column[:n] for name, column in self.columns.items()}
+        return Draw(columns, self.importance[:n], self.slots[:n], self.records[:n])
+
+    def of(self, which: NDArray[np.bool_]) -> "Draw":
+        """Return the events that are marked, bool `[n]`, in arrays of their own."""
+        marks = torch.from_numpy(which).to(self.importance.device)
+        columns = {name: column[marks] for name, column in self.columns.items()}
+        return Draw(columns, self.importance[marks], self.slots[which], self.records[which])
+
+    def copy(self) -> "Draw":
+        """Return it with columns of its own."""
+        columns = {name: column.clone() for name, column in self.columns.items()}
+        return Draw(columns, self.importance, self.slots, self.records)
+
+
+def fetch(plan: Plan, layout: RowLayout, tiers: Tiers, n: int | None) -> Draw:
+    """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be had."""
+    columns = layout.unpack(tiers.arrive(plan.rows, n))
+    which = plan.rows.which(n)
+    label = columns["label"]
+    weights = _ones(label.shape[0], label.device)
+    if plan.rates is not None and plan.shares is not None:
+        rate, share = (torch.from_numpy(each[which]).to(label.device) for each in (plan.rates, plan.shares))
+        weights = importance(columns["weight"], rate, share)
+    if plan.correction is not None:
+        weights = weights * torch.from_numpy(plan.correction[which]).to(label.device).float()
+    return Draw(columns, weights, plan.slots[which], plan.records[which])
+
+
+@functools.lru_cache(maxsize=8)
+def _ones(n: int, device: torch.device) -> Tensor:
+    """Return the importance of n events of which each counts as any other; nobody changes it."""
+    return torch.ones(n, device=device)
+
+
+def planned_rows(plan: Plan) -> PlannedRows:
+    """Return a plan as a cut has it, once its rows are here; those that could not be had are left out.
+
+    The rows are copied: what is forgotten meanwhile is overwritten in those of the plan, and not in a file of which the
+    digest is reckoned at this moment. Whoever forgets looks through the cut after it is written.
+    """
+    plan.rows.wait()
+    events = np.zeros(len(plan), PLANNED)
+    for name in FIELDS:
+        events[name] = plan.records[name]
+    events["slot"] = plan.slots
+    for name, values in (("rate", plan.rates), ("share", plan.shares), ("correction", plan.correction)):
+        events[name] = 1.0 if values is None else values
+    rows = torch.as_tensor(plan.rows.rows()).to("cpu", copy=True)
+    return PlannedRows(plan.step, rows, events[plan.rows.which()])
+
+
+def resumed(plan: PlannedRows, rows: Staged, slots: NDArray[np.int32], *, weighted: bool) -> Plan:
+    """Return a plan of a cut, whose events are in n slots now; -1 for those that are held no more."""
+    events = plan.events
+    records = np.empty(len(events), RECORD)
+    for name in FIELDS:
+        records[name] = events[name]
+    rate, share, correction = (events[name].copy() for name in ("rate", "share", "correction"))
+    return Plan(*(plan.step, slots, records, rate if weighted else None, share if weighted else None, correction, rows))

@@ -1,0 +1,1 @@
+"""Which events are held: the hash reservoir and the event table."""

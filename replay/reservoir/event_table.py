@@ -1,0 +1,202 @@
+"""The index: what is known of the events held, beside their payload.
+
+Most of it lies by slot, where an event's record stays as long as the event is held. What a scan or a draw reads lies in
+columns by logical position: when events leave, those after them move up, and only these columns are copied.
+
+Legend: H events held, S slots, n events of a call.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.events.block import Array, TopicPartition
+from ingest.events.identity import identity_hash, partition_base
+from replay.erasure.erased_events import Forgotten
+from replay.snapshot import ENTRY
+
+FIELDS = ("offset", "key_hash", "time_s", "partition", "row", "label")
+RECORD = np.dtype([(name, ENTRY[name]) for name in FIELDS])
+"""What lies by slot."""
+_WORDS = RECORD.itemsize // 8
+
+FREE = -1
+"""The offset of a slot that no event was in since the start; what its payload is, is not known."""
+_ERASED = -2
+"""The offset of a slot that no event is in, and whose payload is erased."""
+_LEFT = -3
+"""The offset of a slot that an event has left is this less the event's: its payload is there until it is written."""
+
+
+class Entries:
+    """At most `limit` events in S slots; 50 bytes an event."""
+
+    def __init__(self, slots: int, limit: int, seed: int, groups: int = 1) -> None:
+        self._records = np.zeros(slots, RECORD)
+        self._words = self._records.view(np.uint64).reshape(
+            slots, _WORDS
+        )  # which numpy scatters in a third of the time
+        self._records["offset"] = FREE
+        self.limit = limit
+        self._seed = seed
+        self._slot = np.zeros(limit, np.int32)
+        self._priority = np.zeros(limit, np.float64)
+        self._group = np.zeros(limit, np.int16)
+        self._held = 0
+        self.counts = np.zeros(groups, np.int64)
+        """Events held of each quota group."""
+        self.bases = np.empty(0, np.uint64)
+        """Of each partition that was met, the hash that its events' identities begin from."""
+
+    def __len__(self) -> int:
+        return self._held
+
+    @property
+    def slots(self) -> NDArray[np.int32]:
+        """The slot of each event, `[H]`, in logical order."""
+        return self._slot[: self._held]
+
+    @property
+    def priorities(self) -> NDArray[np.float64]:
+        """The priority of each event, `[H]`."""
+        return self._priority[: self._held]
+
+    @property
+    def groups(self) -> NDArray[np.int16]:
+        """The quota group of each event, `[H]`."""
+        return self._group[: self._held]
+
+    def records(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.void]:
+        """Return what is known of the events in n slots, RECORD `[n]`."""
+        return self._records.take(slots)  # a tenth of the time of fancy indexing
+
+    def are(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Return in which of n slots the events still are that were there before, by their records."""
+        now = self.records(slots)
+        same: NDArray[np.bool_] = now["offset"] == records["offset"]
+        for name in ("partition", "row"):
+            same &= now[name] == records[name]
+        return same
+
+    def of(self, name: str, slots: NDArray[np.int32] | NDArray[np.int64]) -> Array:
+        """Return one column of the events in the given slots, `[n]`: that of an ENTRY that does not depend on order."""
+        column: Array = self._records[name][slots]
+        return column
+
+    def covered(self, forgotten: Forgotten) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
+        """Return which of the events held are forgotten, bool `[H]`, and the slots that forgotten ones have left."""
+        # By slot, in one pass: to gather the events held first takes three times as long.
+        columns = columns_of(self._records)
+        offset = columns["offset"]
+        columns["offset"] = np.where(np.less_equal(offset, _LEFT), _LEFT - offset, offset)
+        covered = forgotten.covers(self.bases, columns)
+        left = np.flatnonzero(covered & ~self.holds(np.arange(len(offset))))
+        return covered[self.slots], left.astype(np.int32)
+
+    def unknown(self) -> NDArray[np.int32]:
+        """Return the slots that no event is in and whose payload may be that of one before the start."""
+        return np.flatnonzero(self._records["offset"] == FREE).astype(np.int32)
+
+    def erase(self, slots: NDArray[np.int32]) -> None:
+        """Forget who has left n slots, whose payload is erased."""
+        self._records[slots] = np.zeros(1, RECORD)
+        self._records["offset"][slots] = _ERASED
+
+    def holds(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return in which of n slots there is an event."""
+        held: NDArray[np.bool_] = self._records["offset"][slots] >= 0
+        return held
+
+    def meet(self, partitions: Sequence[TopicPartition]) -> None:
+        """Learn of partitions by their index."""
+        if len(partitions) > len(self.bases):
+            new = [partition_base(name) for name in partitions[len(self.bases) :]]
+            self.bases = np.concatenate([self.bases, np.array(new, np.uint64)])
+
+    def identity(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return the identities of the events in n slots."""
+        records = self.records(slots)
+        return identity_hash(self.bases[records["partition"]], records["offset"], records["row"], self._seed)
+
+    def find(self, events: NDArray[np.void]) -> NDArray[np.int32]:
+        """Return the slots of n events that have the fields of a record, -1 for those not held; looks at all."""
+        found = np.full(len(events), FREE, np.int32)
+        if len(events):
+            wanted = identity_hash(self.bases[events["partition"]], events["offset"], events["row"], self._seed)
+            order, held = np.argsort(wanted), self.identity(self.slots)
+            places = np.minimum(np.searchsorted(wanted[order], held), len(wanted) - 1)
+            alike = wanted[order][places] == held
+            found[order[places[alike]]] = self.slots[alike]
+        return found
+
+    def append(
+        self,
+        slots: NDArray[np.int32],
+        priority: NDArray[np.float64],
+        group: NDArray[np.int16] | int,
+        records: NDArray[np.void],
+    ) -> None:
+        """Put n events after the others, RECORD `[n]`."""
+        begin, end = self._held, self._held + len(slots)
+        self._slot[begin:end], self._priority[begin:end], self._group[begin:end] = slots, priority, group
+        self._words[slots] = records.view(np.uint64).reshape(len(records), _WORDS)
+        self._held = end
+        self._count(self._group[begin:end], 1)
+
+    def keep(self, stays: NDArray[np.bool_]) -> NDArray[np.int32]:
+        """Let those leave that do not stay, bool `[H]`, and return their slots."""
+        places = np.flatnonzero(~stays)
+        left = self.slots.take(places)
+        self._count(self.groups.take(places), -1)
+        kept = self._held - len(left)
+        for column in (self._slot, self._priority, self._group):
+            column[:kept] = column[: self._held][stays]
+        self._held = kept
+        self._records["offset"][left] = _LEFT - self._records["offset"][left]
+        return left
+
+    def copy(self, begin: int = 0) -> NDArray[np.void]:
+        """Return the events from a position on, ENTRY `[H - begin]`."""
+        slots = self.slots[begin:]
+        found = np.empty(len(slots), ENTRY)
+        records = self.records(slots)
+        for name in FIELDS:
+            found[name] = records[name]
+        found["slot"], found["priority"], found["group"] = slots, self.priorities[begin:], self.groups[begin:]
+        return found
+
+    def restore(self, index: NDArray[np.void], bases: Sequence[int]) -> None:
+        """Take up events, ENTRY `[H]`, in place of what is held."""
+        self._records["offset"][self.slots] = FREE
+        self._held, self.counts[:] = 0, 0
+        self.bases = np.array(bases, np.uint64)
+        self.append(index["slot"], index["priority"], index["group"], records_of(index))
+
+    def regroup(self, group: NDArray[np.int16]) -> None:
+        """Put all events into other groups, `[H]`."""
+        self._group[: self._held] = group
+        self.counts[:] = 0
+        self._count(group, 1)
+
+    def _count(self, group: NDArray[np.int16], sign: int) -> None:
+        one = len(self.counts) == 1
+        self.counts += sign * (len(group) if one else np.bincount(group, minlength=len(self.counts)))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the index takes."""
+        return self._records.nbytes + sum(each.nbytes for each in (self._slot, self._priority, self._group))
+
+
+def records_of(columns: Mapping[str, Array] | NDArray[np.void]) -> NDArray[np.void]:
+    """Return what is known of n events, RECORD `[n]`, by columns or fields of these names, all `[n]`."""
+    records = np.empty(len(columns["offset"]), RECORD)
+    for name in FIELDS:
+        records[name] = columns[name]
+    return records
+
+
+def columns_of(records: NDArray[np.void]) -> dict[str, Array]:
+    """Return what `Forgotten.covers` looks at of n records."""
+    return {name: records[name] for name in ("partition", "offset", "key_hash")}

@@ -1,0 +1,56 @@
+"""Offers that are taken in together: beside the copies, some hundred events cost little more than ten.
+
+Legend: K blocks, N events of all of them, D dimensions of an embedding, n rows of a call, R bytes of a row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.events.block import Array
+from replay.row_layout import RowLayout
+
+_LOOKED_AT = ("partition", "offset", "row", "time_ms", "key_hash", "weight", "label")
+"""Columns by which it is decided who is held."""
+
+
+@dataclass
+class Waiting:
+    """K blocks of columns, each `[N, ...]`, as if they were one; they are copied once, into rows."""
+
+    blocks: list[Mapping[str, Array]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """Where each block ends among the N events."""
+    embedding: NDArray[np.float32] | None = None
+    """Of the last block, float32 `[N, D]`: where embeddings matter there is only one."""
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def put(self, columns: Mapping[str, Array], embedding: NDArray[np.float32] | None) -> None:
+        """Add a block, whose columns must not change any more."""
+        self.embedding = embedding
+        self.ends.append(len(self) + len(columns["offset"]))
+        self.blocks.append(columns)
+
+    def columns(self) -> Mapping[str, Array]:
+        """Return the columns by which it is decided who is held, each `[N, ...]`."""
+        if len(self.blocks) == 1:
+            return self.blocks[0]
+        return {name: np.concatenate([block[name] for block in self.blocks]) for name in _LOOKED_AT}
+
+    def pack(self, layout: RowLayout, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
+        """Copy what n events have, by their rising rows, into packed rows, uint8 `[n, R]`."""
+        if len(self.blocks) == 1:
+            return layout.pack(self.blocks[0], rows)
+        rows_nR = np.empty((len(rows), layout.row_bytes), np.uint8)
+        cuts = [0, *np.searchsorted(rows, self.ends).tolist()]
+        for block, end, first, last in zip(self.blocks, self.ends, cuts, cuts[1:], strict=False):
+            layout.pack(block, rows[first:last] - (end - len(block["offset"])), rows_nR[first:last])
+        return rows_nR
+
+    def parts(self, rows: NDArray[np.intp]) -> list[NDArray[np.intp]]:
+        """Return rising rows by the block that they are of, K arrays."""
+        return np.split(rows, np.searchsorted(rows, self.ends[:-1]))

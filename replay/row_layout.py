@@ -1,0 +1,110 @@
+"""One packed row an event, so that a draw is one gather however many fields the schema has.
+
+Legend: N events of a block, n rows of a call, R bytes of a row, F bytes of a field.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ingest.events.block import Array
+from replay.tiers.staged_rows import PackedRows
+
+_ALIGNMENT = 8
+"""Fields begin on multiples of the largest item size, so that a row can be viewed as any dtype."""
+LONG = 1024
+"""Bytes of a row from which on memory decides what a copy takes."""
+LINE = 64
+"""Bytes of a line of the processor's cache. Long rows are whole ones: a copy takes a twentieth less."""
+
+Fields = Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]
+"""Columns by name, each with its dtype and the shape of one event's."""
+
+
+@dataclass(frozen=True)
+class _Field:
+    begin: int
+    end: int
+    room: int
+    dtype: np.dtype[np.generic]
+    torch_dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class RowLayout:
+    """Where each field of the payload lies in a row of `row_bytes`.
+
+    Fields lie in the order of their names: cuts hold rows, and a schema whose features change places is the same one.
+    """
+
+    def __init__(self, payload: Fields) -> None:
+        self._fields: dict[str, _Field] = {}
+        place = 0
+        for name, (dtype, shape) in sorted(payload.items()):
+            size = dtype.itemsize * int(np.prod(shape))
+            room = -(-size // _ALIGNMENT) * _ALIGNMENT
+            strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+            self._fields[name] = _Field(
+                *(place, place + size, room, dtype, getattr(torch, dtype.name), tuple(shape), strides)
+            )
+            place += room
+        if place >= LONG and place % LINE:
+            name, last = self._fields.popitem()
+            room = last.room - place % -LINE
+            self._fields[name] = replace(last, room=room)
+            place = last.begin + room
+        self._dtypes = {field.torch_dtype for field in self._fields.values()}
+        self.row_bytes = place
+        self._record = np.dtype(
+            {
+                "names": list(self._fields),
+                "formats": [(field.dtype, field.shape) for field in self._fields.values()],
+                "offsets": [field.begin for field in self._fields.values()],
+                "itemsize": place,
+            }
+        )
+
+    @property
+    def fields(self) -> Fields:
+        """The columns that a row holds."""
+        return {name: (field.dtype, field.shape) for name, field in self._fields.items()}
+
+    def pack(
+        self, columns: Mapping[str, Array], which: NDArray[np.intp], out: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
+        """Copy what n events have in columns `[N, ...]`, those in the places `which`, into rows, uint8 `[n, R]`.
+
+        The rows are `out`, where it is given.
+        """
+        rows_nR = np.empty((len(which), self.row_bytes), np.uint8) if out is None else out
+        total = len(columns[next(iter(self._fields))])
+        # Mostly all are wanted, in order: to pick them first would copy everything twice.
+        every = len(which) == total and np.array_equal(which, np.arange(total))
+        for name, field in self._fields.items():
+            column = np.ascontiguousarray(columns[name], field.dtype)
+            bytes_NF = column.reshape(len(column), -1).view(np.uint8)
+            rows_nR[:, field.begin : field.end] = bytes_NF if every else bytes_NF.take(which, axis=0)
+            rows_nR[:, field.end : field.begin + field.room] = 0
+        return rows_nR
+
+    def unpack(self, rows_nR: PackedRows) -> dict[str, Tensor]:
+        """View the fields in rows, each `[n, ...]`: nothing is copied."""
+        if not isinstance(rows_nR, np.ndarray) and rows_nR.is_cpu:
+            rows_nR = rows_nR.numpy()
+        if isinstance(rows_nR, np.ndarray):
+            # A third of the time of views by strides.
+            records = np.ndarray(len(rows_nR), self._record, rows_nR)
+            return {name: torch.from_numpy(records[name]) for name in self._fields}
+        n, views = len(rows_nR), {dtype: rows_nR.view(dtype) for dtype in self._dtypes}
+        columns: dict[str, Tensor] = {}
+        for name, field in self._fields.items():
+            view, size = views[field.torch_dtype], field.dtype.itemsize
+            strides = (self.row_bytes // size, *field.strides)
+            begin = view.storage_offset() + field.begin // size
+            columns[name] = view.as_strided((n, *field.shape), strides, begin)
+        return columns

@@ -1,0 +1,1 @@
+"""Which held events are sampled."""

@@ -1,0 +1,410 @@
+"""Who is drawn.
+
+A sampler is told which events come and go, by slot, and chooses among those that are held. It may keep what it needs to
+choose fast; what it keeps is made anew when a cut is taken up.
+
+Legend: H events held, n drawn, G groups.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.embedding_index.embedding_tracker import UNKNOWN, Whereabouts
+from replay.reservoir.event_table import Entries
+from replay.sampling.group_lists import Groups
+from replay.sampling.stable_positions import Seats
+from replay.sampling.sum_tree import SumTree
+
+Slots = NDArray[np.int32]
+
+_BY_POSITION = frozenset({"seats", "weights"})
+
+_ROUNDS = 2
+"""How often a draw in proportion tries again for events that it has already, before it leaves them out."""
+_MOST_ROUNDS = 16
+"""How often it tries then, before the rest of a draw is uniform."""
+_ALPHA, _BETA = 0.6, 0.4
+"""How far the last loss decides, and how far the importance makes up for it (Schaul et al. 2016, proportional)."""
+_LEAST = 1e-3
+"""A loss below this counts as this, so that every event may be drawn."""
+_HEARD = 1024
+"""So many of the newest losses decide what an event counts as whose own is not known."""
+_HIGH = 0.99
+"""Which quantile of them: one outlier, or one in a hundred, says nothing of events to come."""
+_MOST_EXPONENT = 500.0
+_STALE_SHARE = 8
+_MOST_STALE = 64
+"""Stale events that wait for a draw of their cluster."""
+_PLACED = -1
+"""A cluster that no event is in."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is to be drawn.
+
+    Attributes:
+        slots: of n different events that are held, in an order in which any prefix is a fair draw.
+        correction: the factor by which each counts less for being chosen more often, float64 `[n]`; None: 1 for all.
+    """
+
+    slots: Slots
+    correction: NDArray[np.float64] | None = None
+
+
+class Sampler(Protocol):
+    """Chooses events for rehearsal.
+
+    A pure function of the contents and its arguments, but for those that follow what other processes find.
+    """
+
+    hears_losses: bool
+    """Whether the losses of what was drawn decide what is drawn later."""
+    divisible: bool
+    """Whether a choice for several steps may be dealt out among them: each part is as good as a choice of its own."""
+
+    def choose(self, n: int, generator: np.random.Generator, /) -> Choice:
+        """Choose n events, or all when fewer are held, by a generator that belongs to the step."""
+        ...
+
+    def come(self, slots: Slots, /) -> None:
+        """Take up events that are held from now on."""
+        ...
+
+    def leave(self, slots: Slots, /) -> None:
+        """Forget those that are held no more."""
+        ...
+
+    def learned(self, slots: Slots, losses: NDArray[np.float32], /) -> None:
+        """Hear of the losses of events that are held, float32 `[n]`."""
+        ...
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return what a cut has to keep, beside the events, for the draws to go on alike; arrays of any shape."""
+        ...
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]], /) -> None:
+        """Take up what `state` returned, after `come` was told of the events, in the same order."""
+        ...
+
+
+def by_position(names: Iterable[str]) -> set[str]:
+    """Return which names of a sampler's state are of values for each event held, in logical order."""
+    return {name for name in names if name.rpartition(".")[2] in _BY_POSITION}
+
+
+class Uniform:
+    """Every event held is drawn with the same probability, without repeats within a draw."""
+
+    hears_losses = False
+    divisible = True
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Choose positions."""
+        held = self._entries.slots
+        return Choice(held.take(generator.choice(len(held), size=min(n, len(held)), replace=False)))
+
+    def come(self, slots: Slots) -> None:
+        """Nothing is kept."""
+
+    def leave(self, slots: Slots) -> None:
+        """Nothing is kept."""
+
+    def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
+        """Losses decide nothing."""
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Nothing is kept."""
+        return {}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Nothing is kept."""
+
+
+class Even(Uniform):
+    """Every group comes as often as any other, and within a group every event; what a small one lacks, others give."""
+
+    divisible = False
+
+    def __init__(self, entries: Entries, group_of: Callable[[Slots], NDArray[np.int64]]) -> None:
+        super().__init__(entries)
+        self._group_of = group_of
+        self._groups = Groups()
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Deal n among the groups as evenly as their sizes allow, and choose within each."""
+        slots = self._groups.choose(min(n, len(self._entries)), generator)
+        return Choice(generator.permutation(slots))
+
+    def come(self, slots: Slots) -> None:
+        """Put events into their groups."""
+        self._groups.add(self._group_of(slots), slots)
+
+    def leave(self, slots: Slots) -> None:
+        """Take events out of their groups."""
+        self._groups.discard(slots)
+
+
+class Diverse(Even):
+    """Every cluster of the model's embeddings comes as often as any other.
+
+    Events whose cluster is not known, as after a restart, have the share of a draw that they are of the store. When the
+    index process has found other clusters, all events are grouped anew. Within a cluster, those whose embeddings are of
+    a model long gone come sooner: being drawn renews them.
+    """
+
+    def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
+        super().__init__(entries, lambda slots: whereabouts.clusters(slots).astype(np.int64))
+        self._whereabouts = whereabouts
+        self._grouped = whereabouts.training
+        self._stale = np.empty(0, np.int32)
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Group anew if need be, and choose; one in eight makes way for an event of its cluster that is stale."""
+        if self._grouped != self._whereabouts.training:
+            self._grouped, self._groups = self._whereabouts.training, Groups()
+            self.come(self._entries.slots)
+        any_ = Uniform.choose(self, n, generator).slots
+        slots = any_[self._whereabouts.clusters(any_) == UNKNOWN]
+        slots = np.concatenate([slots, self._groups.choose(len(any_) - len(slots), generator)])
+        # Where the clusters have less than that, all of them are in.
+        slots = np.concatenate([slots, any_[~np.isin(any_, slots)]])[: len(any_)]
+        return Choice(generator.permutation(self._with_stale(slots, _stale_share(n, generator))))
+
+    def come(self, slots: Slots) -> None:
+        """Put events into their groups, those that have one."""
+        super().come(slots[self._whereabouts.clusters(slots) != UNKNOWN])
+
+    def leave(self, slots: Slots) -> None:
+        """Take events out of their groups."""
+        super().leave(slots)
+        self._stale = self._stale[~np.isin(self._stale, slots)]
+
+    def _with_stale(self, slots: Slots, n: int) -> Slots:
+        """Put at most n stale events in the places of others of their clusters; those without a place wait."""
+        stale = self._stale
+        if len(stale) < _MOST_STALE:
+            stale = np.concatenate([stale, self._whereabouts.stale(n)])
+        clusters = self._whereabouts.clusters(slots).copy()
+        clusters[np.isin(slots, stale)] = _PLACED
+        stale = stale[~np.isin(stale, slots)]
+        waits = np.ones(len(stale), np.bool_)
+        for at, cluster in enumerate(self._whereabouts.clusters(stale).tolist()):
+            places = np.flatnonzero(clusters == cluster)[: n - int((~waits).sum())]
+            if len(places):
+                slots[places[0]], clusters[places[0]], waits[at] = stale[at], _PLACED, False
+        self._stale = stale[waits]
+        return slots
+
+
+class Proportional(Uniform):
+    """Events are drawn in proportion to weights, without repeats within a draw."""
+
+    divisible = False
+
+    def __init__(self, entries: Entries, slots: int) -> None:
+        super().__init__(entries)
+        self._seats = Seats(slots, entries.limit)
+        self._tree = SumTree(entries.limit)
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Throw points on the weights. What falls on the same event twice is thrown again, in the end without it.
+
+        What is missing then, since weights are too uneven or 0, is drawn uniformly.
+        """
+        n = min(n, len(self._entries))
+        chosen = self._thrown(np.empty(0, np.int64), n, generator, _ROUNDS)
+        if len(chosen) < n:
+            chosen = self._thrown_beside(chosen, n, generator)
+        slots = self._seats.slots(chosen)
+        if len(slots) < n:
+            # Of n of all that are held, at most as many are in the draw already as that has.
+            any_ = Uniform.choose(self, n, generator).slots
+            slots = np.concatenate([slots, any_[~np.isin(any_, slots)][: n - len(slots)]])
+        return Choice(slots, self._correction(slots))
+
+    def _thrown(
+        self, chosen: NDArray[np.int64], n: int, generator: np.random.Generator, rounds: int
+    ) -> NDArray[np.int64]:
+        """Return the seats chosen and what further points fall on, at most n, in the order in which they were found."""
+        for _ in range(rounds):
+            if len(chosen) == n or self._tree.total <= 0:
+                break
+            found = self._tree.find(generator.random(n - len(chosen)) * self._tree.total)
+            both = np.concatenate([chosen, found[self._tree[found] > 0]])
+            chosen = both[np.sort(np.unique(both, return_index=True)[1])]
+        return chosen
+
+    def _thrown_beside(self, chosen: NDArray[np.int64], n: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return the same, with nothing on the seats chosen meanwhile: one event may have nearly all the weight."""
+        weights, left = np.empty(0), chosen
+        for _ in range(_MOST_ROUNDS):
+            weights = np.concatenate([weights, self._tree[left]])
+            self._tree.set(left, 0.0)
+            before, chosen = len(chosen), self._thrown(chosen, n, generator, 1)
+            left = chosen[before:]
+            if len(chosen) == n or self._tree.total <= 0:
+                break
+        self._tree.set(chosen[: len(weights)], weights)
+        return chosen
+
+    def leave(self, slots: Slots) -> None:
+        """Nothing falls on them any more."""
+        self._tree.set(self._seats.leave(slots), 0.0)
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return the seats by position."""
+        return {"seats": self._seats.of(self._entries.slots)}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take up the seats; a cut that was made with a sampler of another kind has none that fit."""
+        seats, slots = state.get("seats", np.empty(0)).astype(np.int32), self._entries.slots
+        if len(seats) == len(slots) and seats.max(initial=-1) < self._seats.count:
+            weights = self._weights(slots)
+            self._tree.set(self._seats.of(slots), 0.0)
+            self._seats.restore(slots, seats)
+            self._weigh(slots, weights)
+
+    def _weigh(self, slots: Slots, weights: NDArray[np.float64] | float, /) -> None:
+        self._tree.set(self._seats.of(slots), weights)
+
+    def _weights(self, slots: Slots, /) -> NDArray[np.float64]:
+        return self._tree[self._seats.of(slots)]
+
+    def _correction(self, _slots: Slots, /) -> NDArray[np.float64] | None:
+        return None
+
+
+class Recent(Proportional):
+    """An event half as likely for each `half_life` that it is older than the newest."""
+
+    def __init__(self, entries: Entries, slots: int, half_life: timedelta) -> None:
+        super().__init__(entries, slots)
+        self._decay = math.log(2) / half_life.total_seconds()
+        self._epoch = -math.inf
+
+    def come(self, slots: Slots) -> None:
+        """Weigh events by their record time; the scale moves before numbers overflow."""
+        if not len(slots):
+            return
+        self._seats.take(slots)
+        newest = float(self._entries.of("time_s", slots).max())
+        if self._decay * (newest - self._epoch) > _MOST_EXPONENT:
+            self._epoch = newest
+            slots = self._entries.slots
+        self._weigh_by_age(slots)
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return the seats, and the time that weights are told from."""
+        return {**super().state(), "epoch": np.array([self._epoch])}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take up both; another half-life makes the weights anew all the same, as does a time far from what is held."""
+        super().restore(state)
+        if "epoch" in state and len(self._entries):
+            epoch = float(state["epoch"][0])
+            if self._decay * abs(self._epoch - epoch) <= _MOST_EXPONENT:
+                self._epoch = epoch
+            self._weigh_by_age(self._entries.slots)
+
+    def _weigh_by_age(self, slots: Slots) -> None:
+        age = self._epoch - self._entries.of("time_s", slots).astype(np.float64)
+        self._weigh(slots, np.exp(np.maximum(-self._decay * age, -_MOST_EXPONENT)))
+
+
+class Loss(Proportional):
+    """Events of a large last loss are drawn more often, and count less in return: prioritised replay.
+
+    The probability is that of the loss to the power 0.6; an event whose loss is not known has a high one, of those
+    heard last when it came. The largest ever would be that of an outlier for good. The correction is
+    (H * probability)**-0.4, divided by the largest of the draw (Schaul et al. 2016, "Prioritized experience replay").
+    """
+
+    hears_losses = True
+
+    def __init__(self, entries: Entries, slots: int) -> None:
+        super().__init__(entries, slots)
+        self._heard = np.empty(0, np.float32)
+        """The newest weights that losses gave, the oldest first."""
+
+    def come(self, slots: Slots) -> None:
+        """Give new events a high weight, so that each is drawn soon."""
+        self._seats.take(slots)
+        self._weigh(slots, self._high)
+
+    @property
+    def _high(self) -> float:
+        if not len(self._heard):
+            return 1.0
+        place = int(_HIGH * (len(self._heard) - 1))
+        return float(np.partition(self._heard, place)[place])
+
+    def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
+        """Weigh events by their losses; one that is not finite changes nothing."""
+        finite = np.isfinite(losses)
+        slots, losses = slots[finite], losses[finite]
+        if len(slots):
+            # Rounded to what a cut keeps of them.
+            weights = (np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA).astype(np.float32)
+            self._heard = np.concatenate([self._heard, weights])[-_HEARD:]
+            self._weigh(slots, weights.astype(np.float64))
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return the seats, the weights by position, and those that were heard last."""
+        weights = self._weights(self._entries.slots).astype(np.float32)
+        return {**super().state(), "weights": weights, "heard": self._heard}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take up all of them; a cut that was made with another sampler has no weights."""
+        super().restore(state)
+        if {"weights", "heard"} <= state.keys():
+            self._heard = state["heard"].astype(np.float32)
+            self._weigh(self._entries.slots, state["weights"].astype(np.float64))
+
+    def _correction(self, slots: Slots, /) -> NDArray[np.float64] | None:
+        if not len(slots):
+            return None
+        scarcity: NDArray[np.float64] = (len(self._entries) * self._weights(slots) / self._tree.total) ** -_BETA
+        scarcity /= scarcity.max()
+        return scarcity
+
+
+class Similar(Uniform):
+    """The nearest old events, by the model's embedding, to the new ones of a fixed number of steps before: those that
+    training disturbs.
+
+    Follows what the index process finds, and whether it does in time; else a draw is uniform. Events that it has not,
+    as after a restart, are drawn as often as if all were drawn alike: it has them once they were rehearsed.
+    """
+
+    divisible = False
+
+    def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
+        super().__init__(entries)
+        self._whereabouts = whereabouts
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Take the nearest that were found for it, nearest first, beside what cannot be found; fill up, and mix.
+
+        One in eight is an event whose embedding is of a model long gone, where there are such: being drawn renews it.
+        """
+        any_ = super().choose(n, generator).slots
+        unplaced = any_[~self._whereabouts.placed(any_)]
+        stale = self._whereabouts.stale(min(_stale_share(n, generator), len(any_) - len(unplaced)))
+        slots = np.concatenate([unplaced, stale, self._whereabouts.nearest(), any_])
+        slots = slots[np.sort(np.unique(slots, return_index=True)[1])]
+        return Choice(generator.permutation(slots[: len(any_)]))
+
+
+def _stale_share(n: int, generator: np.random.Generator) -> int:
+    """Return how many of n events may be drawn for their age: an eighth, by chance where that is no whole number."""
+    return (n + int(generator.integers(_STALE_SHARE))) // _STALE_SHARE

@@ -1,0 +1,1 @@
+"""Where the payload of held events is stored: device memory, Redis, disk."""

@@ -1,0 +1,164 @@
+"""Segments: whatever came and left between cuts, together they are the plain list of what is held."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from replay.checkpoint.segments import Segment, Tensors, advance, assemble
+from replay.reservoir.changes import Changes
+from replay.snapshot import ENTRY, Change
+
+R = 8
+
+
+def index_of(names: list[int]) -> np.ndarray:
+    index = np.zeros(len(names), ENTRY)
+    index["offset"], index["slot"], index["priority"] = names, np.array(names) % 97, np.array(names) / 7
+    return index
+
+
+def rows_of(names: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(names, np.int64).view(np.uint8).reshape(len(names), R).copy())
+
+
+@dataclass
+class Log:
+    """Cuts on a disk that is a dict; counts what is written."""
+
+    payload: bool
+    files: dict[int, Tensors] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+    written: int = 0
+
+    def cut(self, number: int, change: Change, *, fails: bool = False) -> None:
+        made = advance(self.segments, change, number, self.load)
+        if fails:
+            return
+        assert (made.fresh is not None) == any(segment.number == number for segment in made.segments)
+        if made.fresh is not None:
+            self.files[number] = made.fresh
+            self.written += len(made.fresh["index"])
+        self.segments = list(made.segments)
+        named = {segment.number for segment in self.segments}
+        self.files = {number: file for number, file in self.files.items() if number in named}
+
+    def load(self, segment: Segment) -> Tensors:
+        return self.files[segment.number]
+
+    def assembled(self, without: int | None = None) -> tuple[list[int], torch.Tensor | None, int]:
+        index, payload, lost = assemble(
+            self.segments, lambda segment: None if segment.number == without else self.load(segment)
+        )
+        names = index["offset"].tolist()
+        assert (index == index_of(names)).all()
+        return names, payload, lost
+
+
+class SegmentsMachine(RuleBasedStateMachine):
+    """A store of which only order counts: events come at the end, any may leave, cuts succeed and fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log, self.held, self.at_cut = Log(payload=True), list[int](), list[int]()
+        self.changes, self.number, self.next = Changes(), 0, 0
+        self.came = self.left = self.peak = 0
+
+    @rule(n=st.integers(0, 300))
+    def come(self, n: int) -> None:
+        self.held += range(self.next, self.next + n)
+        self.next, self.came = self.next + n, self.came + n
+        self.peak = max(self.peak, len(self.held))
+
+    @rule(seed=st.integers(0, 2**32), share=st.sampled_from([0.01, 0.1, 0.5, 0.97, 1.0]), old=st.booleans())
+    def leave(self, seed: int, share: float, old: bool) -> None:
+        stays = np.random.default_rng(seed).random(len(self.held)) >= share
+        stays[len(stays) // 2 if old else len(stays) :] = True
+        self.changes.keep(stays)
+        self.left += int((~stays).sum())
+        self.held = [name for name, stay in zip(self.held, stays.tolist(), strict=True) if stay]
+
+    @rule(fails=st.sampled_from([False, False, False, True]), more=st.integers(0, 3))
+    def cut(self, fails: bool, more: int) -> None:
+        """Tell what changed; events may come while the cut is written."""
+        self.number += 1
+        new = self.held[self.changes.old :]
+        change = Change(self.changes.base, self.changes.alive, index_of(new), rows_of(new))
+        self.changes.begin(self.number, len(self.held))
+        now = list(self.held)
+        self.come(more)
+        full = change.base is None
+        written = self.log.written
+        self.log.cut(self.number, change, fails=fails)
+        if fails:
+            self.changes.forget()
+            return
+        self.at_cut = now
+        if full:  # what a full cut writes is no rewriting
+            self.came += self.log.written - written
+
+    @invariant()
+    def the_last_cut_has_what_was_held(self) -> None:
+        names, payload, lost = self.log.assembled()
+        assert names == self.at_cut
+        assert not lost
+        assert not names or (payload is not None and torch.equal(payload, rows_of(names)))
+
+    @invariant()
+    def little_is_written_again(self) -> None:
+        """Each time that an event is, its segment has grown by half, or half of it had left."""
+        assert self.log.written <= self.came * (1 + math.log(max(2, self.peak), 1.5)) + 3 * self.left
+
+    @invariant()
+    def there_are_few_segments(self) -> None:
+        assert len(self.log.segments) <= 2 + math.log2(max(2, self.peak))
+        assert sum(len(segment.live) for segment in self.log.segments) <= 2 * self.peak
+
+    @precondition(lambda self: self.log.segments)
+    @rule(data=st.data())
+    def a_segment_that_is_lost_costs_its_events_alone(self, data: st.DataObject) -> None:
+        segment = data.draw(st.sampled_from(self.log.segments))
+        names, payload, lost = self.log.assembled(without=segment.number)
+        mine = self.log.load(segment)["index"].numpy().reshape(-1).view(ENTRY)["offset"][segment.live].tolist()
+        assert lost == len(mine) == segment.held
+        gone = set(mine)
+        assert names == [name for name in self.at_cut if name not in gone]
+        assert not names or (payload is not None and torch.equal(payload, rows_of(names)))
+
+
+TestSegments = SegmentsMachine.TestCase
+TestSegments.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.integers(200, 1000))
+def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(seed: int, k: int) -> None:
+    """200 cuts, in each of which a hundredth of the events is replaced."""
+    dice, log, changes, held = np.random.default_rng(seed), Log(payload=False), Changes(), list(range(k))
+    replaced, following = max(1, k // 100), k
+    for number in range(1, 201):
+        new = held[changes.old :]
+        log.cut(number, Change(changes.base, changes.alive, index_of(new), None))
+        changes.begin(number, len(held))
+        stays = np.ones(len(held), np.bool_)
+        stays[dice.choice(len(held), replaced, replace=False)] = False
+        changes.keep(stays)
+        held = [name for name, stay in zip(held, stays.tolist(), strict=True) if stay]
+        held += range(following, following + replaced)
+        following += replaced
+    assert log.assembled()[1] is None, "rows that a tier has are not in segments"
+    fresh = 200 * replaced
+    assert log.written < k + 12 * fresh < 200 * k / 4
+
+
+def test_a_cut_in_which_nothing_changed_writes_nothing() -> None:
+    log, names = Log(payload=True), list(range(50))
+    log.cut(1, Change(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
+    log.cut(2, Change(1, np.ones(50, np.bool_), index_of([]), rows_of([])))
+    assert log.written == 50
+    assert [segment.number for segment in log.segments] == [1]
+    assert log.assembled()[0] == names

@@ -1,0 +1,164 @@
+"""Slots are written again only when nothing names them that may still be read."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from replay.checkpoint.slot_allocator import Slots
+
+COUNT = 40
+
+
+@dataclass
+class Cut:
+    """The slots that a cut names, and what it has of `Slots`."""
+
+    used: set[int]
+    retired: np.ndarray
+
+
+@dataclass
+class Model:
+    """The plain definition: who uses what."""
+
+    used: set[int] = field(default_factory=set)
+    cuts: dict[int, Cut] = field(default_factory=dict)
+
+    @property
+    def named(self) -> set[int]:
+        """Slots that may not be written."""
+        return self.used.union(*(cut.used for cut in self.cuts.values()))
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    """A store, its cuts, failures and crashes, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = Slots(COUNT, durable=True)
+        self.model = Model()
+        self.number = 0
+        self.pending: Cut | None = None
+        self.once_named: set[int] = set()
+
+    @rule(n=st.integers(0, 12))
+    def fill(self, n: int) -> None:
+        n = min(n, self.slots.free)
+        named = self.model.named | (self.pending.used if self.pending else set())
+        taken = set(self.slots.take(n).tolist())
+        assert len(taken) == n
+        assert not taken & named, "a slot was given that is named"
+        self.model.used |= taken
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        leaving = data.draw(st.sets(st.sampled_from(sorted(self.model.used)))) if self.model.used else set()
+        self.slots.leave(np.array(sorted(leaving), np.int32))
+        self.model.used -= leaving
+
+    @precondition(lambda self: self.pending is None)
+    @rule()
+    def hold(self) -> None:
+        self.number += 1
+        self.pending = Cut(set(self.model.used), self.slots.hold(self.number))
+        self.once_named |= self.model.used
+
+    @precondition(lambda self: self.pending is not None)
+    @rule(written=st.booleans(), keep=st.integers(1, 3))
+    def let_go(self, written: bool, keep: int) -> None:
+        assert self.pending is not None
+        if written:
+            self.model.cuts[self.number] = self.pending
+            for number in sorted(self.model.cuts)[:-keep]:
+                del self.model.cuts[number]
+        self.pending = None
+        self.slots.let_go(min(self.model.cuts, default=None))
+
+    @precondition(lambda self: self.model.cuts)
+    @rule(newest_is_broken=st.booleans())
+    def crash(self, newest_is_broken: bool) -> None:
+        numbers = sorted(self.model.cuts)
+        if newest_is_broken and len(numbers) > 1:
+            del self.model.cuts[numbers.pop()]
+        cut = self.model.cuts[numbers[-1]]
+        self.pending = None
+        self.number = max(self.number, numbers[-1])
+        self.slots = Slots(COUNT, durable=True)
+        self.slots.restore(np.array(sorted(cut.used), np.int32), cut.retired, numbers[-1])
+        self.model.used = set(cut.used)
+
+    @invariant()
+    def no_slot_waits_that_no_cut_has_named(self) -> None:
+        assert self.slots.free >= COUNT - len(self.model.used | self.once_named)
+
+    @invariant()
+    def no_slot_is_lost(self) -> None:
+        if self.pending is None and len(self.model.cuts) == 0 and self.number == 0:
+            assert self.slots.free == COUNT - len(self.model.used)
+
+
+TestSlots = SlotsMachine.TestCase
+TestSlots.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=30))
+def test_all_slots_come_back_when_cuts_go_on(leaving: list[int]) -> None:
+    slots = Slots(COUNT, durable=True)
+    used = slots.take(20)
+    for number, n in enumerate(leaving, start=1):
+        n = min(n, len(used))
+        slots.hold(number)
+        slots.leave(used[:n])
+        used = used[n:]
+        slots.let_go(max(1, number - 2))
+    for number in range(len(leaving) + 1, len(leaving) + 5):
+        slots.hold(number)
+        slots.let_go(number - 2)
+    assert slots.free == COUNT - len(used)
+    assert slots.waiting == 0
+
+
+def test_after_a_crash_the_slots_of_older_cuts_still_wait_for_them() -> None:
+    """The newest cut may be found to be broken later, and an older one be resumed."""
+    slots = Slots(COUNT, durable=True)
+    used = slots.take(30)
+    slots.hold(1)
+    slots.let_go(1)
+    slots.leave(used[:20])
+    retired = slots.hold(2)
+    assert retired.tolist() == [[1, slot] for slot in used[:20].tolist()]
+    resumed = Slots(COUNT, durable=True)
+    resumed.restore(used[20:], retired, 2)
+    assert resumed.free == COUNT - 30
+    assert not set(resumed.take(10).tolist()) & set(used.tolist())
+    resumed.hold(3)
+    resumed.let_go(1)
+    assert resumed.free == 0
+    resumed.let_go(2)
+    assert resumed.free == 20
+
+
+def test_where_cuts_have_the_payload_a_slot_waits_for_the_cut_that_is_being_written_alone() -> None:
+    slots = Slots(4, durable=False)
+    used = slots.take(2)
+    slots.hold(1)
+    slots.leave(used)
+    assert slots.free == 2
+    slots.let_go(1)
+    assert slots.free == 4
+    slots.leave(slots.take(3))
+    assert slots.free == 4
+
+
+def test_a_second_hold_or_an_old_number_is_a_bug() -> None:
+    slots = Slots(4, durable=True)
+    slots.hold(5)
+    with pytest.raises(AssertionError):
+        slots.hold(6)
+    slots.let_go(5)
+    with pytest.raises(AssertionError):
+        slots.hold(5)

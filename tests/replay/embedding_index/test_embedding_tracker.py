@@ -1,0 +1,330 @@
+"""Policies that compare events: the store with a real index process."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.core.errors import SettingsError
+from ingest.events.block import TopicPartition
+from ingest.events.identity import partition_name
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.embedding_index import client as neighbours
+from replay.embedding_index.embedding_tracker import LAG
+from replay.erasure.erased_events import ByRange, Forgotten
+from replay.fake import FakeCuts
+from replay.store import Store
+
+PARTITIONS = [TopicPartition("events", 0)]
+DIM = 4
+CENTRES = 10 * np.eye(DIM, dtype=np.float32)
+Build = Callable[..., Store]
+
+pytestmark = pytest.mark.process
+
+
+def place(offsets: np.ndarray) -> np.ndarray:
+    """Most events lie at the first centre; one in 16 at each of the others."""
+    near = np.where(offsets % 16 >= DIM, 0, offsets % 16)
+    jitter = np.random.default_rng(0).standard_normal((len(offsets), DIM))
+    return (CENTRES[near] + 0.1 * jitter).astype(np.float32)
+
+
+@pytest.fixture
+def build(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    monkeypatch.setattr(neighbours, "_REPORT_SECONDS", 0.01)
+    stores: list[Store] = []
+
+    def make(capacity: int = 9000, **options: Any) -> Store:
+        contents = options.pop("contents", None)
+        settings = ReplaySettings.model_validate({"capacity": capacity, **options})
+        stores.append(build_store(settings, schema, torch.device("cpu"), 0, None, contents, dim=DIM))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
+    """Add events as fast as the index takes them, and wait until it has all that are held."""
+    for first in range(begin, end, 256):
+        offsets = np.arange(first, min(end, first + 256))
+        store.add(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
+        until(lambda: store.neighbours.stats().waiting < 20)
+    until(lambda: store.neighbours.stats().process.rows == len(store))
+
+
+def seek(store: Store, step: int, near: np.ndarray) -> None:
+    """Look for what is near to events of such offsets, and wait for the answer."""
+    store.seek(step, place(near))
+    until(lambda: (store._whereabouts.follow(), step in store._whereabouts._answers)[1])
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 100
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return found
+
+
+def kept_by_centre(store: Store) -> np.ndarray:
+    return np.bincount(np.minimum(store.entries.copy()["offset"] % 16, DIM) % DIM, minlength=DIM)
+
+
+@pytest.mark.parametrize("policy", ["similar", "diverse"])
+def test_without_an_embedding_they_are_refused(schema: Schema, policy: str) -> None:
+    with pytest.raises(SettingsError, match=rf'replay.sampling = "{policy}" needs model.embedding'):
+        build_store(ReplaySettings(sampling=policy), schema, torch.device("cpu"), 0)
+
+
+def test_similar_draws_what_is_near_to_new_events(schema: Schema, build: Build) -> None:
+    store = build(sampling="similar")
+    fill(store, schema, 0, 3200)
+    uniform = store.plan(0, 40).records["offset"] % 16
+    assert (uniform != 3).any(), "nothing was asked for yet"
+    seek(store, 1, np.full(8, 3))
+    assert (store.plan(1 + LAG, 8).records["offset"] % 16 == 3).all()
+    assert (store.plan(1 + LAG, 40).records["offset"] % 16 != 3).any(), "an answer is for one draw"
+
+
+def test_similar_draws_what_is_near_to_the_new_events_of_a_fixed_number_of_steps_before(
+    schema: Schema, build: Build
+) -> None:
+    """Uniformly where the answer to those is late, instead of the same events again."""
+    store = build(sampling="similar")
+    fill(store, schema, 0, 3200)
+    for step in (3, 1, 2):
+        seek(store, step, np.full(8, step))
+    for step in (1, 2, 3):
+        assert (store.plan(step + LAG, 8).records["offset"] % 16 == step).all()
+    seek(store, 4, np.full(8, 1))
+    store.plan(6 + LAG, 8)
+    assert not store._whereabouts._answers, "what came too late is let go of"
+    drawn = [tuple(store.plan(step + LAG, 8).slots.tolist()) for step in range(7, 40)]
+    assert len({slot for each in drawn for slot in each}) > 150
+
+
+def test_an_event_that_has_left_is_not_found(schema: Schema, build: Build) -> None:
+    store = build(capacity=100, sampling="similar")
+    fill(store, schema, 0, 3200)
+    store.seek(1, place(np.full(8, 3)))
+    until(lambda: store.neighbours.stats().answer_seconds)
+    for step in range(20):
+        plan = store.plan(step, 100)
+        assert len(set(plan.slots.tolist())) == len(plan) == len(store)
+        assert store.entries.are(plan.slots, plan.records).all()
+
+
+def test_diverse_draws_as_many_of_each_cluster(schema: Schema, build: Build) -> None:
+    store = build(sampling="diverse")
+    fill(store, schema, 0, 9000)
+    until(store._whereabouts.follow)
+    rare = np.isin(store.plan(0, 400).records["offset"] % 16, np.arange(1, DIM)).mean()
+    assert rare > 2 * (DIM - 1) / 16
+
+
+def test_diverse_draws_the_oldest_embeddings_first_and_clusters_as_evenly_as_ever(schema: Schema, build: Build) -> None:
+    """By chance alone one of the old ones would come in every fifth draw, and about 170 such draws had all of them."""
+    store, n, offsets = build(sampling="diverse"), 64, np.arange(9000)
+    fill(store, schema, 0, 9000)
+    until(store._whereabouts.follow)
+    old = store.entries.slots[::225].copy()
+    new = store.entries.slots[~np.isin(store.entries.slots, old)]
+    store._whereabouts._step = 20_000
+    for part in np.array_split(new, 40):
+        store._whereabouts.move(part, place(offsets)[store.entries.of("offset", part)])
+        until(lambda: store.neighbours.stats().waiting < 20)
+    store.seek(20_000, place(np.arange(1)))
+    missing, draws = set(old.tolist()), 0
+
+    def all_came() -> bool:
+        nonlocal draws
+        plan = store.plan(0, n)
+        clusters, sizes = (store._whereabouts.clusters(each) for each in (plan.slots, store.entries.slots))
+        drawn, there = (np.bincount(each, minlength=100) for each in (clusters, sizes))
+        assert (drawn >= np.minimum(there, drawn.max() - 1)).all()
+        assert len(set(plan.slots.tolist())) == n
+        assert store.entries.are(plan.slots, plan.records).all()
+        draws += not missing.isdisjoint(plan.slots.tolist())
+        missing.difference_update(plan.slots.tolist())
+        return not missing
+
+    until(all_came)
+    assert draws <= 40
+
+
+class TestForgotten:
+    """An event that was forgotten is nobody's neighbour, whatever becomes of the index process."""
+
+    @pytest.fixture(params=["similar", "diverse"])
+    def store(self, schema: Schema, build: Build, request: pytest.FixtureRequest) -> Store:
+        store = build(capacity=4000, sampling=request.param)
+        fill(store, schema, 0, 3200)
+        return store
+
+    def test_it_leaves_the_index_the_clusters_and_the_plans(self, store: Store) -> None:
+        until(lambda: store.neighbours.stats().process.trained_rows and store._whereabouts.follow())
+        self._seek(store)
+        store.plan_ahead(1 + LAG, 64)
+        ids = forget(store)
+        until(lambda: store.neighbours.stats().process.rows == len(store))
+        self._assert_none(store, ids)
+
+    def test_it_does_not_come_back_when_the_process_is_killed(self, store: Store) -> None:
+        self._seek(store)
+        store.plan_ahead(1 + LAG, 64)
+        draw = store.fetch(store.plan(0, 400))
+        assert store.neighbours.pid is not None
+        os.kill(store.neighbours.pid, signal.SIGKILL)
+        ids = forget(store)
+        until(lambda: store.neighbours.stats().restarts == 1)
+        until(lambda: store.neighbours.stats() and store.neighbours.ill is None and store.neighbours.reports)
+        # A step that was under way then, and others: only what is held goes into the new process.
+        for each in (draw, store.fetch(store.plan(1, len(store)))):
+            store.learned(each, np.zeros(len(each), np.float32), place(each.records["offset"]))
+        until(lambda: store.neighbours.stats().process.rows == len(store))
+        self._assert_none(store, ids)
+
+    @staticmethod
+    def _seek(store: Store) -> None:
+        for step in range(1, 10):
+            seek(store, step, np.full(8, 3))
+
+    @staticmethod
+    def _assert_none(store: Store, ids: np.ndarray) -> None:
+        """Ask the process itself too, for all that is near to what was forgotten."""
+        for step in range(1 + LAG, 5 + LAG):
+            assert (store.draw(step, 64).records["offset"] % 16 != 3).all()
+        assert store.neighbours is not None
+        store.neighbours.answers()
+        until(lambda: store.neighbours.ask(9, place(np.full(8, 3)), 20))
+        (answer,) = until(store.neighbours.answers)
+        assert answer.ids.shape == (8, 20)
+        assert not np.isin(answer.ids, ids).any()
+        for step in range(5 + LAG, 30):
+            assert (store.plan(step, 64).records["offset"] % 16 != 3).all()
+
+
+def forget(store: Store) -> np.ndarray:
+    """Forget the events of one centre, and return the ids that they had in the index."""
+    offsets = [offset for offset in store.entries.copy()["offset"].tolist() if offset % 16 == 3]
+    gone = np.isin(store.entries.of("offset", store.entries.slots), offsets)
+    ids = store._whereabouts._ids[store.entries.slots[gone]].copy()
+    name = partition_name(PARTITIONS[0])
+    records = [ByRange(time=0, by="command", partition=name, first=offset, last=offset) for offset in offsets]
+    assert store.forget(Forgotten(records)) == len(offsets) == 200
+    return ids
+
+
+def test_diverse_keeps_more_of_what_is_rare(schema: Schema, build: Build) -> None:
+    store = build(capacity=2000, admission="diverse")
+    fill(store, schema, 0, 9000)
+    until(store._whereabouts.follow)
+    fill(store, schema, 9000, 40_000)
+    offsets = store.entries.copy()["offset"]
+    assert np.isin(offsets % 16, np.arange(1, DIM)).mean() > 1.3 * (DIM - 1) / 16
+
+
+def test_diverse_takes_nothing_twice_into_account_also_when_clusters_are_found_anew(
+    schema: Schema, build: Build
+) -> None:
+    """What was evicted under the old clusters is not held because the new ones have room."""
+    store = build(capacity=1000, admission="diverse")
+    fill(store, schema, 0, 5000)
+    until(store._whereabouts.follow)
+    again = np.arange(4000, 5000)
+    for anew in (False, True):
+        if anew:
+            trained = store._whereabouts.follow()
+            for _ in range(4):  # as many as make clusters be found anew: were there no end, none would be told whole
+                until(lambda: not store.neighbours.stats().waiting)
+                slots = store.entries.slots
+                store._whereabouts.move(slots, -place(store.entries.of("offset", slots)))
+            until(lambda trained=trained: store._whereabouts.follow() != trained)
+        before = store.entries.copy()["offset"].tolist()
+        assert store.add(fake_columns(schema, again.tolist()), PARTITIONS, place(again)) == 0
+        assert store.entries.copy()["offset"].tolist() == before
+
+
+def test_a_store_that_goes_on_from_a_cut_finds_its_events_again_as_they_are_drawn(schema: Schema, build: Build) -> None:
+    store = build(sampling="similar")
+    fill(store, schema, 0, 1600)
+    resumed = build(sampling="similar", contents=FakeCuts(store).cut(1))
+    until(lambda: resumed.neighbours.stats() and resumed.neighbours.reports)
+    assert not resumed.neighbours.stats().process.rows
+    draw = resumed.fetch(resumed.plan(0, 500))
+    resumed.learned(draw, np.zeros(len(draw), np.float32), place(draw.records["offset"]))
+    until(lambda: resumed.neighbours.stats().process.rows == 500)
+
+
+@pytest.mark.parametrize("policy", ["similar", "diverse"])
+def test_what_the_index_does_not_have_keeps_its_share_of_the_draws(schema: Schema, build: Build, policy: str) -> None:
+    """As after a restart, when only new events have embeddings: were they alone drawn, old ones never would."""
+    store = build(sampling=policy)
+    fill(store, schema, 0, 3200)
+    resumed = build(sampling=policy, contents=FakeCuts(store).cut(1))
+    for first in range(3200, 6400, 256):
+        offsets = np.arange(first, min(6400, first + 256))
+        resumed.add(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
+        until(lambda: resumed.neighbours.stats().waiting < 20)
+    until(lambda: resumed.neighbours.stats().process.rows == 3200)
+    if policy == "diverse":
+        until(resumed._whereabouts.follow)
+    draws = []
+    for step in range(50):
+        seek(resumed, step, np.arange(64))
+        draws.append(resumed.plan(step + LAG, 64))
+    assert all(len(set(each.slots.tolist())) == 64 for each in draws)
+    old = np.concatenate([each.records["offset"] for each in draws]) < 3200
+    assert 0.4 < old.mean() < 0.6
+    for each in draws:
+        draw = resumed.fetch(each)
+        resumed.learned(draw, np.zeros(64, np.float32), place(draw.records["offset"]))
+    assert resumed._whereabouts.placed(np.concatenate([each.slots for each in draws])).mean() > 0.9
+
+
+def test_when_the_index_process_dies_what_it_had_keeps_its_share_too(schema: Schema, build: Build) -> None:
+    store = build(sampling="similar")
+    fill(store, schema, 0, 3200)
+    assert store._whereabouts.placed(store.entries.slots).all()
+    assert store.neighbours.pid is not None
+    os.kill(store.neighbours.pid, signal.SIGKILL)
+    until(lambda: store.neighbours.stats().restarts == 1)
+    store.plan(1, 8)
+    assert not store._whereabouts.placed(store.entries.slots).any()
+
+
+def test_events_that_came_without_an_embedding_get_one_when_they_are_drawn(schema: Schema, build: Build) -> None:
+    store = build(sampling="similar")
+    store.add(fake_columns(schema, range(200)), PARTITIONS)
+    until(lambda: store.neighbours.stats() and store.neighbours.reports)
+    draw = store.fetch(store.plan(0, 200))
+    store.learned(draw, np.zeros(200, np.float32), place(draw.records["offset"]))
+    until(lambda: store.neighbours.stats().process.rows == 200)
+
+
+def test_under_diverse_admission_events_of_one_weight_count_alike_whenever_clusters_are_found(
+    schema: Schema, build: Build
+) -> None:
+    store = build(capacity=4000, admission="diverse")
+    for end in (9000, 20_000):
+        for first in range(end - 9000, end, 256):
+            offsets = np.arange(first, min(end, first + 256))
+            columns = fake_columns(schema, offsets.tolist())
+            columns["weight"][:] = 1.0
+            store.add(columns, PARTITIONS, place(offsets))
+            until(lambda: store.neighbours.stats().waiting < 20)
+        trained = until(store._whereabouts.follow)
+        importance = store.fetch(store.plan(trained, 1000)).importance
+        assert importance.min() > 0.5
+        assert importance.max() < 2.0

@@ -1,0 +1,387 @@
+"""The index process, real, as the learner's side sees it."""
+
+import errno
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from replay.embedding_index import client as neighbours
+from replay.embedding_index.client import IndexStats, Neighbours
+from replay.embedding_index.protocol import NO_ID, Kind, Record
+from replay.index_metrics import IndexMetrics
+
+ROOT = Path(__file__).parents[2]
+DIM = 4
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.001)
+    return found
+
+
+@pytest.fixture
+def make_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Neighbours]]:
+    """`make_index(dim=DIM, capacity=100_000, **options)`, open, and telling how it stands without a pause."""
+    monkeypatch.setattr(neighbours, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(neighbours, "_STALE_SECONDS", 0.0)
+    made: list[Neighbours] = []
+
+    def make(dim: int = DIM, capacity: int = 100_000, **options: int) -> Neighbours:
+        made.append(Neighbours(dim, capacity, **options))
+        made[-1].open()
+        return made[-1]
+
+    yield make
+    for index in made:
+        index.close()
+
+
+@pytest.fixture
+def index(make_index: Callable[..., Neighbours]) -> Neighbours:
+    return make_index()
+
+
+def settled(index: Neighbours) -> IndexStats:
+    """What it tells once it has done all that it was told so far."""
+    seen = index.reports
+    # The first report may have been asked for before; one after the other is made after all else that is said.
+    until(lambda: index.stats() and index.reports >= seen + 2, "two reports")
+    return until(lambda: (s := index.stats()).waiting <= 1 and not s.process.renewing and s, "the index to settle")
+
+
+def add(index: Neighbours, ids: np.ndarray, x: np.ndarray, step: int = 0) -> None:
+    taken = 0
+    while taken < len(ids):
+        taken += index.add(ids[taken:], x[taken:], step)
+
+
+def ask(index: Neighbours, queries: np.ndarray, k: int, step: int = 0) -> np.ndarray:
+    until(lambda: index.ask(step, queries, k), "a question to be taken")
+    (answer,) = until(index.answers, "an answer")
+    assert answer.step == step
+    return answer.ids
+
+
+def random(n: int, dim: int = DIM, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, dim), np.float32)
+
+
+def clustered(n: int, dim: int, seed: int) -> np.ndarray:
+    centres = 3 * random(100, dim, 99)
+    rng = np.random.default_rng(seed)
+    return centres[rng.integers(100, size=n)] + rng.standard_normal((n, dim), np.float32)
+
+
+def exact(queries: np.ndarray, x: np.ndarray, k: int) -> np.ndarray:
+    return np.argsort(((queries[:, None] - x[None]) ** 2).sum(axis=2), axis=1, kind="stable")[:, :k]
+
+
+def test_the_nearest_come_first_and_nothing_stands_where_there_are_no_more(index):
+    ids = np.array([7, -3, 2**62])
+    add(index, ids, np.array([[0, 0, 0, 3], [0, 0, 0, 1], [0, 0, 0, 2]], np.float32))
+    settled(index)
+    assert ask(index, np.zeros((1, DIM), np.float32), 4).tolist() == [[-3, 2**62, 7, NO_ID]]
+
+
+def test_an_empty_index_answers(index):
+    assert ask(index, random(2), 3, step=5).tolist() == [[NO_ID] * 3] * 2
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    ids = st.lists(st.integers(0, 12), min_size=1, max_size=12)
+    history = []
+    for _ in range(draw(st.integers(1, 8))):
+        chosen = draw(ids)
+        points = draw(st.lists(st.integers(-5, 5), min_size=len(chosen) * DIM, max_size=len(chosen) * DIM))
+        what = draw(st.sampled_from(["add", "add", "remove"]))
+        history.append((what, np.array(chosen), np.array(points, np.float32).reshape(-1, DIM)))
+    return history
+
+
+def test_a_small_index_is_exact_whatever_was_added_replaced_and_removed(index):
+    query = np.zeros((1, DIM), np.float32)
+
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
+    @given(histories())
+    def holds(history: list[tuple[str, np.ndarray, np.ndarray]]) -> None:
+        known: dict[int, np.ndarray] = {}
+        for what, ids, points in history:
+            if what == "add":
+                add(index, ids, points)
+                known |= dict(zip(ids.tolist(), points, strict=True))
+            else:
+                index.remove(ids)
+                known = {each: point for each, point in known.items() if each not in ids}
+        assert settled(index).process.rows == len(known)
+        found = ask(index, query, 5)[0]
+        found = found[found != NO_ID]
+        assert len(set(found.tolist())) == len(found) == min(5, len(known))
+        distances = [float((known[each] ** 2).sum()) for each in found.tolist()]
+        assert distances == sorted(float((point**2).sum()) for point in known.values())[:5]
+        index.remove(np.arange(13))
+
+    holds()
+
+
+def test_many_events_lie_in_lists_and_are_found_still(make_index):
+    index, dim, n = make_index(dim=16, clusters=32), 16, 30_000
+    x, queries = clustered(n, dim, 1), clustered(64, dim, 2)
+    add(index, np.arange(n), x)
+    stats = until(lambda: (s := settled(index)).process.lists > 1 and s, "lists")
+    assert stats.process.rows == n
+    assert stats.process.trained_rows >= 20_000
+    assert stats.process.bytes / n < 2 * dim + 8 + 120
+    found, wanted = ask(index, queries, 10), exact(queries, x, 10)
+    assert np.mean([np.isin(w, f).mean() for w, f in zip(wanted, found, strict=True)]) >= 0.9
+    # One query of a request is judged, and one alone may find eight of ten.
+    later = itertools.cycle(queries[:, None])
+    until(lambda: ask(index, next(later), 10).size and index.stats().process.recall >= 0.9, "a recall of many queries")
+
+
+def test_lists_forget_what_was_removed_and_know_what_was_replaced(make_index):
+    index, dim, n = make_index(dim=8, clusters=16), 8, 24_000
+    x = clustered(n, dim, 1)
+    add(index, np.arange(n), x)
+    until(lambda: settled(index).process.lists > 1, "lists")
+    index.remove(np.arange(0, n, 2))
+    moved = x[1::2] + 100
+    add(index, np.arange(1, n, 2), moved, step=3)
+    stats = settled(index)
+    assert stats.process.rows == n // 2
+    assert stats.process.tombstones <= max(256, n // 4)
+    queries = np.concatenate([x[:32], moved[:32]])
+    found = ask(index, queries, 5)
+    assert (found % 2 == 1).all()
+    assert found[32:, 0].tolist() == list(range(1, 65, 2))
+
+
+def test_clusters_are_told_once_enough_is_known_and_again_when_all_has_changed(make_index):
+    index = make_index(clusters=8, capacity=10_000)
+    assert index.clusters() is None
+    x = random(400)
+    add(index, np.arange(400), x)
+    first = until(lambda: index.assigned() is not None and index.clusters(), "clusters")
+    assert first.centroids.shape == (8, DIM)
+    assert np.abs(first.centroids).max() < 10
+    for _ in range(4):
+        add(index, np.arange(400), x + 100, step=1)
+    second = until(
+        lambda: (
+            index.assigned() is not None
+            and (c := index.clusters()).number > first.number
+            and c.centroids.min() > 50
+            and c
+        ),
+        "new ones",
+    )
+    assert second.centroids.shape == (8, DIM)
+
+
+@pytest.mark.parametrize("value", [0.0, 3e4, 1e14, 1e-30])
+def test_embeddings_that_are_all_the_same_can_be_had(make_index, value):
+    index = make_index(clusters=4)
+    add(index, np.arange(25_000), np.full((25_000, DIM), value, np.float32))
+    until(lambda: settled(index).process.trained_rows >= 20_000, "training")
+    assert (ask(index, np.full((1, DIM), value, np.float32), 3) >= 0).all()
+
+
+def test_malformed_embeddings_are_left_out_and_counted(index):
+    x = random(5)
+    x[0, 1], x[1, 0], x[2, 3] = np.nan, np.inf, -1e30
+    add(index, np.array([0, 1, 2, 3, NO_ID]), x)
+    stats = settled(index)
+    assert (stats.process.rows, stats.malformed) == (1, 4)
+    assert ask(index, x, 2).tolist() == [[NO_ID] * 2] * 3 + [[3, NO_ID]] * 2
+    assert stats.restarts == 0
+
+
+def test_embeddings_of_another_model_are_refused(index):
+    with pytest.raises(ValueError, match=r"embeddings are \[3, 5\], not \[3, 4\]"):
+        index.add(np.arange(3), random(3, 5), 0)
+    with pytest.raises(ValueError, match=r"queries are \[3, 5\], not \[3, 4\]"):
+        index.ask(0, random(3, 5), 2)
+    with pytest.raises(ValueError, match="do not fit into a batch of 512"):
+        index.ask(0, random(513), 2)
+
+
+def test_there_are_never_more_events_than_the_capacity(make_index):
+    index = make_index(capacity=100)
+    add(index, np.arange(150), random(150))
+    add(index, np.arange(50), random(50))
+    stats = settled(index)
+    assert (stats.process.rows, stats.full) == (100, 50)
+    index.remove(np.arange(100))
+    add(index, np.arange(100, 150), random(50))
+    assert settled(index).process.rows == 50
+
+
+def test_the_oldest_embeddings_are_named_once_until_they_are_made_anew(make_index):
+    index = make_index(stale_after=10)
+    add(index, np.array([1, 2]), random(2), step=5)
+    add(index, np.array([3]), random(1), step=0)
+    add(index, np.array([4]), random(1), step=20)
+    stats = settled(index)
+    assert (stats.process.age_max, stats.process.age_mean, stats.process.stale) == (20, 12.5, 3)
+    named = []
+    until(lambda: named.extend(index.stale(2).tolist()) or len(named) == 3, "three names")
+    assert named[0] == 3
+    assert set(named) == {1, 2, 3}
+    add(index, np.array([3]), random(1), step=21)
+    add(index, np.array([4]), random(1), step=30)
+    again = []
+    until(lambda: again.extend(index.stale(2).tolist()) or len(again) == 2, "two names")
+    assert set(again) == {1, 2}
+
+
+def test_an_index_that_stands_still_declines_what_is_too_much(index):
+    until(lambda: index.stats() and index.reports, "its start")
+    os.kill(index.pid, signal.SIGSTOP)
+    x, asked = random(512), 0
+    taken = sum(index.add(np.arange(i, i + 512), x, 0) for i in range(0, 200 * 512, 512))
+    for step in range(10):
+        asked += index.ask(step, x[:8], 3)
+    for i in range(200):
+        index.remove(np.arange(1000 * i, 1000 * i + 1000))
+    stats = index.stats()
+    assert taken + stats.declined["add"] == 200 * 512
+    assert stats.waiting <= 64
+    assert 0 < asked == 10 - stats.declined["ask"] < 10
+    assert stats.declined["remove"] > 0
+    os.kill(index.pid, signal.SIGCONT)
+    until(lambda: index.stats().waiting <= 1, "it to catch up")
+    assert [answer.step for answer in index.answers()] == list(range(asked))
+    add(index, np.array([10**6]), np.zeros((1, DIM), np.float32))
+    settled(index)
+    assert ask(index, np.zeros((1, DIM), np.float32), 1)[0, 0] >= 0
+    assert index.stats().restarts == 0
+
+
+def test_an_index_that_dies_is_started_again_and_fed_anew(index):
+    x = random(20)
+    x[3, 0] = np.nan
+    add(index, np.arange(20), x)
+    assert settled(index).process.rows == 19
+    first = index.pid
+    os.kill(first, signal.SIGKILL)
+    until(lambda: index.stats().restarts == 1, "its death to be noticed")
+    assert index.epoch == 1
+    assert "died" in index.ill
+    until(lambda: index.stats() and index.pid != first and index.ill is None, "another one")
+    assert ask(index, x[:1], 1).tolist() == [[NO_ID]]
+    add(index, np.arange(20), x)
+    assert settled(index).malformed == 2
+    assert ask(index, x[:1], 1).tolist() == [[0]]
+    assert not psutil.pid_exists(first)
+
+
+def test_an_index_that_hangs_is_taken_for_dead(index, monkeypatch):
+    settled(index)
+    first = index.pid
+    os.kill(first, signal.SIGSTOP)
+    until(lambda: index.stats() and index._report_asked, "a question that has no answer")
+    assert index.stats().restarts == 0
+    monkeypatch.setattr(neighbours, "_SILENT_SECONDS", 0.0)
+    until(lambda: index.stats().restarts == 1, "its silence to be noticed")
+    assert "did not answer" in index.ill
+    monkeypatch.undo()
+    until(lambda: index.stats() and index.pid != first and index.ill is None, "another one")
+    assert not psutil.pid_exists(first)
+
+
+def test_an_index_that_answers_other_things_first_does_not_hang(index, monkeypatch):
+    settled(index)
+    os.kill(index.pid, signal.SIGSTOP)
+    until(lambda: index.stats() and index._report_asked, "a question that has no answer")
+    with monkeypatch.context() as patch:
+        patch.setattr(neighbours, "_SILENT_SECONDS", 0.01)
+        patch.setattr(index._link, "hear", lambda: [Record(Kind.REMOVE, index._link.slot(), 0, 0, 0)])
+        until(lambda: index.stats() and time.monotonic() - index._report_at > 0.1, "a long wait")
+    assert index.stats().restarts == 0
+    os.kill(index.pid, signal.SIGCONT)
+    settled(index)
+
+
+def test_an_index_that_cannot_be_started_is_tried_again_and_leaves_nothing_open(index, monkeypatch):
+    settled(index)
+    me, tries = psutil.Process(), []
+    monkeypatch.setattr(neighbours, "_LONGEST_BACKOFF_SECONDS", 0.0)
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        tries.append(me.num_fds())
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.embedding_index.link.subprocess.Popen", fail)
+        os.kill(index.pid, signal.SIGKILL)
+        until(lambda: index.stats() and len(tries) > 3, "some tries")
+        assert "cannot be started: Cannot allocate memory" in index.ill
+        assert len(set(tries)) == 1
+        assert index.stats().restarts == 1
+    until(lambda: index.stats() and index.ill is None and index.pid, "another one")
+
+
+def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
+    me = psutil.Process()
+    descriptors, children = me.num_fds(), me.children()
+    index = make_index()
+    for deaths in (1, 2):
+        until(lambda: index.stats() and index.ill is None and index.reports, "its start")
+        os.kill(index.pid, signal.SIGKILL)
+        until(lambda deaths=deaths: index.stats().restarts == deaths, "its death to be noticed")
+    index.close()
+    index.close()
+    assert index.add(np.arange(2), random(2), 0) == 0
+    assert not index.ask(0, random(2), 1)
+    assert index.answers() == []
+    assert (me.num_fds(), me.children()) == (descriptors, children)
+
+
+@pytest.mark.process
+def test_the_process_ends_when_the_learner_is_killed():
+    code = (
+        "import os, signal; from replay.embedding_index.client import Neighbours;"
+        "index = Neighbours(4, 100); index.open();"
+        "print(index.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    # A pipe that the child holds as well ends only with it.
+    learner = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
+    assert learner.returncode == -signal.SIGKILL
+    pid = int(learner.stdout)
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
+
+
+def test_metrics_tell_how_it_stands_and_count_across_deaths(index):
+    registry = CollectorRegistry()
+    metrics = IndexMetrics(registry)
+    add(index, np.arange(3), np.array([[1, 1, 1, 1], [2, 2, 2, 2], [np.nan] * 4], np.float32), step=4)
+    metrics.tell(settled(index))
+    assert registry.get_sample_value("anabranch_replay_index_rows") == 2
+    os.kill(index.pid, signal.SIGKILL)
+    until(lambda: index.stats().restarts == 1, "its death to be noticed")
+    metrics.tell(index.stats())
+    left_out = registry.get_sample_value("anabranch_replay_index_left_out_rows_total", {"reason": "malformed"})
+    assert left_out == 1
+    assert registry.get_sample_value("anabranch_replay_index_restarts_total") == 1
+
+
+def test_without_faiss_the_way_out_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(neighbours.SettingsError, match=r"pip install 'anabranch\[index\]'"):
+        Neighbours(DIM, 100).open()

@@ -1,0 +1,277 @@
+"""Who is kept, against plain definitions: a pure function of what was offered, in any order and with any repetition."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.core.errors import SettingsError
+from replay.policies import ADMISSIONS, Surroundings
+from replay.reservoir.admission import (
+    Admission,
+    ClassBalanced,
+    Offered,
+    Quotas,
+    Recent,
+    Reservoir,
+    exponentials,
+    level,
+)
+
+HOUR = timedelta(hours=1)
+CLASSES = 4
+POLICIES: dict[str, Callable[[], Admission]] = {
+    "reservoir": Reservoir,
+    "class-balanced": lambda: ClassBalanced(CLASSES),
+    "recent": lambda: Recent(HOUR),
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a policy may know."""
+
+    name: int
+    identity: int
+    label: int
+    weight: float
+    hours: int
+
+
+def an_event(name: int) -> Event:
+    """An event's properties follow from its name; classes and weights are uneven."""
+    dice = np.random.default_rng(name)
+    identity, label = int(dice.integers(2**64, dtype=np.uint64)), int(dice.choice([-1, 0, 0, 0, 0, 1, 1, 2, 3]))
+    return Event(name, identity, label, float(dice.choice([0.0, 0.5, 1.0, 1.0, 1.0, 4.0])), name // 50)
+
+
+EVENTS = [an_event(name) for name in range(600)]
+
+
+def priority(policy: str, event: Event) -> float:
+    """The definition, in plain numbers."""
+    if not event.weight:
+        return math.inf
+    exponential = -math.log((event.identity + 0.5) / 2**64) / event.weight
+    return exponential if policy != "recent" else math.log(exponential) - math.log(2) * event.hours
+
+
+def kept(policy: str, offered: set[Event], k: int) -> set[Event]:
+    """Of each group the q smallest, q being the largest number with which no more than k are kept."""
+    groups: dict[int, list[Event]] = {}
+    for event in sorted((each for each in offered if each.weight), key=lambda each: priority(policy, each)):
+        groups.setdefault(event.label if policy == "class-balanced" else 0, []).append(event)
+    sizes = [len(members) for members in groups.values()]
+    most = max(q for q in range(k + 1) if sum(min(size, q) for size in sizes) <= k) if sum(sizes) > k else k
+    return {event for members in groups.values() for event in members[:most]}
+
+
+class Kept:
+    """What is held, with nothing around it that a store has."""
+
+    def __init__(self, policy: str, k: int) -> None:
+        self.policy = POLICIES[policy]()
+        self.quotas = Quotas(k, self.policy.groups)
+        self.names = np.empty(0, np.int64)
+        self.priorities = np.empty(0, np.float64)
+        self.groups = np.empty(0, np.int16)
+
+    def offer(self, events: list[Event]) -> None:
+        offered = Offered(
+            np.array([event.identity for event in events], np.uint64),
+            np.array([event.weight for event in events], np.float32),
+            np.array([event.hours * 3600 for event in events], np.uint32),
+        )
+        priorities = self.policy.priorities(offered)
+        groups = self.policy.group(np.array([event.label for event in events]), np.zeros(len(events), np.int16))
+        admitted = self.quotas.admits(priorities, groups)
+        for place in np.flatnonzero(admitted).tolist():
+            if events[place].name not in self.names:
+                self.names = np.append(self.names, events[place].name)
+                self.priorities = np.append(self.priorities, priorities[place])
+                self.groups = np.append(self.groups, groups[place])
+        if len(self.names) > self.quotas.limit:
+            self._keep(self.quotas.lower(self.priorities, self.groups))
+
+    def _keep(self, stays: np.ndarray) -> None:
+        self.names, self.priorities, self.groups = self.names[stays], self.priorities[stays], self.groups[stays]
+
+    def is_below(self, policy: str, event: Event) -> bool:
+        """Whether an event is smaller than its group's threshold; the one that made it is not."""
+        group = self.policy.group(np.array([event.label]), np.zeros(1, np.int16))[0]
+        mine, threshold = priority(policy, event), float(self.quotas.thresholds[group])
+        return mine < threshold and not math.isclose(mine, threshold, rel_tol=1e-12)
+
+    @property
+    def events(self) -> set[Event]:
+        return {EVENTS[name] for name in self.names.tolist()}
+
+
+batches = st.lists(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=60), min_size=1, max_size=20)
+
+
+@each_policy
+@settings(max_examples=60)
+@given(batches, st.integers(CLASSES + 1, 80))
+def test_those_of_the_definition_are_held_after_every_offer(policy: str, offers: list[list[Event]], k: int) -> None:
+    """In any order, with any repetition; beyond them only what lies below the thresholds, all of which have fallen."""
+    store, offered = Kept(policy, k), set[Event]()
+    for offer in offers:
+        before = store.quotas.thresholds.copy()
+        store.offer(offer)
+        offered |= set(offer)
+        assert (store.quotas.thresholds <= before).all(), "a threshold rose"
+        assert kept(policy, offered, k) <= store.events <= offered
+        assert len(store.names) <= store.quotas.limit
+        assert store.events == {event for event in offered if store.is_below(policy, event)}
+
+
+@each_policy
+@settings(max_examples=60)
+@given(st.permutations(EVENTS), st.integers(1, 5), st.integers(CLASSES + 1, 80))
+def test_what_parts_of_the_stream_keep_makes_what_the_whole_keeps(
+    policy: str, stream: list[Event], parts: int, k: int
+) -> None:
+    """Whoever is among the kept of the whole is among the kept of the part that met it; so two ranks merge.
+
+    With groups the union may have room for more than the whole, which leaves a part of k that cannot be shared.
+    """
+    union = set[Event]()
+    for part in range(parts):
+        store = Kept(policy, k)
+        mine = stream[part::parts]
+        for begin in range(0, len(mine), 40):
+            store.offer(mine[begin : begin + 40])
+        union |= store.events
+    assert kept(policy, set(stream), k) <= kept(policy, union, k)
+    assert len(kept(policy, union, k)) == k or policy == "class-balanced"
+
+
+def test_classes_share_the_room_evenly_and_small_ones_have_all_that_they_are() -> None:
+    store = Kept("class-balanced", 100)
+    store.offer(EVENTS)
+    counts = dict.fromkeys(range(-1, CLASSES), 0)
+    for event in store.events:
+        counts[event.label] += 1
+    offered = {label: sum(event.label == label and event.weight > 0 for event in EVENTS) for label in counts}
+    most = max(counts.values())
+    assert all(counts[label] in (most, offered[label]) for label in counts)
+    assert 95 < sum(counts.values()) <= 100
+
+
+def test_recent_keeps_half_as_many_for_each_half_life_that_they_are_older() -> None:
+    """20 seeds of 4,000 events an hour: the exact expectation is 1 - exp(-weight * rate) of each."""
+    hours, counts = 12, np.zeros(12)
+    for seed in range(20):
+        identity = np.random.default_rng(seed).integers(2**64, size=4000 * hours, dtype=np.uint64)
+        time_s = np.repeat(np.arange(hours, dtype=np.uint32) * 3600, 4000)
+        policy, quotas = Recent(HOUR), Quotas(400)
+        weights = np.ones(len(identity), np.float32)
+        stays = quotas.lower(policy.priorities(Offered(identity, weights, time_s)), np.zeros(len(identity), np.int16))
+        assert stays.sum() == 400
+        counts += np.bincount(time_s[stays] // 3600, minlength=hours)
+    expected = 2.0 ** np.arange(hours)
+    expected *= counts.sum() / expected.sum()
+    newest = slice(hours - 5, None)  # of older ones there are too few to tell
+    assert (abs(counts[newest] / expected[newest] - 1) < [0.2, 0.14, 0.1, 0.08, 0.06]).all()
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "recent"])
+def test_rates_tell_with_what_probability_an_event_is_held(policy: str) -> None:
+    """1 - exp(-weight * rate), over 20,000 identities for each weight; the error is that of a mean of so many."""
+    around = POLICIES[policy]()
+    threshold = {"reservoir": 0.7, "recent": -3.0}[policy]
+    for weight in (0.3, 1.0, 2.5):
+        identity = np.random.default_rng(int(weight * 10)).integers(2**64, size=20_000, dtype=np.uint64)
+        time_s = np.full(len(identity), 4 * 3600, np.uint32)
+        found = around.priorities(Offered(identity, np.full(len(identity), weight, np.float32), time_s)) < threshold
+        rate, _ = around.rates(np.array([threshold]), time_s[:1], np.ones(1), 1.0)
+        assert abs(found.mean() - (1 - math.exp(-weight * float(rate[0])))) < 0.015
+
+
+def test_priorities_are_the_definition() -> None:
+    """To the last bits, also where u is almost 1: there the smallest lie."""
+    identity = np.array([0, 1, 2**63, 2**64 - 1, 2**64 - 2**20], np.uint64)
+    found = exponentials(identity)
+    for value, name in zip(found.tolist(), identity.tolist(), strict=True):
+        u = (name + 0.5) / 2**64
+        exact = -math.log(u) if u < 0.5 else -math.log1p(-(2**64 - name - 0.5) / 2**64)
+        assert value == pytest.approx(exact, rel=1e-9) or (value > 36 and exact > 36)
+    assert (found > 0).all()
+    assert np.isfinite(found).all()
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 200))
+def test_the_level_is_the_largest_number_that_fits(counts: list[int], k: int) -> None:
+    if sum(counts) > k:
+        plain = max(q for q in range(k + 1) if sum(min(count, q) for count in counts) <= k)
+        assert level(np.array(counts), k) == plain
+
+
+def shaped(kind: str, size: int, dice: np.random.Generator) -> np.ndarray:
+    """Priorities in an order, or of a distribution, by which a sample of them may be misled."""
+    values = dice.exponential(size=size)
+    if kind in ("rising", "falling"):
+        return np.sort(values)[:: 1 if kind == "rising" else -1].copy()
+    if kind == "few values":
+        return np.floor(values)
+    if kind == "waves":
+        return np.where(np.arange(size) % 8 == 0, values + 100, values)
+    return values
+
+
+@settings(max_examples=120)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["exponential", "rising", "falling", "few values", "waves"]),
+    st.sampled_from(["one", "alike", "uneven", "in turn", "one after the other", "many"]),
+    st.data(),
+)
+def test_the_smallest_of_each_group_stay_below_its_threshold(
+    seed: int, kind: str, grouped: str, data: st.DataObject
+) -> None:
+    """Whatever a sample of the priorities says, and on both sides of the size from which on there is one."""
+    size = data.draw(st.one_of(st.integers(1, 300), st.integers(32_700, 70_000)))
+    k = data.draw(st.one_of(st.integers(0, size - 1), st.integers(size - 1 - size // 33, size - 1)))
+    dice = np.random.default_rng(seed)
+    held, groups = shaped(kind, size, dice), {"one": 1, "many": 2000}.get(grouped, 8)
+    group = {
+        "uneven": np.minimum(dice.geometric(0.5, size) - 1, 7),
+        "in turn": np.arange(size) % groups,
+        "one after the other": np.arange(size) * groups // size,
+    }.get(grouped, dice.integers(0, groups, size))
+    quotas = Quotas(k, groups)
+    counts = np.bincount(group, minlength=groups)
+    stays = quotas.lower(held, group.astype(np.int16), data.draw(st.sampled_from([counts, None])))
+    most = level(counts, k)
+    thresholds = [np.sort(held[group == each])[most] if counts[each] > most else math.inf for each in range(groups)]
+    assert quotas.thresholds.tolist() == thresholds
+    assert np.array_equal(stays, held < np.array(thresholds)[group])
+
+
+@pytest.mark.parametrize(
+    ("policy", "around", "message"),
+    [
+        ("class-balanced", Surroundings(None, HOUR, None), "needs schema.label.classes"),
+        ("class-balanced", Surroundings(40_000, HOUR, None), "fewer than 32767"),
+        ("diverse", Surroundings(4, HOUR, None), "needs model.embedding"),
+    ],
+)
+def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, around: Surroundings, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        ADMISSIONS[policy](around)
+
+
+def test_the_name_of_a_policy_tells_what_decides() -> None:
+    """By it a cut's priorities are told from those of other settings."""
+    policies = [
+        *(ADMISSIONS[name](Surroundings(4, HOUR, 8)) for name in ADMISSIONS),
+        *(ADMISSIONS[name](Surroundings(5, 2 * HOUR, 9)) for name in ("class-balanced", "recent", "diverse")),
+    ]
+    assert len({policy.name for policy in policies}) == len(policies) == 7

@@ -1,0 +1,50 @@
+"""Which events are beyond all that came before them, against a plain model."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replay.reservoir.watermarks import Watermarks
+
+Event = tuple[int, int, int]
+"""Partition, offset and row."""
+calls = st.lists(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(0, 2)), max_size=12), min_size=1, max_size=8
+)
+
+
+def columns(events: list[Event]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    table = np.array(events, np.int64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2].astype(np.int32)
+
+
+def beyond(marks: Watermarks, events: list[Event]) -> list[bool]:
+    found = marks.pass_by(*columns(events))
+    return [True] * len(events) if found is None else found.tolist()
+
+
+@given(calls)
+def test_an_event_is_beyond_all_of_its_partition_that_came_before_it(offered: list[list[Event]]) -> None:
+    marks, highest = Watermarks(), dict[int, tuple[int, int]]()
+    for events in offered:
+        expected = []
+        for partition, *place in events:
+            expected.append(tuple(place) > highest.get(partition, (-1, -1)))
+            highest[partition] = max(highest.get(partition, (-1, -1)), (place[0], place[1]))
+        assert beyond(marks, events) == expected
+        assert marks.highest == highest
+
+
+@given(calls)
+def test_how_many_are_told_of_at_once_decides_nothing(offered: list[list[Event]]) -> None:
+    one, other = Watermarks(), Watermarks()
+    apart = [each for events in offered for each in beyond(one, events)]
+    assert apart == beyond(other, [event for events in offered for event in events])
+    assert one.highest == other.highest
+
+
+def test_what_rises_as_streams_do_needs_no_look_at_each() -> None:
+    marks = Watermarks()
+    assert marks.pass_by(*columns([(0, 1, 0), (1, 5, 0), (0, 1, 1), (0, 2, 0), (1, 6, 0)])) is None
+    assert marks.pass_by(*columns([(0, 3, 0)])) is None
+    assert marks.pass_by(*columns([(0, 3, 0)])) is not None

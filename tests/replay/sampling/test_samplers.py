@@ -1,0 +1,353 @@
+"""Who is drawn: never twice, never what has left, and each as often as its sampler says."""
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.core.errors import SettingsError
+from ingest.events.block import TopicPartition
+from replay.policies import SAMPLERS, Company
+from replay.reservoir.event_table import Entries, records_of
+from replay.sampling.samplers import Choice, Sampler
+from replay.sampling.switching import Several
+
+HOUR = timedelta(hours=1)
+PLAIN = ["uniform", "class-balanced", "recent", "loss", "auto"]
+"""Those that need no embeddings."""
+SLOTS, LIMIT = 3000, 2500
+each_sampler = pytest.mark.parametrize("name", PLAIN)
+
+
+class Bench:
+    """An index and a sampler over it. Which slots events get is a matter of chance, told by `luck`."""
+
+    def __init__(self, name: str, luck: int = 0) -> None:
+        self.name = name
+        self._slots = np.random.default_rng(luck).permutation(SLOTS).astype(np.int32)
+        self.entries = Entries(SLOTS, LIMIT, 0)
+        self.entries.meet([TopicPartition("events", 0)])
+        self.sampler: Sampler = SAMPLERS[name](Company(self.entries, SLOTS, 4, HOUR, None))
+        self._next = 0
+
+    def add(self, n: int, label: Sequence[int] = (0,), hours: Sequence[float] = (0,)) -> np.ndarray:
+        """Add n events of offsets that go on from the last ones, and return their slots."""
+        slots, self._slots = self._slots[:n], self._slots[n:]
+        zeros = np.zeros(n, np.int64)
+        columns = {
+            "offset": np.arange(self._next, self._next + n),
+            "label": np.resize(label, n),
+            "time_s": (np.resize(hours, n) * 3600).astype(np.uint32),
+            **dict.fromkeys(("key_hash", "partition", "row"), zeros),
+        }
+        self._next += n
+        self.entries.append(slots, np.zeros(n), 0, records_of(columns))
+        self.sampler.come(slots)
+        return slots
+
+    def drop(self, gone: np.ndarray) -> None:
+        """Let the events of some offsets leave."""
+        left = self.entries.keep(~np.isin(self.offsets(self.entries.slots), gone))
+        self._slots = np.concatenate([self._slots, left])
+        self.sampler.leave(left)
+
+    def choose(self, n: int, step: int = 0) -> Choice:
+        return self.sampler.choose(n, np.random.default_rng(step))
+
+    def offsets(self, slots: np.ndarray) -> np.ndarray:
+        return self.entries.of("offset", slots)
+
+    def places(self, n: int, draws: int) -> np.ndarray:
+        """By place in a draw, how often each event came there."""
+        counts = np.zeros((n, self._next), np.int64)
+        for step in range(draws):
+            counts[np.arange(n), self.offsets(self.choose(n, step).slots)] += 1
+        return counts
+
+    def restarted(self, luck: int) -> "Bench":
+        """Return what goes on from a cut of this one, its events in other slots."""
+        other, index, state = Bench(self.name, luck), self.entries.copy(), self.sampler.state()
+        state = {name: np.array(values) for name, values in state.items()}
+        index["slot"], other._slots = other._slots[: len(index)], other._slots[len(index) :]
+        other.entries.restore(index, self.entries.bases.tolist())
+        other._next = self._next
+        other.sampler.come(other.entries.slots)
+        other.sampler.restore(state)
+        return other
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """In standard deviations beyond its mean."""
+    expected = expected * counts.sum() / expected.sum()
+    freedom = len(counts) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+@each_sampler
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), turns=st.integers(1, 15), restarts=st.booleans())
+def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_draw(
+    name: str, seed: int, turns: int, restarts: bool
+) -> None:
+    """Bit for bit: the same events in the same order with the same corrections, whatever slots they are in."""
+    dice, one, two, held = np.random.default_rng(seed), Bench(name, 1), Bench(name, 2), set[int]()
+    for turn in range(turns):
+        n, labels, hours = int(dice.integers(0, 120)), dice.integers(-1, 4, 50), dice.integers(0, 3, 50) * 10.0**turn
+        held |= set(range(one._next, one._next + n))
+        gone = np.array([offset for offset in held if dice.random() < 0.3])
+        held -= set(gone.tolist())
+        losses = dice.exponential(size=LIMIT).astype(np.float32)
+        losses[dice.random(LIMIT) < 0.1] = dice.choice([0.0, math.nan, math.inf, -1.0])
+        wanted = int(dice.integers(0, len(held) + 20))
+        offsets, corrections = [], []
+        for bench in (one, two):
+            if isinstance(bench.sampler, Several) and turn % 3 == 0:
+                bench.sampler.kind = bench.sampler.kinds[turn // 3 % 3]
+            bench.add(n, labels, np.minimum(hours, 10**6))
+            bench.drop(gone)
+            choice = bench.choose(wanted, turn)
+            offsets.append(bench.offsets(choice.slots).tolist())
+            corrections.append(None if choice.correction is None else choice.correction.tolist())
+            bench.sampler.learned(choice.slots, losses[: len(choice.slots)])
+        assert offsets[0] == offsets[1]
+        assert corrections[0] == corrections[1]
+        assert len(offsets[0]) == len(set(offsets[0])) == min(wanted, len(held))
+        assert set(offsets[0]) <= held
+        if corrections[0]:
+            assert all(0 < each <= 1 for each in corrections[0])
+        if restarts:
+            two = two.restarted(turn)
+
+
+class TestOrder:
+    """The first few of a draw are a draw of their own: a step may take fewer than were planned."""
+
+    @pytest.mark.parametrize("name", PLAIN)
+    def test_alike_events_come_alike_at_every_place(self, name: str) -> None:
+        """Four standard deviations are exceeded once in some ten thousand fair trials."""
+        bench = Bench(name)
+        bench.add(60, label=[0, 1, 2])
+        places = bench.places(9, 3000)
+        for place in (0, 1, 4, 8):
+            assert abs(chi_square(places[place], np.ones(60))) < 4.5, f"place {place}"
+
+    def test_every_class_comes_alike_at_every_place(self) -> None:
+        bench = Bench("class-balanced")
+        bench.add(300, label=[0] * 26 + [1] * 3 + [-1])
+        for place in bench.places(12, 2000)[[0, 1, 11]]:
+            counts = np.bincount(bench.entries.of("label", bench.entries.slots) + 1, place, 3)
+            assert abs(chi_square(counts, np.ones(3))) < 4.5
+
+
+class TestEven:
+    def test_each_class_comes_as_often_and_what_a_small_one_lacks_others_give(self) -> None:
+        bench = Bench("class-balanced")
+        bench.add(1000, label=[0])
+        bench.add(100, label=[3])
+        bench.add(30, label=[-1])
+        bench.add(4, label=[1])
+        for step in range(20):
+            slots = bench.choose(64, step).slots
+            counts = np.bincount(bench.entries.of("label", slots) + 1, minlength=5)
+            assert counts.tolist() == [20, 20, 4, 0, 20]
+        counts = np.bincount(bench.entries.of("label", bench.choose(66, 0).slots) + 1, minlength=5)
+        assert sorted(counts.tolist()) == [0, 4, 20, 21, 21]
+
+    def test_within_a_class_events_come_alike(self) -> None:
+        bench = Bench("class-balanced")
+        bench.add(40, label=[0, 0, 0, 1])
+        counts = bench.places(8, 4000).sum(axis=0)
+        assert chi_square(counts[[offset for offset in range(40) if offset % 4 < 3]], np.ones(30)) < 4.5
+        assert chi_square(counts[3::4], np.ones(10)) < 4.5
+
+
+class TestRecent:
+    def test_one_half_as_likely_for_each_half_life_that_it_is_older(self) -> None:
+        """Draws enough to tell a factor of 1.8 or 2.2 from 2 in all of 4,000 trials."""
+        bench = Bench("recent")
+        bench.add(300, hours=np.repeat(np.arange(6), 50))
+        counts = bench.places(1, 5000)[0].reshape(6, 50).sum(axis=1)
+        assert chi_square(counts, 2.0 ** np.arange(6)) < 4.5
+
+    def test_no_span_of_time_is_too_long_or_too_far_back(self) -> None:
+        """The scale moves; the oldest are as good as never drawn before the others are."""
+        bench = Bench("recent")
+        for hours in (300_000, 0, 301_000, 900_000, 5, 899_999):
+            bench.add(10, hours=[hours])
+        for step in range(100):
+            offsets = bench.offsets(bench.choose(6, step).slots)
+            assert set(offsets.tolist()) <= {*range(30, 40), *range(50, 60)}
+        assert len(bench.choose(60, 1).slots) == 60
+        counts = bench.places(1, 3000)[0]
+        assert chi_square(np.array([counts[30:40].sum(), counts[50:60].sum()]), np.array([2.0, 1.0])) < 4.5
+
+    def test_a_time_of_the_far_future_is_forgotten_with_its_event(self) -> None:
+        """Not at once, but with the next start: until then all others are as old as it makes them."""
+        bench = Bench("recent")
+        bench.add(1, hours=[1_000_000])
+        poisoned = bench.sampler.state()["epoch"]
+        bench = Bench("recent")
+        bench.add(100, hours=np.repeat([0, 1], 50))
+        bench.sampler.restore({"seats": np.empty(0), "epoch": poisoned})
+        counts = bench.places(1, 6000)[0].reshape(2, 50).sum(axis=1)
+        assert chi_square(counts, np.array([1.0, 2.0])) < 4.5
+
+
+@pytest.mark.slow
+class TestLoss:
+    def test_probability_and_correction_are_those_of_the_paper(self) -> None:
+        """Draws enough to tell an exponent of 0.5 or 0.7 from 0.6, in 998 of 1,000 trials."""
+        bench = Bench("loss")
+        losses = np.geomspace(0.01, 50, 100).astype(np.float32)
+        bench.sampler.learned(bench.add(100), losses)
+        weights = losses.astype(np.float64) ** 0.6
+        assert chi_square(bench.places(1, 8000)[0], weights) < 4.5
+        choice = bench.choose(30)
+        chosen = bench.offsets(choice.slots)
+        expected = (100 * weights[chosen] / weights.sum()) ** -0.4
+        assert choice.correction == pytest.approx(expected / expected.max(), rel=1e-6)
+
+    def test_an_event_without_a_loss_has_a_high_one_of_those_heard_last(self) -> None:
+        """Draws enough to tell 32 ** 0.6 from the 1 of the others and from the 32 itself in all of 4,000 trials."""
+        bench = Bench("loss")
+        bench.sampler.learned(bench.add(50), np.full(50, 32.0, np.float32))
+        bench.sampler.learned(bench.entries.slots[10:50], np.full(40, 1.0, np.float32))
+        bench.add(50)
+        expected = np.array([*[8.0] * 10, *[1.0] * 40, *[8.0] * 50])
+        assert chi_square(bench.places(1, 5000)[0], expected) < 4.5
+
+    @pytest.mark.parametrize("known", [2, 900])
+    def test_one_outlier_says_nothing_of_events_that_come_after_it(self, known: int) -> None:
+        bench = Bench("loss")
+        slots = bench.add(known)
+        losses = np.linspace(1.0, 2.0, known).astype(np.float32)
+        losses[0] = 1e20
+        bench.sampler.learned(slots, losses)
+        bench.sampler.learned(slots[:1], np.array([1.0], np.float32))  # it is learned, and its loss is small again
+        bench.add(known)
+        counts = bench.places(1, 3000)[0]
+        assert 1300 < counts[known:].sum() < 2100, "new events are drawn as others are, or a little sooner"
+
+    def test_beside_an_event_of_nearly_all_the_weight_others_are_drawn_in_proportion(self) -> None:
+        bench = Bench("loss")
+        losses = np.array([1e20, *[1.0] * 50, *[32.0] * 50], np.float32)
+        bench.sampler.learned(bench.add(101), losses)
+        before = bench.sampler.state()
+        first, second = bench.places(2, 2000)
+        assert first[0] == 2000
+        assert chi_square(second[1:], np.array([1.0] * 50 + [8.0] * 50)) < 4.5
+        after = bench.sampler.state()
+        assert all(np.array_equal(before[name], after[name]) for name in before), "a draw changes no weight"
+
+    def test_what_decides_for_new_events_is_bounded_and_outlives_a_restart(self) -> None:
+        bench = Bench("loss")
+        slots = bench.add(1000)
+        for turn in range(10):
+            bench.sampler.learned(slots, np.full(1000, 32.0 if turn < 5 else 1.0, np.float32))
+        assert bench.sampler.state()["heard"].nbytes == 4096
+        other = bench.restarted(3)
+        for each in (bench, other):
+            each.add(1000)
+        counts = other.places(1, 1000)[0]
+        assert abs(int(counts[1000:].sum()) - 500) < 80, "large losses of long ago decide no more"
+        assert bench.offsets(bench.choose(50).slots).tolist() == other.offsets(other.choose(50).slots).tolist()
+
+    @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+    def test_a_loss_that_is_no_number_changes_nothing(self, loss: float) -> None:
+        bench = Bench("loss")
+        slots = bench.add(20)
+        bench.sampler.learned(slots, np.arange(1, 21).astype(np.float32))
+        before = bench.sampler.state()
+        bench.sampler.learned(slots[:7], np.full(7, loss, np.float32))
+        after = bench.sampler.state()
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+
+    @pytest.mark.parametrize("loss", [0.0, -3.0, 1e-30])
+    def test_an_event_without_any_loss_may_still_be_drawn(self, loss: float) -> None:
+        bench = Bench("loss")
+        bench.sampler.learned(bench.add(20), np.full(20, loss, np.float32))
+        assert chi_square(bench.places(1, 2000)[0], np.ones(20)) < 4.5
+
+    def test_one_huge_loss_leaves_room_for_the_others_in_a_draw(self) -> None:
+        bench = Bench("loss")
+        slots = bench.add(200)
+        bench.sampler.learned(slots, np.array([3e38, *[1e-9] * 199], np.float32))
+        choice = bench.choose(100)
+        assert bench.offsets(choice.slots)[0] == 0
+        assert len(set(choice.slots.tolist())) == 100
+        assert choice.correction is not None
+        assert np.isfinite(choice.correction).all()
+
+
+class TestSeveral:
+    def test_each_draws_as_it_would_alone_whichever_drew_before(self) -> None:
+        """Also what was heard of while another one was asked counts."""
+        auto = Bench("auto")
+        assert isinstance(auto.sampler, Several)
+        assert auto.sampler.kinds == ("uniform", "class-balanced", "loss")
+        alone = {name: Bench(name) for name in auto.sampler.kinds}
+        dice = np.random.default_rng(0)
+        for turn in range(12):
+            losses = dice.exponential(size=50).astype(np.float32)
+            for bench in (auto, *alone.values()):
+                slots = bench.add(50, label=[0, 0, 0, 1])
+                bench.drop(np.arange(turn * 40, turn * 40 + 20))
+                bench.sampler.learned(slots, losses)
+            auto.sampler.kind = auto.sampler.kinds[turn % 3]
+            one, other = auto.choose(30, turn), alone[auto.sampler.kind].choose(30, turn)
+            assert one.slots.tolist() == other.slots.tolist()
+            corrections = [None if each.correction is None else each.correction.tolist() for each in (one, other)]
+            assert corrections[0] == corrections[1]
+
+    @pytest.mark.parametrize(("asked", "afterwards"), [("loss", "loss"), ("similar", "uniform")])
+    def test_a_restart_goes_on_with_the_one_that_was_asked_if_it_is_there(self, asked: str, afterwards: str) -> None:
+        bench = Bench("auto")
+        bench.add(20)
+        state = bench.sampler.state() | {"kind": np.frombuffer(asked.encode(), np.uint8)}
+        bench.sampler.restore(state)
+        assert isinstance(bench.sampler, Several)
+        assert bench.sampler.kind == afterwards
+
+    def test_they_are_those_that_the_labels_allow(self) -> None:
+        company = Company(Entries(10, 10, 0), 10, None, HOUR, None)
+        sampler = SAMPLERS["auto"](company)
+        assert isinstance(sampler, Several)
+        assert sampler.kinds == ("uniform", "loss")
+
+    def test_losses_are_asked_for_and_steps_share_a_choice_only_where_each_of_them_would(self) -> None:
+        company = Company(Entries(10, 10, 0), 10, 4, HOUR, None)
+        uniform, even, loss = (SAMPLERS[name](company) for name in ("uniform", "class-balanced", "loss"))
+        for samplers, hears, divisible in (
+            ({"a": uniform}, False, True),
+            ({"a": uniform, "b": even}, False, False),
+            ({"a": uniform, "b": loss}, True, False),
+        ):
+            several = Several(samplers)
+            assert (several.hears_losses, several.divisible) == (hears, divisible)
+
+
+@pytest.mark.parametrize("before", PLAIN)
+@pytest.mark.parametrize("after", PLAIN)
+def test_what_another_sampler_left_in_a_cut_does_no_harm(before: str, after: str) -> None:
+    one, two = Bench(before), Bench(after)
+    one.sampler.learned(one.add(30), np.arange(30).astype(np.float32))
+    two.add(30)
+    two.sampler.restore(one.sampler.state())
+    assert len(set(two.choose(20).slots.tolist())) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("class-balanced", "needs schema.label.classes"),
+        ("similar", "needs model.embedding"),
+        ("diverse", "needs model.embedding"),
+    ],
+)
+def test_a_sampler_that_lacks_what_it_needs_is_refused(name: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        SAMPLERS[name](Company(Entries(10, 10, 0), 10, None, HOUR, None))

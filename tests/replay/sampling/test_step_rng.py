@@ -1,0 +1,26 @@
+"""The random numbers of a step: the same whenever they are asked for, and others for another step or seed."""
+
+import numpy as np
+
+from replay.sampling.step_rng import Chance
+
+
+def numbers(seed: int, step: int) -> list[int]:
+    return Chance(seed).of(step).integers(0, 2**62, 8).tolist()
+
+
+def test_numbers_are_a_function_of_seed_and_step() -> None:
+    chance = Chance(7)
+    for step in (3, 0, 3, 10**12):
+        assert chance.of(step).integers(0, 2**62, 8).tolist() == numbers(7, step)
+
+
+def test_another_seed_or_step_has_other_numbers() -> None:
+    seeds = (0, 1, 2, -1, 2**63, 12345)
+    assert len({tuple(numbers(seed, step)) for seed in seeds for step in range(5)}) == len(seeds) * 5
+
+
+def test_numbers_of_neighbouring_seeds_and_steps_have_nothing_to_do_with_each_other() -> None:
+    draws = np.array([Chance(seed).of(step).random(200) for seed in range(4) for step in range(4)])
+    correlation = np.corrcoef(draws) - np.eye(len(draws))
+    assert np.abs(correlation).max() < 5 / np.sqrt(200)

@@ -1,0 +1,81 @@
+"""Pages that are made ahead of what is written."""
+
+import resource
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from replay.tiers.memory import MemoryTier
+from replay.tiers.prefault import Pages
+
+SIZE = 24_000_000
+Started = Callable[[], list[threading.Thread]]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux makes pages ahead")
+
+
+def faults() -> int:
+    """Return how many pages this thread has waited for so far."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+@pytest.fixture
+def started() -> Started:
+    """Returns the threads that make pages, but for those of other tests."""
+    before = threading.enumerate()
+    return lambda: [each for each in threading.enumerate() if each.name == "pages" and each not in before]
+
+
+@linux
+def test_what_is_written_finds_its_pages_made_and_what_was_there_stays(started: Started) -> None:
+    memory = np.zeros(SIZE, np.uint8)
+    memory[:100], memory[-100:] = 7, 9
+    pages = Pages(memory.ctypes.data, SIZE)
+    pages.reach(SIZE)
+    (thread,) = started()
+    thread.join(60)  # it has made all, and ends
+    assert pages.asked_for
+    before = faults()
+    memory[4096:-4096:4096] = 1
+    waited = faults() - before
+    if waited > SIZE // 8192:
+        pytest.skip("this Linux makes no pages ahead")
+    assert waited < 10
+    assert (memory[:100] == 7).all()
+    assert (memory[-100:] == 9).all()
+    pages.close()
+
+
+@linux
+def test_no_more_are_made_than_a_little_ahead_and_none_after_the_end(started: Started) -> None:
+    memory = np.zeros(SIZE * 4, np.uint8)
+    pages = Pages(memory.ctypes.data, memory.nbytes)
+    pages.reach(SIZE)
+    assert not pages.asked_for
+    pages.close()
+    assert not started()
+    before = faults()
+    memory[SIZE * 2 :: 4096] = 1
+    assert faults() > before, "pages far ahead were made"
+
+
+def test_a_small_memory_has_no_thread(started: Started) -> None:
+    memory = np.zeros(1000, np.uint8)
+    pages = Pages(memory.ctypes.data, memory.nbytes)
+    assert pages.asked_for
+    assert not started()
+    pages.close()
+
+
+def test_a_memory_tier_that_is_closed_leaves_no_thread_behind(started: Started) -> None:
+    tier = MemoryTier(4096, 10_000, torch.device("cpu"))
+    rows = np.random.default_rng(0).integers(0, 256, (1000, 4096), np.uint8)
+    slots = np.arange(3000, 4000)
+    tier.write(slots, slots.astype(np.uint64), rows)
+    read, _ = tier.read(slots, slots.astype(np.uint64))
+    assert np.array_equal(read.numpy(), rows)
+    tier.close()
+    assert not started()

@@ -1,0 +1,430 @@
+"""What becomes of a store when its Redis stops, restarts empty, hangs, is full, or forgets."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import torch
+from redis._parsers import _RESP2Parser
+
+from anabranch.core.errors import DependencyError, SettingsError
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.fake import FakeCuts
+from replay.snapshot import Contents
+from replay.store import Store
+from replay.tiers.redis_server import RedisServer
+from replay.tiers.redis_tier import RedisTier
+
+PARTITIONS = [TopicPartition("events", 0)]
+CAPACITY = 2000
+ROW_BYTES = 40
+Build = Callable[..., Store]
+
+
+@pytest.fixture
+def build(schema: Schema, tmp_path: Path, mortal_redis: Any) -> Iterator[Build]:
+    """`build(disk=False, contents=None, **redis)`: stores without a memory tier, whose rows are all read from Redis."""
+    stores: list[Store] = []
+
+    def make(*, disk: bool = False, contents: Contents | None = None, first: bool = False, **redis: object) -> Store:
+        settings = ReplaySettings.model_validate(
+            {
+                "capacity": CAPACITY,
+                "device_bytes": 0,
+                "redis": {"url": mortal_redis.url, "bytes": "2MB", **redis},
+                **({"disk": {"bytes": "1MB"}} if disk else {}),
+            }
+        )
+        cpu = torch.device("cpu")
+        stores.append(build_store(settings, schema, cpu, 0, tmp_path, contents, keys="test:rank-0", first=first))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Commands that had no reply, but for those by which a server that is away is looked for in the background."""
+    found: list[object] = []
+    execute = redis.Redis.execute_command
+
+    def execute_and_note(client: redis.Redis, *arguments: object, **options: object) -> object:
+        try:
+            return execute(client, *arguments, **options)
+        except (redis.ConnectionError, redis.TimeoutError):
+            if threading.current_thread().name != "redis-keeper":
+                found.append(arguments[0])
+            raise
+
+    monkeypatch.setattr(redis.Redis, "execute_command", execute_and_note)
+    return found
+
+
+def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
+    for offset in range(begin, end, 100):
+        store.add(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+        store._drop_lost()
+    store.tiers.sync()
+
+
+def drawn(store: Store) -> int:
+    """Draw everything, and return how many events came."""
+    return len(store.fetch(store.plan(0, len(store))))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
+
+
+def missed(store: Store) -> int:
+    return store.tiers.stats.missed["redis"]
+
+
+def test_those_that_lost_one_server_do_not_come_back_at_the_same_moments(
+    monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]
+) -> None:
+    waits: list[float] = []
+
+    def closes_within(_: RedisServer, seconds: float) -> bool:
+        waits.append(seconds)
+        return len(waits) % 10 == 0
+
+    monkeypatch.setattr(RedisServer, "_closes_within", closes_within)
+    for _ in range(2):
+        with RedisServer(f"redis://127.0.0.1:{free_port()}", "anabranch:test:") as server:
+            server.open(needed=False)
+            server._keeper.join(30)
+    longest = [min(0.1 * 2**tries, 5.0) for tries in range(10)] * 2
+    assert all(delay / 2 <= seconds <= delay for seconds, delay in zip(waits, longest, strict=True))
+    assert all(one != other for one, other in zip(waits[:10], waits[10:], strict=True))
+
+
+def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_is_there_again(
+    schema: Schema, build: Build, mortal_redis: Any, caplog: pytest.LogCaptureFixture, unanswered: list[object]
+) -> None:
+    caplog.set_level(logging.INFO)
+    store = build(disk=True)
+    fill(store, schema, 0, 1500)
+    assert drawn(store) == 1500 == store.tiers.stats.read["redis"]
+    mortal_redis.stop()
+    for _ in range(20):
+        assert drawn(store) == len(store)
+    fill(store, schema, 1500, 1800)
+    assert len(unanswered) == 1, "it is waited for again and again"
+    assert f"replay.redis: 127.0.0.1:{mortal_redis.port} does not answer" in str(store.tiers.ill)
+    mortal_redis.start()
+    until(lambda: store.tiers.ill is None)
+    assert "answers again" in caplog.text
+    assert missed(store) == 0
+    assert drawn(store) == len(store)
+    store.tiers.sync()
+    assert missed(store) == len(store) == mortal_redis.keys() - 1  # beside the probe
+    read = store.tiers.stats.read["redis"]
+    assert drawn(store) == len(store)
+    assert store.tiers.stats.read["redis"] - read == len(store)
+    assert store.lost == 0
+
+
+def test_a_server_that_became_a_replica_is_looked_for_anew_with_each_write(mortal_redis: Any) -> None:
+    """Its name may lead to the one that took over, and no connection of before does."""
+    client = redis.Redis.from_url(mortal_redis.url)
+    with RedisServer(mortal_redis.url, "test:") as server:
+        server.open(needed=True)
+        server.put(["1"], [memoryview(b"x")])
+        connections = {server._client.client_id()}
+        client.replicaof("127.0.0.1", 1)
+        for _ in range(2):
+            with pytest.raises(OSError, match="refuses rows: You can't write against a read only replica"):
+                server.put(["1"], [memoryview(b"x")])
+            connections.add(server._client.client_id())
+        assert len(connections) == 3
+        client.replicaof("NO", "ONE")
+        server.put(["1"], [memoryview(b"x")])
+        assert server.ill is None
+    client.close()
+
+
+@pytest.mark.parametrize("parser", ["hiredis", "python"])
+def test_a_value_of_any_length_under_its_keys_is_not_read_whole(
+    mortal_redis: Any, caplog: pytest.LogCaptureFixture, parser: str
+) -> None:
+    client = redis.Redis.from_url(mortal_redis.url)
+    with RedisServer(mortal_redis.url, "test:") as server:
+        if parser == "python":
+            server._client.connection_pool.connection_kwargs["parser_class"] = _RESP2Parser
+        server.open(needed=True)
+        server.put(["row", "other"], [memoryview(bytes(100))] * 2)
+        client.set("test:long", bytes(5_000_000))
+        client.lpush("test:list", 1)
+        for _ in range(2):
+            values = server.get(["row", "long", "missing", "list", "other"], 100)
+            assert [None if value is None else len(value) for value in values] == [100, 101, None, None, 100]
+        assert "has values that are no rows" in str(server.ill)
+        assert caplog.text.count("that are no rows") == 1
+        server.put(["long"], [memoryview(bytes(100))])
+        assert server.ill is None
+        assert server.get(["row", "long"], 100) == [bytes(100)] * 2
+    client.close()
+
+
+def test_a_row_that_is_longer_than_most_replies_is_read(mortal_redis: Any) -> None:
+    with RedisServer(mortal_redis.url, "test:") as server:
+        server.open(needed=True)
+        server.put(["row"], [memoryview(bytes(3_000_000))])
+        assert server.get(["row"], 3_000_000) == [bytes(3_000_000)]
+        assert server.ill is None
+
+
+def test_above_a_disk_a_pause_costs_one_wait_and_no_event(
+    schema: Schema, build: Build, mortal_redis: Any, unanswered: list[object]
+) -> None:
+    store = build(disk=True)
+    fill(store, schema, 0, 1000)
+    with mortal_redis.paused():
+        for _ in range(30):
+            assert drawn(store) == 1000
+        assert store.tiers.ill is not None
+    assert len(unanswered) == 1, "it is waited for again and again"
+    until(lambda: store.tiers.ill is None)
+    read = store.tiers.stats.read["redis"]
+    assert drawn(store) == 1000
+    assert store.tiers.stats.read["redis"] > read
+    assert store.lost == 0
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-random"])
+def test_above_a_disk_a_full_one_costs_no_event(schema: Schema, build: Build, mortal_redis: Any, policy: str) -> None:
+    store = build(disk=True)
+    fill(store, schema, 0, 500)
+    mortal_redis.bound(mortal_redis.used_bytes + 50_000, policy)
+    fill(store, schema, 500, 2000)
+    for _ in range(3):
+        assert drawn(store) == len(store)
+    store.tiers.sync()
+    assert store.lost == 0
+    assert missed(store) > 0
+    if policy == "noeviction":
+        assert "is full; raise its maxmemory, or lower replay.redis.bytes" in str(store.tiers.ill)
+        mortal_redis.bound(0, policy)
+        drawn(store)
+        store.tiers.sync()
+        assert store.tiers.ill is None
+        assert drawn(store) == len(store) == mortal_redis.keys() - 1
+
+
+def test_as_the_home_it_can_be_away_without_an_event_being_lost(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    store = build()
+    fill(store, schema, 0, 1000)
+    with mortal_redis.paused():
+        assert drawn(store) == 0
+        store._drop_lost()
+    assert (len(store), store.lost) == (1000, 0)
+    until(lambda: store.tiers.ill is None)
+    assert drawn(store) == 1000
+
+
+def test_as_the_home_what_came_while_it_was_away_is_counted_as_lost(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    store = build()
+    fill(store, schema, 0, 1000)
+    mortal_redis.stop()
+    fill(store, schema, 1000, 1500)
+    store._drop_lost()
+    assert (len(store), store.lost) == (1000, 500)
+
+
+def test_as_the_home_it_is_filled_again_by_the_stream_after_it_came_back_empty(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    store = build()
+    fill(store, schema, 0, 1500)
+    mortal_redis.stop()
+    mortal_redis.start()
+    assert drawn(store) == 0
+    until(lambda: store.tiers.ill is None)
+    drawn(store)
+    store._drop_lost()
+    assert (len(store), store.lost) == (0, 1500)
+    fill(store, schema, 1500, 4000)
+    assert drawn(store) == len(store) >= 900
+
+
+def test_as_the_home_what_it_evicts_is_a_hole(schema: Schema, build: Build, mortal_redis: Any) -> None:
+    store = build()
+    fill(store, schema, 0, 500)
+    mortal_redis.bound(mortal_redis.used_bytes + 50_000, "allkeys-random")
+    fill(store, schema, 500, 2000)
+    for _ in range(2):  # to answer takes memory too, for which more may have to go
+        came = drawn(store)
+        store._drop_lost()
+        assert 0 < came == len(store) < 2000
+        assert store.lost + len(store) == 2000
+
+
+def test_as_the_home_a_full_one_turns_events_away(schema: Schema, build: Build, mortal_redis: Any) -> None:
+    store = build()
+    fill(store, schema, 0, 500)
+    mortal_redis.bound(mortal_redis.used_bytes, "noeviction")
+    fill(store, schema, 500, 1000)
+    store._drop_lost()
+    assert store.lost > 0
+    assert len(store) + store.lost == 1000
+    assert drawn(store) == len(store) >= 500
+
+
+def test_a_store_that_is_closed_leaves_its_server(build: Build) -> None:
+    store = build()
+    (redis,) = store.tiers.slow
+    assert isinstance(redis, RedisTier)
+    assert redis.server._keeper.is_alive()
+    store.close()
+    assert not redis.server._keeper.is_alive()
+
+
+def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal_redis: Any) -> None:
+    store = build()
+    fill(store, schema, 0, 1500)
+    contents = FakeCuts(store).cut(1)
+    again = build(contents=contents)
+    assert drawn(again) == 1500
+    mortal_redis.stop()
+    mortal_redis.start()
+    third = build(contents=contents)
+    drawn(third)
+    third._drop_lost()
+    assert (len(third), third.lost) == (0, 1500)
+
+
+def test_as_a_cache_it_is_warm_after_a_restart(schema: Schema, build: Build, mortal_redis: Any) -> None:
+    store = build(disk=True)
+    fill(store, schema, 0, 1500)
+    contents = FakeCuts(store).cut(1)
+    again = build(disk=True, contents=contents)
+    assert drawn(again) == 1500 == again.tiers.stats.read["redis"] == again.rows["redis"]
+
+
+def test_one_that_a_cut_was_copied_from_is_found_again_when_it_was_away(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    store = build()
+    fill(store, schema, 0, 500)
+    moved = build(disk=True, contents=FakeCuts(store).cut(1))
+    assert drawn(moved) == 500
+    mortal_redis.stop()
+    assert drawn(moved) == 500
+    assert moved.tiers.ill is not None
+    mortal_redis.start()
+    until(lambda: moved.tiers.ill is None)
+
+
+def test_what_no_cut_can_name_is_swept_and_what_others_have_is_not(
+    schema: Schema, build: Build, mortal_redis: Any
+) -> None:
+    mortal_redis.say("SET anabranch:other:rank-0:x:1 theirs")
+    mortal_redis.say("SET anabranch:test:rank-10:x:1 theirs")
+    store = build(first=True)
+    fill(store, schema, 0, 1500)
+    contents = FakeCuts(store).cut(3)
+    (redis,) = store.tiers.slow
+    assert isinstance(redis, RedisTier)
+    server = redis.server
+    until(lambda: not server._sweeps)
+    moved = build(contents=contents, bytes="200kB")
+    moved.tiers.sync()
+    assert mortal_redis.keys() == 1500 + len(moved) + 3  # those two, and the probe
+    moved.hold(4)
+    moved.let_go(3)
+    assert drawn(moved) == len(moved)
+    moved.hold(5)
+    moved.let_go(5)
+    until(lambda: bool(mortal_redis.keys() == len(moved) + 3))
+    assert drawn(moved) == len(moved) > 500
+    build(first=True)
+    until(lambda: bool(mortal_redis.keys() <= 3))
+
+
+def test_it_takes_no_more_memory_than_it_may(schema: Schema, mortal_redis: Any) -> None:
+    server = RedisServer(mortal_redis.url, "anabranch:a-pipeline-with-a-name:rank-0:")
+    server.open(needed=True)
+    for row_bytes in (40, 1000, 3144):
+        mortal_redis.say("CONFIG SET maxmemory 0")
+        tier = RedisTier(server, f"{row_bytes:016d}", row_bytes, 1 << 20)
+        used, n = mortal_redis.used_bytes, 8000
+        for begin in range(0, n, 1000):
+            slots = torch.arange(begin, begin + 1000).numpy()
+            tier.write(slots, slots.astype("u8"), torch.zeros((1000, row_bytes), dtype=torch.uint8).numpy())
+        assert 0.6 < (mortal_redis.used_bytes - used) / (n * tier.slot_bytes) <= 1.05
+    server.close()
+
+
+def test_a_cut_whose_rows_are_in_redis_needs_it(
+    schema: Schema, build: Build, mortal_redis: Any, tmp_path: Path
+) -> None:
+    store = build()
+    fill(store, schema, 0, 500)
+    contents = FakeCuts(store).cut(1)
+    with pytest.raises(SettingsError, match=r"contents of cut 1 are in Redis, and replay.redis is not set"):
+        build_store(ReplaySettings(), schema, torch.device("cpu"), 0, tmp_path, contents)
+    mortal_redis.stop()
+    with pytest.raises(DependencyError, match=r"replay.redis: 127.0.0.1:\d+ does not answer: .*; start it"):
+        build(disk=True, contents=contents)
+
+
+class TestStart:
+    def test_a_server_that_is_away_is_needed_as_the_home_alone(
+        self, schema: Schema, build: Build, mortal_redis: Any
+    ) -> None:
+        mortal_redis.stop()
+        with pytest.raises(DependencyError, match="does not answer"):
+            build()
+        store = build(disk=True)
+        assert "does not answer" in str(store.tiers.ill)
+        fill(store, schema, 0, 500)
+        mortal_redis.start()
+        until(lambda: store.tiers.ill is None)
+        assert drawn(store) == 500
+
+    def test_a_password_is_wanted_and_never_shown(self, build: Build, mortal_redis: Any) -> None:
+        mortal_redis.stop()
+        mortal_redis.start("--requirepass", "opensesame")
+        right = mortal_redis.url.replace("redis://", "redis://:opensesame@")
+        build(url=right)
+        for wrong in (mortal_redis.url, right.replace("opensesame", "sesame-open")):
+            with pytest.raises(SettingsError, match="refuses user or password of url") as caught:
+                build(url=wrong)
+            assert "sesame" not in str(caught.value)
+        assert "sesame" not in repr(ReplaySettings.model_validate({"redis": {"url": right, "bytes": "2MB"}}))
+
+    @pytest.mark.parametrize(
+        ("url", "said"),
+        [
+            ("redis://localhost:port/0", "replay.redis.url cannot be used"),
+            ("redis://127.0.0.1:{port}/99", "cannot be used: DB index is out of range"),
+            ("redis://127.0.0.1:{port}/0?colour=red", "replay.redis.url has an option that the client does not know"),
+        ],
+    )
+    def test_a_url_that_cannot_work_is_refused(self, build: Build, mortal_redis: Any, url: str, said: str) -> None:
+        with pytest.raises(SettingsError, match=said):
+            build(disk=True, url=url.format(port=mortal_redis.port))
+
+    def test_a_replica_is_refused(self, build: Build, mortal_redis: Any) -> None:
+        mortal_redis.say("REPLICAOF 127.0.0.1 1")
+        with pytest.raises(SettingsError, match="cannot be used: You can't write against a read only replica"):
+            build()
