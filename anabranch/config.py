@@ -20,8 +20,8 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.net import is_loopback
 from anabranch.core.settings import Section, written
 from ingest.config import SchemaSettings, StreamSettings
+from learner.compatibility import point, refused
 from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, ShareSettings, VersionsSettings
-from learner.support import point, refused
 from replay.config import ReplaySettings
 from serving.config import ServingSettings
 

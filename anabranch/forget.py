@@ -14,8 +14,8 @@ from ingest.errors import SecondLearnerError, StateBusyError
 from ingest.events.block import TopicPartition
 from ingest.events.identity import partition_name
 from ingest.events.schema import Schema
-from learner.lock import hold_state_directory, is_held
-from learner.report import PartitionReport, read_report
+from learner.state_dir.lock import hold_state_directory, is_held
+from learner.state_dir.report import PartitionReport, read_report
 from replay.erasure.erased_events import ByKey, ByRange, Record, hash_of_key
 from replay.erasure.erasure_log import COMMAND, NAME, ForgottenLog, now
 
@@ -114,7 +114,7 @@ def _missing(config: Config, log: ForgottenLog, through: int, patience: timedelt
 def _erase(config: Config, log: ForgottenLog, through: int) -> str | None:
     """Erase what is left of all up to a record, under the lock; return what is not done."""
     # Loads torch, which takes seconds: before the lock, for which a learner that starts meanwhile waits.
-    from learner.offline import ERASED, erase
+    from learner.checkpointing.erase_offline import ERASED, erase
     from replay.tiers.registry import TIERS
 
     left = [name for name in TIERS if name != ERASED and getattr(config.pipeline.replay, name) is not None]

@@ -19,7 +19,7 @@ from anabranch.config import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.net import is_loopback
-from learner.version import RegistryState, Versions
+from learner.state_dir.version import RegistryState, Versions
 from serving.config import ServingSettings
 from serving.errors import RequestError
 from serving.health import SILENT

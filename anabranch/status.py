@@ -14,8 +14,8 @@ from rich.text import Text
 from anabranch.config import Config
 from anabranch.console import PlainConsole
 from anabranch.daemon import stop_on_signals
-from learner.report import LAG_STALE, LearnerReport, ShareReport
-from learner.report import read_report as read_learner
+from learner.state_dir.report import LAG_STALE, LearnerReport, ShareReport
+from learner.state_dir.report import read_report as read_learner
 from serving.health import SILENT
 from serving.report import ServingReport, ShadowReport
 from serving.report import read_report as read_serving

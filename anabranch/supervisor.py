@@ -27,7 +27,7 @@ from anabranch.core.backoff import jittered
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, number_of, read_file
 from anabranch.daemon import Exit
-from learner.report import REPORT as LEARNER_REPORT
+from learner.state_dir.report import REPORT as LEARNER_REPORT
 from serving.report import REPORT as SERVING_REPORT
 
 _LOOK_SECONDS = 0.1

@@ -13,8 +13,16 @@ from anabranch.config import Config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.errors import VersionError
-from learner.trained import format_trained_through
-from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions, other_model, reference_to
+from learner.state_dir.trained_through import format_trained_through
+from learner.state_dir.version import (
+    Manifest,
+    ModelReference,
+    RegistryState,
+    Verdict,
+    Versions,
+    other_model,
+    reference_to,
+)
 
 _STYLES = {"pass": "green", "fail": "red", "abstain": "yellow"}
 

@@ -33,11 +33,11 @@ from harness.turns import Spread, ratio
 from torch import nn
 
 from learner.config import LearnerSettings
-from learner.precision import choose_precision
-from learner.rehearsal import rehearsal
-from learner.strategies import STRATEGIES
-from learner.task import Classification
-from learner.trainer import Trainer
+from learner.model.device import choose_precision
+from learner.model.task import Classification
+from learner.strategies.registry import STRATEGIES
+from learner.strategies.rehearsal import rehearsal
+from learner.training.trainer import Trainer
 from replay.store import Store
 
 BATCH = 64

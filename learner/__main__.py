@@ -17,7 +17,7 @@ from anabranch.entry import enter, leave
 
 if TYPE_CHECKING:
     from anabranch.config import Config
-    from learner.workbench import Deployment
+    from learner.build import Deployment
 
 log = logging.getLogger("learner")
 
@@ -48,9 +48,9 @@ def prepare() -> None:
     try:
         import torch
 
-        import learner.session  # noqa: F401 what takes seconds
+        import learner.run  # noqa: F401 what takes seconds
         from learner.config import OptimizerSettings
-        from learner.optimizer import build_optimizer
+        from learner.training.optimizers import build_optimizer
 
         build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
     finally:
@@ -66,7 +66,7 @@ def learn_config(config: "Config", stop: threading.Event) -> None:
     source.start()  # its process gets ready while torch is imported in this one
     gc.disable()  # until all is there, of which nothing is garbage
     try:
-        from learner.session import learn
+        from learner.run import learn
 
         learn(deployment_of(config), stop, source=source)
     finally:
@@ -77,8 +77,8 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
     """Run all ranks of this host; return the exit code that rank 0 has told."""
     # Torch writes a page of C++ frames when a host is gone, of which we say one sentence.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from learner.hosts import meet_hosts
-    from learner.launcher import launch
+    from learner.distributed.launcher import launch
+    from learner.distributed.rendezvous import meet_hosts
 
     settings = config.pipeline.learner
     command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path))
@@ -98,12 +98,12 @@ def _alike(config: "Config") -> "dict[str, object]":
 
 def _rank(group: Path, arguments: list[str]) -> int:
     """Be one of the ranks that the launcher starts, and return the exit code by which it starts all again or not."""
-    from learner.launcher import REFUSED, leave_rows, stop_with_launcher, take_place, write_outcome
+    from learner.distributed.launcher import REFUSED, leave_rows, stop_with_launcher, take_place, write_outcome
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
         from learner.errors import RankLostError, RankTooLargeError, tells_of_a_lost_rank
-        from learner.replica import follow_leader
-        from learner.session import learn
+        from learner.run import learn
+        from learner.run_follower import follow_leader
 
         gc.disable()  # as `learn_config` does
         stop_with_launcher(stop)
@@ -131,8 +131,8 @@ def _rank(group: Path, arguments: list[str]) -> int:
 
 def deployment_of(config: "Config", rows: int | None = None) -> "Deployment":
     """Return the sections that a learner needs; `rows`: what a micro-batch may have, whatever the file says."""
-    from learner.sharing import Terms
-    from learner.workbench import Deployment
+    from learner.build import Deployment
+    from learner.device_sharing.sharing import Terms
 
     pipeline = config.pipeline
     return Deployment(

@@ -14,30 +14,30 @@ from ingest.events.block import Array, Outcome, SkipReason
 from ingest.metrics import IngestMetrics
 from ingest.reader.multi_host import Sources
 from ingest.reader.reader import Partition, Source
-from learner.batches import Batch, Batches
+from learner.adaptation.drift import Drift
+from learner.adaptation.forgetting_probe import Probe
+from learner.adaptation.replay_ratio import Tally, make_ratio
+from learner.checkpointing.checkpointer import Cutter, Moment
+from learner.checkpointing.erasure import Forgetting
 from learner.config import LearnerSettings
-from learner.counting import OutcomeCounters
-from learner.cut import FORGOTTEN, Cut
-from learner.cutter import Cutter, Moment
-from learner.deadline import Deadline
-from learner.drift import Drift
-from learner.forgetting import Forgetting
-from learner.guard import GuardSet
-from learner.heard import StepResult
-from learner.lag import LagPolicy
-from learner.ledger import Ledger
+from learner.evaluation.forgetting_metric import retention_of
+from learner.evaluation.holdout import GuardSet
+from learner.evaluation.prequential import Prequential, Scored
 from learner.metrics import LearnerMetrics
-from learner.prequential import Prequential, Scored
-from learner.probe import Probe
-from learner.publisher import Progress, Publisher, Snapshot
-from learner.raised import Raised, RaisingEventsError
-from learner.rates import Rates
-from learner.ratio import Tally, make_ratio
-from learner.rehearsal import rehearsal
-from learner.retention import retention_of
-from learner.round_robin import RoundRobin
-from learner.strategy import OUTPUT, Examples
-from learner.trainer import Trainer
+from learner.model.faulty_events import Raised, RaisingEventsError
+from learner.publishing.publisher import Progress, Publisher, Snapshot
+from learner.runtime.shutdown import Deadline
+from learner.state_dir.checkpoint import FORGOTTEN, Cut
+from learner.strategies.base import OUTPUT, Examples
+from learner.strategies.rehearsal import rehearsal
+from learner.stream.batches import Batch, Batches
+from learner.stream.lag import LagPolicy
+from learner.stream.ledger import Ledger
+from learner.stream.outcome_counters import OutcomeCounters
+from learner.stream.partition_rates import Rates
+from learner.stream.round_robin import RoundRobin
+from learner.training.step_result import StepResult
+from learner.training.trainer import Trainer
 from replay.background_store import Clerk
 from replay.metrics import ReplayMetrics
 from replay.plan import Draw

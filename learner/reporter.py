@@ -8,17 +8,17 @@ from pathlib import Path
 
 from ingest.reader.multi_host import Sources
 from ingest.reader.reader import Source
-from learner.counting import LetterCounters
-from learner.cutter import Cutter
-from learner.forgetting import Forgetting
-from learner.guard import GuardSet
-from learner.heartbeat import Heartbeat
-from learner.lag import LagPolicy
-from learner.lock import check_epoch
+from learner.checkpointing.checkpointer import Cutter
+from learner.checkpointing.erasure import Forgetting
+from learner.device_sharing.sharing import Sharing
+from learner.evaluation.holdout import GuardSet
 from learner.loop import Loop, Metrics
-from learner.publisher import Publisher
-from learner.report import LearnerReport, write_report
-from learner.sharing import Sharing
+from learner.publishing.publisher import Publisher
+from learner.runtime.heartbeat import Heartbeat
+from learner.state_dir.lock import check_epoch
+from learner.state_dir.report import LearnerReport, write_report
+from learner.stream.lag import LagPolicy
+from learner.stream.outcome_counters import LetterCounters
 from replay.background_store import Clerk
 
 _EVERY_SECONDS = 0.5

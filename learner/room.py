@@ -2,9 +2,9 @@
 
 from ingest.config import StreamSettings
 from ingest.transport.shared_ring import MOST_ROWS as MOST_IN_A_BLOCK
-from learner.batches import most_stored
 from learner.config import LearnerSettings
-from learner.round_robin import MOST_ROWS as MOST_WAITING
+from learner.stream.batches import most_stored
+from learner.stream.round_robin import MOST_ROWS as MOST_WAITING
 
 
 def most_offered(learner: LearnerSettings, stream: StreamSettings, ranks: int) -> int:

@@ -21,7 +21,7 @@ from typing import Self
 
 import numpy as np
 
-from learner.lease import ServerMark
+from learner.device_sharing.lease import ServerMark
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, CrowdedError, FailedError, RequestError
 from serving.protocol import EMBEDDING

@@ -1,8 +1,8 @@
 """Which versions may be taken, by their verdicts and by what was ordered."""
 
-from learner.storage import LocalFolder
-from learner.trained import Trained
-from learner.version import STATE, Manifest, RegistryState, Versions
+from learner.state_dir.folders import LocalFolder
+from learner.state_dir.trained_through import Trained
+from learner.state_dir.version import STATE, Manifest, RegistryState, Versions
 
 
 class Choice:

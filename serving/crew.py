@@ -19,7 +19,7 @@ import prometheus_client.values
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from learner.version import RegistryState
+from learner.state_dir.version import RegistryState
 from serving.health import ReportAge
 from serving.metrics import Metrics
 from serving.report import REPORT, ServingReport, ShadowReport, read_report, write_report

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.errors import VersionError
-from learner.record_times import RecordTimes
-from learner.version import Versions
+from learner.state_dir.version import Versions
+from learner.stream.record_times import RecordTimes
 
 _MOST_TIMES = 32
 _MOST_VERSIONS = 64

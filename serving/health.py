@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from learner.report import LearnerReport
+from learner.state_dir.report import LearnerReport
 from serving.report import ServingReport
 
 SILENT = timedelta(seconds=10)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from learner.version import RegistryState
+from learner.state_dir.version import RegistryState
 from serving.orders import ORDERS
 from serving.protocol import HEADER_LENGTH, InferBody, ReplyBody, Signature
 from serving.tensor import TensorSpec

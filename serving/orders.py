@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from learner.version import RegistryState
+from learner.state_dir.version import RegistryState
 from serving.errors import ConflictError, UnknownError
 
 Order = Callable[[RegistryState, int, Sequence[int]], RegistryState]

@@ -5,7 +5,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from learner.report import LAG_STALE, LearnerReport, read_report
+from learner.state_dir.report import LAG_STALE, LearnerReport, read_report
 from serving.crew import Worker
 from serving.health import ReportAge, judge
 from serving.history import RESOLUTIONS, History

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ingest.events.schema import Feature, Schema
-from learner.trained import parse_trained_through
+from learner.state_dir.trained_through import parse_trained_through
 from serving.errors import BadRequestError, TooLargeError, shorten
 from serving.tensor import DATATYPES, Array, TensorSpec, read_binary, read_json, write_binary, write_json
 

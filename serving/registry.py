@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from learner.errors import VersionError
-from learner.version import Manifest, Verdict
+from learner.state_dir.version import Manifest, Verdict
 from serving.served import Deployment
 from serving.swap import Swap
 

@@ -1,6 +1,6 @@
 """What serving says of itself: `serving.json` in the state directory, replaced atomically about once a second.
 
-A file for the same reasons as `learner.report`. `time` tells its age.
+A file for the same reasons as `learner.state_dir.report`. `time` tells its age.
 """
 
 import os

@@ -19,12 +19,12 @@ from torch import nn
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.config import ModelSettings
-from learner.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.errors import ModelError, VersionError
-from learner.model import build_model, check_model, forward, make_task
-from learner.task import Embeds, Task
-from learner.trained import format_trained_through
-from learner.version import Manifest, Versions, other_model, reference_to
+from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
+from learner.model.factory import build_model, check_model, forward, make_task
+from learner.model.task import Embeds, Task
+from learner.state_dir.trained_through import format_trained_through
+from learner.state_dir.version import Manifest, Versions, other_model, reference_to
 from serving.protocol import EMBEDDING
 from serving.tensor import Array, TensorSpec
 

@@ -16,7 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import SettingsError
-from learner.lease import hold_server
+from learner.device_sharing.lease import hold_server
 from serving.app import HttpServer, build_app
 from serving.batcher import Batcher
 from serving.config import ServingSettings

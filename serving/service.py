@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import ParamSpec, TypeVar
 
-from learner.version import RegistryState
+from learner.state_dir.version import RegistryState
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.crew import Worker

@@ -16,7 +16,7 @@ from typing import Self
 import msgspec
 
 from learner.errors import VersionError
-from learner.version import Manifest, RegistryState
+from learner.state_dir.version import Manifest, RegistryState
 from serving.choice import Choice, lowered
 from serving.errors import ConflictError
 from serving.freshness import Unserved

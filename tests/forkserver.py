@@ -50,9 +50,9 @@ _LOADED = (
     "ingest.formats.arrow",
     "ingest.kafka.kafka_python",
     "ingest.worker.worker",
-    "learner.launcher",
-    "learner.replica",
-    "learner.session",
+    "learner.distributed.launcher",
+    "learner.run_follower",
+    "learner.run",
     "serving.app",
 )
 _MOST_DESCRIPTORS = 32
@@ -319,7 +319,7 @@ def _load() -> None:
     for module in _LOADED:
         importlib.import_module(module)
     from learner.config import OptimizerSettings
-    from learner.optimizer import build_optimizer
+    from learner.training.optimizers import build_optimizer
 
     build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
 

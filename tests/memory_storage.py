@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from learner.storage import MANIFEST, Folder
+from learner.state_dir.folders import MANIFEST, Folder
 
 Objects = dict[str, tuple[int, bytes]]
 """Contents by name, each with what tells it from what was there before."""

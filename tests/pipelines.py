@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from learner.report import LearnerReport, read_report
+from learner.state_dir.report import LearnerReport, read_report
 from tests import forkserver
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from anabranch import reference
 from anabranch.config import load_config
 from anabranch.core.durations import parse_duration
-from learner.status import serve_status
+from learner.runtime.status_server import serve_status
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

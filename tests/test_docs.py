@@ -19,11 +19,11 @@ from anabranch.source import open_source
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import row_dtype
-from learner.model import build_model, check_model, make_task
-from learner.precision import Precision
-from learner.strategy import NoReplay
-from learner.support import RULES, Rule
-from learner.trainer import Trainer
+from learner.compatibility import RULES, Rule
+from learner.model.device import Precision
+from learner.model.factory import build_model, check_model, make_task
+from learner.strategies.base import NoReplay
+from learner.training.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -32,25 +32,25 @@ from ingest.reader.hang_detector import Silence
 from ingest.reader.reader import Partition
 from ingest.transport.protocol import Position
 from ingest.worker.stalled_partitions import Stalls
-from learner.batches import Batches
+from learner.adaptation.drift import Drift
+from learner.adaptation.replay_ratio import MeasuredRatio, Tally
+from learner.checkpointing.tombstones import Tombstones
 from learner.config import DriftSettings, GateSettings, ModelSettings, VersionsSettings
-from learner.counting import LetterCounters, OutcomeCounters
-from learner.cut import Cut, Cuts
-from learner.drift import Drift
-from learner.guard import GuardSet
-from learner.jury import Jury
-from learner.lag import LagPolicy
-from learner.ledger import Ledger
+from learner.evaluation.holdout import GuardSet
+from learner.evaluation.prequential import Prequential, Scored
 from learner.metrics import LearnerMetrics
-from learner.prequential import Prequential, Scored
-from learner.publisher import Publisher, Snapshot
-from learner.raised import Raised
-from learner.ratio import MeasuredRatio, Tally
-from learner.record_times import RecordTimes
+from learner.model.faulty_events import Raised
+from learner.publishing.gatekeeper import Jury
+from learner.publishing.publisher import Publisher, Snapshot
 from learner.reporter import Reporter
-from learner.tombstones import Tombstones
-from learner.trained import Learned, Trained
-from learner.version import Manifest, ModelReference, Verdict, Versions, reference_to
+from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.trained_through import Learned, Trained
+from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
+from learner.stream.batches import Batches
+from learner.stream.lag import LagPolicy
+from learner.stream.ledger import Ledger
+from learner.stream.outcome_counters import LetterCounters, OutcomeCounters
+from learner.stream.record_times import RecordTimes
 from replay.erasure.erasure_log import ForgottenLog
 from replay.erasure.log_file import Applied
 from serving.history import History
@@ -351,9 +351,9 @@ def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
     settings = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
     made = Year(tmp_path, Schema(SchemaSettings.model_validate(settings)), np.random.default_rng(0))
     for name, bound in (
-        ("learner.record_times._MOST", 200),
-        ("learner.record_times._THINNED", 50),
-        ("learner.tombstones._MANY", 200),
+        ("learner.stream.record_times._MOST", 200),
+        ("learner.stream.record_times._THINNED", 50),
+        ("learner.checkpointing.tombstones._MANY", 200),
         ("replay.erasure.erasure_log._SMALL_BYTES", 20_000),
         ("serving.metrics._WINDOW_SAMPLES", 50),
         ("serving.metrics._WINDOW_SWAPS", 50),

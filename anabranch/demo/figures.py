@@ -8,8 +8,8 @@ from pathlib import Path
 from anabranch.demo.feed import Feed
 from anabranch.demo.freshness import Freshness
 from anabranch.demo.prober import Prober
-from learner.report import LearnerReport
-from learner.report import read_report as read_learner
+from learner.state_dir.report import LearnerReport
+from learner.state_dir.report import read_report as read_learner
 from serving.report import ServingReport
 from serving.report import read_report as read_serving
 

@@ -13,7 +13,7 @@ from anabranch.child_environment import without_admin_token
 from anabranch.config import ENVIRONMENT_PREFIX, Config, load_config
 from anabranch.init import write_example
 from anabranch.supervisor import Part, pipeline_parts
-from learner.report import REPORT as LEARNER_REPORT
+from learner.state_dir.report import REPORT as LEARNER_REPORT
 
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """The demo's models are so small that more threads only get into each other's way."""

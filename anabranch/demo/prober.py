@@ -12,7 +12,7 @@ from typing import Any
 from anabranch.demo.digits import Digits, rounded
 from anabranch.demo.freshness import Freshness
 from anabranch.pacing import Pacer
-from learner.trained import parse_trained_through
+from learner.state_dir.trained_through import parse_trained_through
 
 _TIMEOUT_SECONDS = 10.0
 _LOOK_SECONDS = 0.05

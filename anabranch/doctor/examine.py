@@ -28,7 +28,7 @@ from anabranch.doctor.redis import check_redis
 from anabranch.doctor.saved import check_cuts, check_versions
 from anabranch.doctor.schema import check_schema
 from anabranch.doctor.state import check_state
-from learner.deadline import Deadline
+from learner.runtime.shutdown import Deadline
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 _SHORTEST_SECRET = 3

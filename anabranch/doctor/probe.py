@@ -68,7 +68,7 @@ def look(asked: Asked, say: Callable[[Step | Said | Size], None]) -> None:
 
 def _share(share: ShareSettings, device: "torch.device") -> Iterator[Said]:
     """Say how the device is shared, and which refinements it lacks."""
-    from learner.confinement import lacks_green_contexts, lacks_mps
+    from learner.device_sharing.cuda_limits import lacks_green_contexts, lacks_mps
 
     also = ["; its threads run at a lower priority"] if device.type == "cpu" and share.policy != "exclusive" else []
     if device.type == "cuda" and share.stream_priority:

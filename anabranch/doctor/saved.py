@@ -11,7 +11,7 @@ from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, check_names, number_of, open_file, read_file
 from anabranch.doctor.finding import Finding, Patient, found, ok
 from ingest.events.schema import Schema
-from learner.version import ModelReference, other_model, reference_to
+from learner.state_dir.version import ModelReference, other_model, reference_to
 
 _MANIFEST = "manifest.json"
 

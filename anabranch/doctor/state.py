@@ -12,7 +12,7 @@ from typing import IO
 from anabranch.doctor.finding import Finding, Patient, found, ok
 from anabranch.private import is_exposed, is_own
 from ingest.events.schema import Schema
-from learner.lock import is_held
+from learner.state_dir.lock import is_held
 
 MOUNTS = Path("/proc/self/mounts")
 _MEMORY = {"tmpfs", "ramfs"}

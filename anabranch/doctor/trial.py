@@ -12,21 +12,21 @@ from anabranch.core.failures import DamagedError
 from anabranch.doctor.model import Asked, Said, Size, Step
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
-from learner.checkpointing import checkpoint_activations
+from learner.build import hear
 from learner.config import LearnerSettings, ModelSettings
-from learner.cut import Cut, Cuts
-from learner.embedding import Embedding
+from learner.distributed.data_parallel import Place, device_of
+from learner.distributed.rendezvous import meet_hosts
 from learner.errors import CutError
-from learner.hosts import meet_hosts
-from learner.model import build_model, check_model, check_task, make_task
-from learner.optimizer import build_optimizer
-from learner.precision import Precision, check_scaling, choose_device, choose_precision
-from learner.replicas import Place, device_of
-from learner.resumed import check_columns
-from learner.strategies.build import build_strategy
-from learner.strategy import kept
-from learner.trainer import Trainer
-from learner.workbench import hear
+from learner.model.device import Precision, check_scaling, choose_device, choose_precision
+from learner.model.embedding import Embedding
+from learner.model.factory import build_model, check_model, check_task, make_task
+from learner.resume import check_columns
+from learner.state_dir.checkpoint import Cut, Cuts
+from learner.strategies.base import kept
+from learner.strategies.registry import build_strategy
+from learner.training.activation_checkpointing import checkpoint_activations
+from learner.training.optimizers import build_optimizer
+from learner.training.trainer import Trainer
 from replay.build import check_policies
 from replay.config import ReplaySettings
 from replay.row_layout import Fields

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from harness import models
 from learner.config import OptimizerSettings
-from learner.optimizer import build_optimizer
+from learner.training.optimizers import build_optimizer
 
 _POOL_ROWS = 20_000
 """More than caches hold, as the rows of a stream and of a store are."""

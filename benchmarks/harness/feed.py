@@ -12,7 +12,7 @@ from types import TracebackType
 from harness.pipeline import Stream
 from ingest.config import StreamSettings
 from ingest.kafka.producer import EventProducer
-from learner.report import read_report
+from learner.state_dir.report import read_report
 
 _AHEAD_ROWS = 8_000
 _LOOK_SECONDS = 0.02

@@ -25,9 +25,9 @@ from ingest.events.block import Array
 from ingest.events.schema import Schema
 from ingest.formats.rows import row_dtype
 from ingest.kafka.producer import EventProducer, create_topics
-from learner.model import build_model
-from learner.report import LearnerReport, read_report
-from learner.version import Versions
+from learner.model.factory import build_model
+from learner.state_dir.report import LearnerReport, read_report
+from learner.state_dir.version import Versions
 
 _MESSAGE_BYTES = 200_000
 _PATIENCE_SECONDS = 1800.0

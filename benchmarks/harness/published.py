@@ -13,9 +13,9 @@ from harness import models
 from harness.pipeline import toml
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
-from learner.model import build_model
-from learner.trained import Trained
-from learner.version import Manifest, ModelReference, Verdict, Versions
+from learner.model.factory import build_model
+from learner.state_dir.trained_through import Trained
+from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
 
 NAME = "bench"
 _KEPT = 5

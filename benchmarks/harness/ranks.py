@@ -18,7 +18,7 @@ from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
 from ingest.formats.rows import row_dtype
 from ingest.kafka.producer import EventProducer, create_topics
-from learner.report import LearnerReport, read_report
+from learner.state_dir.report import LearnerReport, read_report
 
 EVEN, UNEVEN = (50,) * 8, (90,) * 4 + (10,) * 4
 """Events of each partition's messages: eight partitions, of which in the second case half hold nine times as much."""

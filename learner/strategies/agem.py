@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.strategy import Examples, Forward, Loss, Strategy, Whole, apart, joined, weighted
+from learner.strategies.base import Examples, Forward, Loss, Strategy, Whole, apart, joined, weighted
 
 
 @dataclass(frozen=True)

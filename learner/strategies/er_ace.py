@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch.nn import functional
 
-from learner.strategy import Examples, Forward, Loss, Strategy, Whole, apart, joined, weighted
+from learner.strategies.base import Examples, Forward, Loss, Strategy, Whole, apart, joined, weighted
 
 
 class AsymmetricReplay(Strategy):

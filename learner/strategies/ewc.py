@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.model import forward as run
-from learner.raised import may_be_of_events
-from learner.strategy import Examples, NoReplay, Tensors, evaluated
+from learner.model.factory import forward as run
+from learner.model.faulty_events import may_be_of_events
+from learner.strategies.base import Examples, NoReplay, Tensors, evaluated
 
 
 class ElasticWeights(NoReplay):

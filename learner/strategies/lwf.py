@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
 
+from learner.model.task import Classification
+from learner.strategies.base import Examples, Forward, Loss, NoReplay, Tensors, Whole, evaluated, weighted
 from learner.strategies.der import moved
-from learner.strategy import Examples, Forward, Loss, NoReplay, Tensors, Whole, evaluated, weighted
-from learner.task import Classification
 
 
 class Distillation(NoReplay):

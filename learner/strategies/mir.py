@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from learner.strategy import Examples, ExperienceReplay, Forward, twice, weighted
+from learner.strategies.base import Examples, ExperienceReplay, Forward, twice, weighted
 
 
 class InterferedReplay(ExperienceReplay):

@@ -6,8 +6,8 @@ Legend: C classes, D dimensions of an embedding.
 import torch
 from torch import Tensor
 
-from learner.strategies.class_means import NearestClassMean
-from learner.strategy import Learner
+from learner.strategies.base import Learner
+from learner.strategies.ncm import NearestClassMean
 
 
 class StreamingDiscriminant(NearestClassMean):

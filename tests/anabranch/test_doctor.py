@@ -42,14 +42,14 @@ from anabranch.doctor.model import Asked, Told, check_model
 from anabranch.doctor.probe import _share, look
 from ingest.events.schema import Schema
 from learner.config import ShareSettings
-from learner.cut import Cut, Cuts
-from learner.lock import hold_state_directory
-from learner.precision import Precision
-from learner.report import LearnerReport, write_report
-from learner.strategy import OUTPUT, ExperienceReplay
-from learner.task import Classification
-from learner.trainer import Trainer
-from learner.version import Manifest, ModelReference, Verdict, Versions, reference_to
+from learner.model.device import Precision
+from learner.model.task import Classification
+from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.lock import hold_state_directory
+from learner.state_dir.report import LearnerReport, write_report
+from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
+from learner.strategies.base import OUTPUT, ExperienceReplay
+from learner.training.trainer import Trainer
 
 EVENT = {"x": [0.5] * 64, "y": 7}
 

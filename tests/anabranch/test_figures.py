@@ -10,7 +10,7 @@ from rich.console import Console
 from anabranch.demo.figures import Completion, Figures
 from anabranch.demo.panel import LivePanel, plain_line, sparkline
 from anabranch.demo.report import make_report, percent, seconds, summary, to_json
-from learner.report import LearnerReport
+from learner.state_dir.report import LearnerReport
 from serving.report import ServingReport
 
 KEYS = [

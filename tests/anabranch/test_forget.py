@@ -13,7 +13,7 @@ import pytest
 import anabranch.forget
 from anabranch.config import Config, load_config
 from anabranch.forget import forget
-from learner.lock import LOCK, hold_state_directory
+from learner.state_dir.lock import LOCK, hold_state_directory
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def config(write_pipeline: Callable[..., Path]) -> Config:
 def test_a_learner_that_is_started_meanwhile_waits_until_the_files_are_clean(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import learner.offline
+    import learner.checkpointing.erase_offline
 
-    erase, begun, erased = learner.offline.erase, threading.Event(), threading.Event()
+    erase, begun, erased = learner.checkpointing.erase_offline.erase, threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> Any:
         begun.set()
@@ -42,7 +42,7 @@ def test_a_learner_that_is_started_meanwhile_waits_until_the_files_are_clean(
         with hold_state_directory(config.state_dir, threading.Event(), timedelta(milliseconds=1)):
             return erased.is_set()
 
-    monkeypatch.setattr(learner.offline, "erase", slow)
+    monkeypatch.setattr(learner.checkpointing.erase_offline, "erase", slow)
     with ThreadPoolExecutor() as pool:
         started = pool.submit(start)
         assert forget(config, [], ["events[0]@1..2"], timedelta(0)).applied
@@ -53,10 +53,10 @@ def test_what_takes_seconds_to_import_is_there_before_the_lock_is_taken(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hold(*arguments: Any, **options: Any) -> Any:
-        assert "learner.offline" in sys.modules
+        assert "learner.checkpointing.erase_offline" in sys.modules
         return hold_state_directory(*arguments, **options)
 
-    monkeypatch.delitem(sys.modules, "learner.offline", raising=False)
+    monkeypatch.delitem(sys.modules, "learner.checkpointing.erase_offline", raising=False)
     monkeypatch.setattr(anabranch.forget, "hold_state_directory", hold)
     assert forget(config, [], ["events[0]@1..2"], timedelta(0)).applied
 

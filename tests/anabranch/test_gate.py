@@ -11,9 +11,9 @@ import pytest
 
 from anabranch.config import load_config
 from learner.errors import VersionError
-from learner.report import read_report
-from learner.trained import parse_trained_through
-from learner.version import Versions
+from learner.state_dir.report import read_report
+from learner.state_dir.trained_through import parse_trained_through
+from learner.state_dir.version import Versions
 from tests.pipelines import LINEAR
 
 pytestmark = [pytest.mark.any_broker, pytest.mark.slow, pytest.mark.timeout(300)]

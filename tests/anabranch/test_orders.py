@@ -15,8 +15,8 @@ from anabranch import cli
 from anabranch.config import Config, load_config
 from anabranch.orders import _is_configured
 from ingest.events.schema import Schema
-from learner.trained import Trained
-from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+from learner.state_dir.trained_through import Trained
+from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 from serving.config import ServingSettings
 from serving.report import ServingReport, read_report, write_report
 from tests.pipelines import Part

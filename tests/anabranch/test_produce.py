@@ -15,7 +15,7 @@ from anabranch.produce import STDIN, produce
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import row_dtype
-from learner.trained import parse_trained_through
+from learner.state_dir.trained_through import parse_trained_through
 
 pytestmark = pytest.mark.services
 

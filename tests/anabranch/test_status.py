@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-import learner.report
+import learner.state_dir.report
 import serving.report
 from anabranch.command import show
 from anabranch.config import load_config
 from anabranch.status import read_status, render
-from learner.report import LearnerReport, PartitionReport, ShareReport
+from learner.state_dir.report import LearnerReport, PartitionReport, ShareReport
 from serving.report import ServingReport
 
 PARTITION = PartitionReport(
@@ -102,18 +102,18 @@ def test_the_share_is_on_the_screen(config):
         wait_p99_seconds=0.0034,
         micro_batch_size=32,
     )
-    learner.report.write_report(config.state_dir, learner_report(share=share))
+    learner.state_dir.report.write_report(config.state_dir, learner_report(share=share))
     assert "share fraction: 75% training, 1 server, p99 3.4 ms to give way, micro-batches of 32" in screen(config)
 
 
 def test_what_old_events_are_drawn_by_is_on_the_screen_where_there_is_a_choice(config):
-    learner.report.write_report(config.state_dir, learner_report(replay_kind="class-balanced"))
+    learner.state_dir.report.write_report(config.state_dir, learner_report(replay_kind="class-balanced"))
     assert "replayed, ratio 1.5, class-balanced" in screen(config)
 
 
 def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
     ill = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
-    learner.report.write_report(config.state_dir, learner_report(ill=ill))
+    learner.state_dir.report.write_report(config.state_dir, learner_report(ill=ill))
     show(None, lambda: render(read_status(config)))
     shown = capsys.readouterr().out
     assert not set(shown) & {"\x1b", "\x07", "\x9b"}
@@ -143,12 +143,12 @@ def test_nothing_that_runs_is_said_so(config):
 )
 def test_lag_is_told_with_its_age_and_old_lag_is_not_told_as_that_of_now(config, written, asked, shown):
     report = learner_report(time=time.time() - written, lag_seconds=1.5, lag_age_seconds=asked)
-    learner.report.write_report(config.state_dir, report)
+    learner.state_dir.report.write_report(config.state_dir, report)
     assert shown in screen(config)
 
 
 def test_the_screen_has_every_figure(config):
-    learner.report.write_report(config.state_dir, learner_report())
+    learner.state_dir.report.write_report(config.state_dir, learner_report())
     serving.report.write_report(config.state_dir, serving_report())
     text = screen(config)
     for figure in (
@@ -180,7 +180,7 @@ def test_the_screen_has_every_figure(config):
 def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
     rows = {"device": 50, "disk": 700}
     report = learner_report(replay_rows=rows, replay_bytes={"device": 50_000, "disk": 700_000}, replay_lost=3)
-    learner.report.write_report(config.state_dir, report)
+    learner.state_dir.report.write_report(config.state_dir, report)
     serving.report.write_report(config.state_dir, serving_report(freshness_p99_seconds=7 * 86400.0))
     text = screen(config)
     assert "replay device cache 50 (0.1 MB), disk 700 (0.7 MB) 3 events were lost by a tier" in text
@@ -192,18 +192,18 @@ def test_a_hold_and_a_pin_are_told(config):
     report = learner_report(
         time=now, held_since=now - 75, held_reasons=["worse on old", "worse on new"], verdict="fail"
     )
-    learner.report.write_report(config.state_dir, report)
+    learner.state_dir.report.write_report(config.state_dir, report)
     serving.report.write_report(config.state_dir, serving_report(pinned=16))
     text = screen(config)
     assert "gate versions are held back, for 0:01:15: worse on old; worse on new" in text
     assert "version 16, pinned" in text
-    learner.report.write_report(config.state_dir, learner_report(verdict="pass"))
+    learner.state_dir.report.write_report(config.state_dir, learner_report(verdict="pass"))
     assert "gate pass" in screen(config)
 
 
 @pytest.mark.process
 def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid):
-    learner.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=time.time() - 3600))
+    learner.state_dir.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=time.time() - 3600))
     assert f"learner not running pid {dead_pid}, last heard of 1:00:00 ago" in screen(config)
 
 
@@ -214,7 +214,7 @@ def test_a_living_part_that_says_nothing_is_silent(config):
 
 def test_json_holds_both_reports_whole(config):
     report = learner_report()
-    learner.report.write_report(config.state_dir, report)
+    learner.state_dir.report.write_report(config.state_dir, report)
     document = json.loads(read_status(config).to_json())
     assert document["learner"]["report"] == msgspec.to_builtins(report)
     assert (document["name"], document["learner"]["condition"]) == ("digits", "running")
@@ -223,7 +223,7 @@ def test_json_holds_both_reports_whole(config):
 
 def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
     now = time.time()
-    learner.report.write_report(
+    learner.state_dir.report.write_report(
         config.state_dir, LearnerReport(pid=os.getpid(), epoch=1, started=now, time=now, steps=0)
     )
     text = screen(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.demo.prober import request_body
-from learner.trained import parse_trained_through
+from learner.state_dir.trained_through import parse_trained_through
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 

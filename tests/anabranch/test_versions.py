@@ -15,8 +15,8 @@ from anabranch.config import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.versions import list_versions, render_list, render_one, show_version
 from ingest.events.schema import Schema
-from learner.trained import Trained
-from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+from learner.state_dir.trained_through import Trained
+from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from learner import session
+from learner import run as session
 from learner.__main__ import main
 from learner.loop import Loop
 

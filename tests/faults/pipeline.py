@@ -22,7 +22,7 @@ from anabranch.config import load_config
 from anabranch.supervisor import Backoff, Supervisor, pipeline_parts
 from ingest.config import StreamSettings
 from ingest.kafka.producer import EventProducer, create_topics
-from learner.report import LearnerReport, read_report
+from learner.state_dir.report import LearnerReport, read_report
 from tests.conftest import START, MortalBroker
 
 T = TypeVar("T")

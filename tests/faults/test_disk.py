@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from learner.cut import Cuts
+from learner.state_dir.checkpoint import Cuts
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up, encoded, events, total
 

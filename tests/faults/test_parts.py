@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from anabranch.broker import free_port
-from learner.version import Versions
+from learner.state_dir.version import Versions
 from tests.faults.pipeline import LOOK_SECONDS, Pipeline, make_topic, send
 from tests.faults.serving_kills import TEXT, Clients, ready
 from tests.pipelines import LINEAR, adds_up, encoded, events, total

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.report import LearnerReport
+from learner.state_dir.report import LearnerReport
 from tests.faults.kills import CODE, ROW, TEXT, accounts
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up, total

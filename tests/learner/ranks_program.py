@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from learner.channel import Channel
 from learner.config import LearnerSettings
-from learner.cut import Cut, Cuts
-from learner.embedding import Embedding
-from learner.heard import StepResult
-from learner.precision import choose_precision
-from learner.raised import RaisingEventsError
-from learner.replicas import Meeting, Place, Replicas, join_group
-from learner.strategies import STRATEGIES
-from learner.strategy import Examples
-from learner.task import Classification
-from learner.team import Leader, follow
-from learner.trainer import Trainer
+from learner.distributed.channel import Channel
+from learner.distributed.data_parallel import Meeting, Place, Replicas, join_group
+from learner.distributed.leader import Leader, follow
+from learner.model.device import choose_precision
+from learner.model.embedding import Embedding
+from learner.model.faulty_events import RaisingEventsError
+from learner.model.task import Classification
+from learner.state_dir.checkpoint import Cut, Cuts
+from learner.strategies.base import Examples
+from learner.strategies.registry import STRATEGIES
+from learner.training.step_result import StepResult
+from learner.training.trainer import Trainer
 
 SCHEMA = Schema(
     SchemaSettings.model_validate(

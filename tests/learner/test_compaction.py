@@ -12,7 +12,7 @@ from ingest.events.block import TopicPartition
 from ingest.events.identity import base_of
 from ingest.reader.reader import Partition
 from ingest.transport.protocol import Position
-from learner.forgetting import Forgetting
+from learner.checkpointing.erasure import Forgetting
 from replay.erasure.erased_events import ByKey
 from replay.erasure.erasure_log import ForgottenLog
 from replay.erasure.log_file import Applied
@@ -46,8 +46,8 @@ def test_a_learner_at_work_compacts_a_long_log_and_tries_again_when_it_cannot_be
     def away(*_arguments: object) -> None:
         raise DependencyError("forgotten.log cannot be read: Stale file handle")
 
-    monkeypatch.setattr("learner.forgetting._RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("learner.forgetting._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("learner.checkpointing.erasure._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("learner.checkpointing.erasure._EVERY_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(ForgottenLog, "compact", away)
         for _ in range(5):
@@ -66,7 +66,7 @@ def test_what_is_dropped_is_below_what_kafka_has_and_below_what_is_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a partition whose topic was made anew, or has lost its end, is as far as the one in its place."""
-    monkeypatch.setattr("learner.forgetting._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("learner.checkpointing.erasure._EVERY_SECONDS", 0.0)
     monkeypatch.setattr(ForgottenLog, "is_long", True)
     names = [TopicPartition("e", 0), TopicPartition("e", 1), TopicPartition("e", 0, 1), TopicPartition("gone", 0)]
     ends = [{"e#0[0]": 50}, {"e#0[0]": 51}, {"e#1[0]": 50}, {"e#1[0]": 51}, {"e#0[1]": 30}, {"e#0[1]": 31}]

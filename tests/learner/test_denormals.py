@@ -11,9 +11,9 @@ from anabranch.config import load_config
 from anabranch.core.errors import SettingsError
 from learner.__main__ import deployment_of
 from learner.config import OptimizerSettings
-from learner.optimizer import build_optimizer
-from learner.precision import without_denormals
-from learner.session import learn
+from learner.model.device import without_denormals
+from learner.run import learn
+from learner.training.optimizers import build_optimizer
 from tests.pipelines import write_pipeline
 
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="torch cannot flush on this processor")

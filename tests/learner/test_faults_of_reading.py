@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.cut import Cut, Cuts
-from learner.cut_eraser import Eraser
+from learner.checkpointing.erase_checkpoints import Eraser
 from learner.errors import CutError, VersionError
-from learner.resumed import Resumed
-from learner.storage import LocalStorage
-from learner.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+from learner.resume import Resumed
+from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.folders import LocalStorage
+from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 from replay.erasure.erased_events import ByKey, Forgotten
 from replay.erasure.erasure_log import ForgottenLog
 

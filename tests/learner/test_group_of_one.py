@@ -17,12 +17,12 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
-from learner.precision import choose_precision
-from learner.replicas import Place, Replicas, join_group
-from learner.strategies import STRATEGIES
-from learner.strategy import Examples
-from learner.task import Classification
-from learner.trainer import Trainer
+from learner.distributed.data_parallel import Place, Replicas, join_group
+from learner.model.device import choose_precision
+from learner.model.task import Classification
+from learner.strategies.base import Examples
+from learner.strategies.registry import STRATEGIES
+from learner.training.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)

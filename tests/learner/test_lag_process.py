@@ -9,7 +9,7 @@ import pytest
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from ingest.formats.rows import pack_rows
-from learner.report import LearnerReport
+from learner.state_dir.report import LearnerReport
 from tests.pipelines import Learner
 
 STREAM = """

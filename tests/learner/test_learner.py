@@ -15,10 +15,10 @@ import torch
 from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
-from learner.cut import Cuts
-from learner.lock import EPOCH, LOCK, hold_state_directory
-from learner.report import LearnerReport, read_report
-from learner.version import Versions
+from learner.state_dir.checkpoint import Cuts
+from learner.state_dir.lock import EPOCH, LOCK, hold_state_directory
+from learner.state_dir.report import LearnerReport, read_report
+from learner.state_dir.version import Versions
 from tests import forkserver
 from tests.pipelines import LINEAR, Learner, adds_up, events, total
 

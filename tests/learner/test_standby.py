@@ -16,8 +16,8 @@ prepare()
 before = set(sys.modules)
 import torch
 from learner.config import OptimizerSettings
-from learner.optimizer import OPTIMIZERS, build_optimizer
-from learner.session import learn
+from learner.training.optimizers import OPTIMIZERS, build_optimizer
+from learner.run import learn
 for name in OPTIMIZERS:
     build_optimizer(OptimizerSettings(name=name), [torch.nn.Parameter(torch.zeros(2))])
 print(sorted(set(sys.modules) - before), torch.cuda.is_initialized())

@@ -16,21 +16,20 @@ from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from learner.config import LearnerSettings, ModelSettings, StrategySettings
-from learner.embedding import Embedding
-from learner.precision import choose_precision
-from learner.strategies import STRATEGIES
+from learner.model.device import choose_precision
+from learner.model.embedding import Embedding
+from learner.model.task import Classification, MultiLabel, Regression, Task
 from learner.strategies.agem import ProjectedGradient
-from learner.strategies.build import build_strategy
-from learner.strategies.class_means import NearestClassMean
+from learner.strategies.base import Examples, Learner, NoReplay, Strategy, Whole, joined
 from learner.strategies.der import DarkReplay, DarkReplayPlus
 from learner.strategies.er_ace import AsymmetricReplay
 from learner.strategies.ewc import ElasticWeights
 from learner.strategies.lwf import Distillation
 from learner.strategies.mir import InterferedReplay
+from learner.strategies.ncm import NearestClassMean
+from learner.strategies.registry import STRATEGIES, build_strategy
 from learner.strategies.slda import StreamingDiscriminant
-from learner.strategy import Examples, Learner, NoReplay, Strategy, Whole, joined
-from learner.task import Classification, MultiLabel, Regression, Task
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "learning.md").read_text(encoding="utf-8")

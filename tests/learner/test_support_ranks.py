@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from learner.compatibility import point, refused
 from learner.config import LearnerSettings
-from learner.strategies import STRATEGIES
-from learner.support import point, refused
+from learner.strategies.registry import STRATEGIES
 from replay.config import ReplaySettings
 
 AXES: dict[str, list[Any]] = {

@@ -26,11 +26,11 @@ from ingest.config import SchemaSettings
 from ingest.events.block import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
+from learner.checkpointing.checkpointer import Cutter, Moment
+from learner.checkpointing.replay_state import unpack
 from learner.config import CutsSettings
-from learner.cut import Cuts
-from learner.cutter import Cutter, Moment
 from learner.metrics import LearnerMetrics
-from learner.replay_cut import unpack
+from learner.state_dir.checkpoint import Cuts
 from replay.background_store import Clerk
 from replay.build import build_store
 from replay.config import ReplaySettings

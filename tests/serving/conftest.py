@@ -18,8 +18,8 @@ from torch import Tensor
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from learner.config import ModelSettings
-from learner.trained import Learned, Trained
-from learner.version import Manifest, ModelReference, Verdict, Versions
+from learner.state_dir.trained_through import Learned, Trained
+from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
 from serving.config import ServingSettings
 from serving.report import ServingReport, read_report
 from serving.served import Deployment

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.lease import ServerMark, hold_server
+from learner.device_sharing.lease import ServerMark, hold_server
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, CrowdedError, FailedError

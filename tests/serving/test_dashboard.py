@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from anabranch.core.atomic_files import replace_file
-from learner.report import LearnerReport, PartitionReport, write_report
+from learner.state_dir.report import LearnerReport, PartitionReport, write_report
 from serving.overview import SERIES
 
 Served = Callable[..., Any]

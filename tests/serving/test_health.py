@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from learner.report import LearnerReport
+from learner.state_dir.report import LearnerReport
 from serving.health import ReportAge, judge
 from serving.report import ServingReport
 

@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import SettingsError
 from learner.errors import ModelError
-from learner.report import LearnerReport
-from learner.report import write_report as write_learner_report
+from learner.state_dir.report import LearnerReport
+from learner.state_dir.report import write_report as write_learner_report
 from serving.app import _Infer
 from serving.batcher import Batcher
 from serving.config import ServingSettings

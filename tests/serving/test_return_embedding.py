@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from learner.device_sharing.lease import hold_server
 from learner.errors import ModelError
-from learner.lease import hold_server
 from serving.batcher import Batcher
 from serving.config import ServingSettings
 from serving.protocol import EMBEDDING

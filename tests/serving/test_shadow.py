@@ -12,8 +12,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from learner.storage import LocalStorage
-from learner.version import Versions
+from learner.state_dir.folders import LocalStorage
+from learner.state_dir.version import Versions
 from serving.metrics import Metrics
 from serving.served import ServedVersion, load_version
 from serving.shadow import Shadow, _Asked

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from learner.lease import Field, Servers
+from learner.device_sharing.lease import Field, Servers
 
 MODULE = "anabranch_serving_test_models"
 

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.atomic_files import replace_file
-from learner.storage import MANIFEST, LocalFolder
-from learner.trained import Learned
-from learner.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
+from learner.state_dir.folders import MANIFEST, LocalFolder
+from learner.state_dir.trained_through import Learned
+from learner.state_dir.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
 from serving import notice, retry, served
 from serving.errors import ConflictError, UnknownError
 from serving.metrics import Metrics

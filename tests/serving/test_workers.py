@@ -17,7 +17,7 @@ import pytest
 from anabranch.config import load_config
 from anabranch.daemon import Exit
 from anabranch.orders import order
-from learner.version import RegistryState
+from learner.state_dir.version import RegistryState
 from serving.report import STOPPED, ServingReport, ShadowReport, read_report
 from tests import forkserver
 

@@ -23,7 +23,7 @@ from replay.embedding_index.client import IndexStats, Neighbours
 from replay.embedding_index.protocol import NO_ID, Kind, Record
 from replay.index_metrics import IndexMetrics
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DIM = 4
 
 

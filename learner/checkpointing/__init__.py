@@ -1,0 +1,1 @@
+"""Writes checkpoints, and takes erased events out of them."""

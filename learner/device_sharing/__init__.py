@@ -1,0 +1,1 @@
+"""Gives the device to serving while requests wait."""

@@ -1,0 +1,1 @@
+"""Many ranks and hosts as one trainer."""

@@ -1,0 +1,1 @@
+"""How good the model is: prequential error, the holdout set, forgetting."""

@@ -1,0 +1,115 @@
+"""What a model once could, and how much of it is left, seen over the versions that were scored on the guard set."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from learner.evaluation.scoring import Evaluation
+
+_BETTER = 0.02
+"""A score is a new best, from which the lowest counts anew, only when it is better by so much; less is noise. Of an
+error, which is a score below 0, such a part."""
+_SMOOTHED = 20
+"""Versions over which the score of a class is averaged: the best of thousands of noisy ones is noise."""
+_NEAR_ROWS = 500
+"""Events of the near future to tell of."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The score from which on the lowest counts, the best up to what is noise, and the lowest since."""
+
+    best: float
+    lowest: float
+
+    def followed_by(self, score: float) -> "Peak":
+        """Return the peak after one more score.
+
+        The best follows in whole steps: one that crept up would never be surpassed by a model that learns slowly.
+        """
+        noise = _BETTER * (abs(self.best) if self.best < 0 else 1.0)
+        if score > self.best + noise:
+            return Peak(score, score)
+        return Peak(self.best, min(self.lowest, score))
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Immutable, so that one thread may follow the versions while others read; each step returns the next one.
+
+    Attributes:
+        old: of the window `old`; its lowest since the best shows the stability gap (De Lange et al. 2023, "Continual
+            evaluation for lifelong learning: identifying the stability gap"), which the end of a task hides.
+        classes: best score ever of each class, averaged over some versions; of `old` where there are no classes.
+        smooth: of each class how many versions were averaged, and the average.
+        forgetting: mean over the classes of their best ever less their score now (Chaudhry et al. 2018, "Riemannian
+            walk for incremental learning"); None before the first version.
+        near: how many events of the near future were scored at a time, and the sum of their scores.
+    """
+
+    old: Peak | None = None
+    classes: Mapping[str, float] = field(default_factory=dict)
+    smooth: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    forgetting: float | None = None
+    near: tuple[tuple[int, float], ...] = ()
+
+    def followed_by(self, found: Evaluation) -> "Retention":
+        """Return the retention after a version that was scored."""
+        if "old" not in found.windows:
+            return self
+        score = found.windows["old"]
+        now = found.classes or {"old": score}
+        smooth = {**self.smooth, **{name: _averaged(self.smooth.get(name), value) for name, value in now.items()}}
+        best = {**self.classes, **{name: max(self.classes.get(name, -math.inf), smooth[name][1]) for name in now}}
+        return replace(
+            self,
+            old=Peak(score, score) if self.old is None else self.old.followed_by(score),
+            classes=best,
+            smooth=smooth,
+            forgetting=sum(best[name] - value for name, value in now.items()) / len(now),
+        )
+
+    def with_near(self, rows: int, score: float) -> "Retention":
+        """Return the retention after events of the near future: scored by a version that was there before them."""
+        near = (*self.near, (rows, score))
+        while sum(count for count, _ in near[1:]) >= _NEAR_ROWS:
+            near = near[1:]
+        return replace(self, near=near)
+
+    @property
+    def windows(self) -> dict[str, float]:
+        """`near_future` and `old_lowest`, as far as they can be told."""
+        windows: dict[str, float] = {}
+        if self.near:
+            windows["near_future"] = sum(score for _, score in self.near) / sum(rows for rows, _ in self.near)
+        if self.old is not None:
+            windows["old_lowest"] = self.old.lowest
+        return windows
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a cut."""
+        old = None if self.old is None else (self.old.best, self.old.lowest)
+        return {
+            "old": old,
+            "classes": dict(self.classes),
+            "smooth": dict(self.smooth),
+            "forgetting": self.forgetting,
+            "near": self.near,
+        }
+
+
+def _averaged(before: tuple[int, float] | None, score: float) -> tuple[int, float]:
+    """Return an average after one more score, all of the first ones counting alike."""
+    count, mean = before or (0, 0.0)
+    count = min(count + 1, _SMOOTHED)
+    return count, mean + (score - mean) / count
+
+
+def retention_of(state: Mapping[str, Any]) -> Retention:
+    """Take up the state of a cut."""
+    old = None if state["old"] is None else Peak(*state["old"])
+    near = tuple((int(rows), float(score)) for rows, score in state["near"])
+    smooth = {name: (int(count), float(mean)) for name, (count, mean) in state.get("smooth", {}).items()}
+    classes = state["classes"] if "smooth" in state else {}  # of an earlier release: the best of noise
+    return Retention(old, classes, smooth, state["forgetting"], near)

@@ -1,0 +1,85 @@
+"""Test-then-train: how well new events were predicted before they were trained on.
+
+Each step's predictions are those of a model that has not seen the events (Gama et al. 2013, "On evaluating stream
+learning algorithms").
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from learner.evaluation.adwin import Adwin
+
+
+@dataclass(frozen=True)
+class Scored:
+    """New events as a step found them before training: how many, and the sums of their scores and losses."""
+
+    rows: int
+    score: float
+    loss: float
+
+
+class Prequential:
+    """Mean score and loss over windows that are as long as nothing changes, and since the beginning of the stream."""
+
+    def __init__(self, *, bounded: bool = True) -> None:
+        self._score = Adwin(bounded=bounded)
+        self._loss = Adwin(bounded=False)
+        self._rows, self._scored, self._total, self._total_loss = 0, 0, 0.0, 0.0
+
+    def add(self, scored: Scored) -> None:
+        """Add a step's new events; a score that is not finite says nothing of them."""
+        if math.isfinite(scored.score):
+            self._score.add(scored.score, scored.rows)
+            self._scored += scored.rows
+            self._total += scored.score
+        # A strategy may leave out what makes the task's own loss of a step infinite.
+        loss = scored.loss if math.isfinite(scored.loss) else (self._loss.mean or 0.0) * scored.rows
+        self._loss.add(loss, scored.rows)
+        self._rows += scored.rows
+        self._total_loss += loss
+
+    @property
+    def mean(self) -> float | None:
+        """Mean score over the window, or None before the first event."""
+        return self._score.mean
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss over its own window, or None before the first event."""
+        return self._loss.mean
+
+    @property
+    def window(self) -> int:
+        """Events in the score's window."""
+        return int(self._score.weight)
+
+    @property
+    def overall(self) -> float | None:
+        """Mean score since the beginning of the stream, restarts included; None before the first event."""
+        return self._total / self._scored if self._scored else None
+
+    @property
+    def overall_loss(self) -> float | None:
+        """Mean loss since the beginning of the stream; None before the first event."""
+        return self._total_loss / self._rows if self._rows else None
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a cut."""
+        return {
+            "score": self._score.state(),
+            "loss": self._loss.state(),
+            "rows": self._rows,
+            "scored": self._scored,
+            "total": self._total,
+            "total_loss": self._total_loss,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up the windows of a cut."""
+        self._score.restore(state["score"])
+        self._loss.restore(state["loss"])
+        self._rows, self._total, self._total_loss = state["rows"], state["total"], state["total_loss"]
+        self._scored = state.get("scored", self._rows)

@@ -1,0 +1,220 @@
+"""What the guard set tells of a model.
+
+Legend: G held-out events, C classes.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from anabranch.core.failures import out_of_memory
+from ingest.events.block import Array
+from ingest.events.schema import Schema
+from learner.evaluation.holdout import YOUNG, GuardRows
+from learner.model.factory import forward
+from learner.model.faulty_events import Check, may_be_of_events, raising, works_on_zeros
+from learner.model.task import Task
+from learner.training.out_of_memory import release
+
+_FEWEST = 10
+"""A class or a group is told of only with so many events."""
+_MOST = 64
+"""So many classes, and so many groups, are told of: those with the most events."""
+_CHUNK = 1024
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean scores of a model on held-out events. What cannot be told from so few, or is not finite, is absent.
+
+    Attributes:
+        windows: `new` of the youngest quarter, `old` of the rest, `worst` of the class and `worst_group` of the group
+            that does worst.
+        classes: by the name of the class, or its number.
+        groups: by the hash of the group, 16 hexadecimal digits: the events do not carry its name.
+    """
+
+    windows: Mapping[str, float] = field(default_factory=dict)
+    classes: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Chunk:
+    """How many events are scored at once: fewer from where memory runs out on. Used by one thread."""
+
+    rows: int = _CHUNK
+
+
+def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, device: torch.device) -> Evaluation:
+    """Score the held-out events with a model in evaluation mode."""
+    if len(rows) < 2 * YOUNG:
+        return Evaluation()
+    return evaluation_of(score_each(model, task, schema, rows.columns, device), schema, rows)
+
+
+def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: GuardRows) -> Evaluation:
+    """Return what the scores `[G]` of the held-out events tell."""
+    total = len(rows)
+    if total < 2 * YOUNG:
+        return Evaluation()
+    young = total // YOUNG
+    windows = {"new": float(scores_G[total - young :].mean()), "old": float(scores_G[: total - young].mean())}
+    classes: dict[str, float] = {}
+    if schema.label.classes:
+        which, has = _members(schema, rows)
+        worst, by_class = _by(has, scores_G[which])
+        windows |= worst
+        classes = {_name(schema, number): score for number, score in by_class.items()}
+    groups: dict[str, float] = {}
+    if schema.group:
+        hashed = rows.columns["group_hash"].astype(np.uint64)
+        worst, by_group = _by(hashed[hashed != 0], scores_G[hashed != 0])
+        windows |= {f"{name}_group": score for name, score in worst.items()}
+        groups = {f"{number:016x}": score for number, score in by_group.items()}
+    return Evaluation(_finite(windows), _finite(classes), _finite(groups))
+
+
+def class_marks(schema: Schema, rows: GuardRows) -> dict[str, NDArray[np.bool_]]:
+    """Return which of the G events are of each class that is told of, by its name or number; empty for regression."""
+    if not schema.label.classes or not len(rows):
+        return {}
+    which, has = _members(schema, rows)
+    _, by_class = _by(has, np.zeros(len(has)))
+    marks = {_name(schema, number): np.zeros(len(rows), np.bool_) for number in by_class}
+    for number in by_class:
+        marks[_name(schema, number)][which[has == number]] = True
+    return marks
+
+
+def score_each(
+    model: nn.Module,
+    task: Task,
+    schema: Schema,
+    columns: Mapping[str, Array],
+    device: torch.device,
+    chunk: Chunk | None = None,
+    raised: dict[int, str] | None = None,
+) -> NDArray[np.float64]:
+    """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode.
+
+    NaN where the output has one, whatever the task makes of it, and where model or task raises: what they raise is put
+    into `raised` by the place of the event. `chunk` is what earlier calls have found to fit.
+
+    Raises:
+        Exception: every event raises, and so do events of zeros.
+    """
+    chunk = chunk or Chunk()
+    total, most, begin = len(columns["label"]), chunk.rows, 0
+    scores_G, found = np.full(total, np.nan), dict[int, str]()
+
+    def check(first: int, last: int) -> None:
+        scores_G[first:last] = _scores(model, task, schema, columns, slice(first, last), device)
+
+    while begin < total:
+        end = min(total, begin + chunk.rows)
+        try:
+            found |= _raising_in(begin, end, check)
+        except RuntimeError as exc:
+            if not out_of_memory(exc) or end - begin == 1:
+                raise
+        else:
+            begin = end
+            continue
+        # Past the handler, since the error holds on to what the pass had made.
+        release(device)
+        chunk.rows = (end - begin) // 2
+    if chunk.rows < most:
+        log.warning("%s ran out of memory: from now on %d held-out events are scored at once", device, chunk.rows)
+    if found and len(found) == total and not works_on_zeros(_scoring(model, task), schema, device):
+        check(0, total)
+    if raised is not None:
+        raised |= found
+    return scores_G
+
+
+def _raising_in(begin: int, end: int, check: Check) -> dict[int, str]:
+    """Return what model or task raises on the events of a part, by their places."""
+    try:
+        check(begin, end)
+    except Exception as exc:  # the user's own code may raise anything
+        if not may_be_of_events(exc):
+            raise
+    else:
+        return {}
+    found = raising(end - begin, lambda first, last: check(begin + first, begin + last))
+    return {begin + place: said for place, said in found.items()}
+
+
+def _scoring(model: nn.Module, task: Task) -> Callable[[Mapping[str, Tensor], Tensor], object]:
+    def run(features: Mapping[str, Tensor], label_B: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return task.score(forward(model, features), label_B)
+
+    return run
+
+
+def _scores(
+    model: nn.Module, task: Task, schema: Schema, columns: Mapping[str, Array], part: slice, device: torch.device
+) -> NDArray[np.float32]:
+    """Score some of the events in one pass."""
+    with torch.inference_mode():
+        features = {
+            feature.name: torch.from_numpy(columns[f"feature.{feature.name}"][part]).to(device)
+            for feature in schema.features
+        }
+        output_B = forward(model, features)
+        score_B = task.score(output_B, torch.from_numpy(columns["label"][part]).to(device)).float()
+        score_B[output_B.reshape(len(score_B), -1).isnan().any(1)] = torch.nan
+        found: NDArray[np.float32] = score_B.cpu().numpy()
+    return found
+
+
+def newcomers(rows: GuardRows, before: GuardRows) -> dict[str, Array]:
+    """Return the columns of those events of the youngest quarter that an earlier state of the guard set had not.
+
+    The youngest quarter alone, since it is kept whole: among older ones rare classes are kept longer.
+    """
+    if not len(rows):
+        return {}
+    young = {name: column[len(rows) - len(rows) // YOUNG :] for name, column in rows.columns.items()}
+    known = before.columns["hash"] if len(before) else np.empty(0, np.uint64)
+    fresh = ~np.isin(young["hash"], known)
+    return {name: column[fresh] for name, column in young.items()}
+
+
+def _members(schema: Schema, rows: GuardRows) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Return places of events and a class of each: an event of several classes counts for each."""
+    label = rows.columns["label"]
+    if schema.label.multi:
+        which, has = np.nonzero(label)
+        return which, has
+    return np.arange(len(rows)), label.astype(np.int64)
+
+
+def _name(schema: Schema, number: int) -> str:
+    names = schema.label.names
+    return str(number) if names is None else names[number]
+
+
+def _by(members: NDArray[np.generic], scores_G: NDArray[np.float64]) -> tuple[dict[str, float], dict[int, float]]:
+    """Return the worst score under `worst`, and the scores of the members with the most events."""
+    found, inverse, counts = np.unique(members, return_inverse=True, return_counts=True)
+    means = np.bincount(inverse, weights=scores_G, minlength=len(found)) / np.maximum(counts, 1)
+    enough = np.flatnonzero(counts >= _FEWEST)
+    if not len(enough):
+        return {}, {}
+    told = np.sort(enough[np.argsort(-counts[enough], kind="stable")[:_MOST]])
+    return {"worst": float(means[enough].min())}, {int(found[index]): float(means[index]) for index in told}
+
+
+def _finite(scores: Mapping[str, float]) -> dict[str, float]:
+    return {name: score for name, score in scores.items() if math.isfinite(score)}

@@ -1,0 +1,1 @@
+"""The user's model: factory, task, embedding, device."""

@@ -1,0 +1,206 @@
+"""From the import string in `[model]` to a checked module: the same in the learner and in serving."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ingest.events.schema import Label, Schema
+from learner.errors import ModelError
+from learner.model.task import METHODS, TASKS, Task
+
+_OTHERS = ("<frozen", *(f"{Path(str(file)).parent}/" for file in (__file__, torch.__file__, importlib.__file__)))
+"""What the files of frames begin with that are ours, torch's or of the import itself."""
+_CHECK_ROWS = 3
+"""Events of the check at start: more than one, so that an output without the batch dimension is noticed."""
+
+
+def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Module:
+    """Import `module:name` and call it with `args`; `folder`, the config's, is on the path, last.
+
+    Raises:
+        ModelError: the module or the name is not there, the call fails, or what it returns is no `nn.Module` whose
+            weights have their shapes.
+    """
+    build = _imported("model.factory", factory, folder)
+    try:
+        model = build(**args)
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
+        raise ModelError(
+            f'model.factory = "{factory}" fails with model.args = {dict(args)}: {in_one_line(exc)}'
+        ) from exc
+    if not isinstance(model, nn.Module):
+        raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
+    lazy = next((name for name, value in _weights(model) if is_lazy(value)), None)
+    if lazy is not None:
+        raise ModelError(
+            f'model.factory = "{factory}": {lazy} has no shape yet, as the lazy modules of torch have it before their '
+            "first call: call the model once in the factory, or name its sizes"
+        )
+    return model
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
+    """Return what an import string names; raises ModelError when it is not there or cannot be called."""
+    module_name, _, name = reference.partition(":")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as exc:
+        if exc.name != module_name.partition(".")[0] and exc.name != module_name:
+            raise ModelError(f'{key} = "{reference}": {module_name} imports {exc.name}, which is missing') from exc
+        raise ModelError(
+            f'{key} = "{reference}": no module named {exc.name} in {folder} or on the Python path'
+        ) from exc
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
+        raise ModelError(f'{key} = "{reference}": importing {module_name} fails: {in_one_line(exc)}') from exc
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ModelError(f'{key} = "{reference}": {module.__file__} has no function {name}')
+    return cast("Callable[..., object]", found)
+
+
+def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
+    """Call the model on a batch: a single feature is passed by position, several by name."""
+    if len(features) == 1:
+        (only,) = features.values()
+        output: Tensor = model(only)
+    else:
+        output = model(**features)
+    return output
+
+
+def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> tuple[int, ...]:
+    """Run the model on a few events of zeros, and return the shape of its output for one event.
+
+    It is run as in serving and as in training. The module's mode and state are as before afterwards.
+
+    Raises:
+        ModelError: it fails, or its output does not fit.
+    """
+    was_training = model.training
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        features = sample(schema, _CHECK_ROWS, device)
+        with torch.no_grad():
+            for training in (False, True):
+                output = forward(model.train(training), features)
+                task.check(output, schema.label, _CHECK_ROWS)
+        return tuple(output.shape[1:])
+    except ModelError:
+        raise
+    except Exception as exc:  # the user's own code may raise anything
+        shapes = ", ".join(f"{each.name} {[_CHECK_ROWS, *each.shape]} torch.{each.dtype}" for each in schema.features)
+        raise ModelError(f"model.factory: the model fails on {shapes}: {in_one_line(exc)}") from exc
+    finally:
+        model.train(was_training)
+        model.load_state_dict(before)
+
+
+def check_task(task: Task, output_shape: tuple[int, ...], label: Label, device: torch.device) -> None:
+    """Try the task's loss and score on an output as the model has it, with labels of 0 and of 1.
+
+    A loss `[B, 1]` or a mean of all would train: by weights that are spread over each other's events.
+
+    Raises:
+        ModelError: one of them does not tell of each event, or fails with either label; or the loss has no gradient.
+    """
+    for method in ("loss", "score"):
+        refused = [_refusal(task, method, output_shape, label, value, device) for value in (0, 1)]
+        said = [each for each in refused if each is not None]
+        # Labels that never occur, such as prices of 0, may be refused by what is right for all others.
+        if len(said) == len(refused) or any(each.is_shape for each in said):
+            raise ModelError(f"model.task: {type(task).__name__}.{method} {said[0].sentence}")
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    sentence: str
+    is_shape: bool = False
+    """Whether it is what no label can be the reason of."""
+
+
+def _refusal(
+    task: Task, method: str, output_shape: tuple[int, ...], label: Label, value: int, device: torch.device
+) -> _Refusal | None:
+    """Return what is wrong with what a task makes of a few events with a label; None: nothing."""
+    dtype = tensor_dtype(label.dtype.name)
+    label_B = torch.full((_CHECK_ROWS, *label.shape), value, device=device).to(dtype)
+    output_B = torch.zeros((_CHECK_ROWS, *output_shape), device=device)
+    try:
+        if method == "loss":
+            # As in training: no leaf, so that it may be written to.
+            found = task.loss(output_B.requires_grad_().clone(), label_B)
+        else:
+            with torch.no_grad():
+                found = task.score(output_B, label_B)
+    except Exception as exc:  # noqa: BLE001 the user's own code may raise anything
+        shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {dtype} of 0 and of 1"
+        return _Refusal(f"fails on {shapes}: {in_one_line(exc)}")
+    told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(found, Tensor) or found.shape != (_CHECK_ROWS,):
+        return _Refusal(f"returned {told} for {_CHECK_ROWS} events; return one number an event, [B]", is_shape=True)
+    if method == "loss" and not (found.is_floating_point() and found.requires_grad):
+        return _Refusal(f"returned {told} without a gradient; compute it from the output in torch")
+    return None
+
+
+def make_task(name: str, folder: Path = Path()) -> Task:
+    """Return the task of that name, or the user's own that an import string names; learner and serving both do so.
+
+    Args:
+        name: one of TASKS, or `module:name` of what makes a Task when it is called without arguments.
+        folder: the config's, which is on the path, last.
+
+    Raises:
+        ModelError: it is not there, fails, or lacks a method.
+    """
+    if name in TASKS:
+        return TASKS[name]()
+    build = _imported("model.task", name, folder)
+    try:
+        task = build()
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
+        raise ModelError(f'model.task = "{name}" fails: {in_one_line(exc)}') from exc
+    lacking = [method for method in METHODS if not callable(getattr(task, method, None))]
+    if lacking:
+        raise ModelError(f'model.task = "{name}": {type(task).__name__} has no method {lacking[0]}')
+    return cast("Task", task)
+
+
+def sample(schema: Schema, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the features of so many events of zeros, or of what is nearest to zero where that is not allowed."""
+    return {
+        feature.name: torch.full(
+            (rows, *feature.shape), feature.filler, dtype=tensor_dtype(feature.dtype.name), device=device
+        )
+        for feature in schema.features
+    }
+
+
+def tensor_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of numpy's name, such as `float32` or `bool`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def in_one_line(error: BaseException) -> str:
+    """What was raised, on one line, and the innermost line of the user's own code, if it went through any."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [(name, line) for name, line in frames if not name.startswith(_OTHERS)]
+    place = " ({}, line {})".format(*users[-1]) if users else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

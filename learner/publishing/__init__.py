@@ -1,0 +1,1 @@
+"""Scores, judges and publishes versions."""

@@ -1,0 +1,308 @@
+"""Publishes versions: a snapshot at a step boundary, everything else in the background."""
+
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ingest.events.schema import Schema
+from ingest.transport.protocol import Position
+from learner.config import VersionsSettings
+from learner.errors import VersionError
+from learner.evaluation.forgetting_metric import Retention
+from learner.evaluation.holdout import GuardRows
+from learner.evaluation.scorer import Scorer
+from learner.evaluation.scoring import Evaluation, evaluation_of, newcomers
+from learner.metrics import LearnerMetrics
+from learner.publishing.gate import Scores
+from learner.publishing.gatekeeper import Jury
+from learner.runtime.background_worker import Background
+from learner.runtime.shutdown import Deadline
+from learner.state_dir.trained_through import Learned, Trained
+from learner.state_dir.version import Manifest, ModelReference, Versions
+from learner.stream.record_times import RecordTimes
+
+_LEARNED_TIMES = 32
+"""So many record times stand for all the events that a version is the first to have learned."""
+
+_SCORING_SHARE = 4
+"""Scoring may take one part in so many of a core; versions that fall due meanwhile are skipped and counted."""
+_WATCH_SECONDS = 1.0
+
+Progress = tuple[int, tuple[Position, ...]]
+"""Steps, and the position of each partition."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a version is made from, copied at one step boundary."""
+
+    step: int
+    weights: Mapping[str, Tensor]
+    trained_through: Mapping[str, Trained]
+    guard: GuardRows
+    accuracy_now: float | None
+    learned: RecordTimes
+    """Of the events that were learned for the first time since the last snapshot."""
+
+
+class Publisher:
+    """Judges and writes versions in a thread of its own, one at a time; one that falls due meanwhile is skipped.
+
+    Nothing is published that was not judged: a gate that is slow makes versions rarer.
+    """
+
+    def __init__(
+        self,
+        versions: Versions,
+        settings: VersionsSettings,
+        reference: ModelReference,
+        schema: Schema,
+        scorer: Scorer,
+        jury: Jury,
+        epoch: int,
+        metrics: LearnerMetrics,
+        check: Callable[[], object] = bool,
+    ) -> None:
+        """Take the epoch of the learner, and what is called before each version is scored and written."""
+        self._versions = versions
+        self._settings = settings
+        self._reference = reference
+        self._schema = schema
+        self._scorer = scorer
+        self.jury = jury
+        self._epoch = epoch
+        self._metrics = metrics
+        self._every = settings.publish_every.total_seconds()
+        self._due = self._watch_due = self._rested_at = 0.0
+        self._watching = False
+        self._progress: Progress | None = None
+        self._learned = RecordTimes()
+        self._background = Background("publisher", check)
+        self.number: int | None = max(versions.numbers(), default=None)
+        """The newest version."""
+        self.verdict: str | None = None
+        """Of the newest version of this process."""
+        self._highest = max([versions.highest(), *(n or 0 for n in _remembered(versions))])
+        self._scored: tuple[GuardRows, Mapping[str, Tensor]] | None = None
+        self._hours: dict[int, int] = {}
+        """Of versions beyond `keep`, counted from 1970."""
+        self.evaluation = Evaluation()
+        """Of the newest version, whatever its verdict."""
+        self.retention = Retention()
+        """What the versions before it could do, and how they did on events that came after them."""
+        self._ill: str | None = None
+        self.published = 0
+        self.skipped = 0
+
+    @property
+    def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
+        """Hashes of held-out events on which the model raised, and what it raised: for the loop's thread to take."""
+        return self._scorer.raised
+
+    @property
+    def ill(self) -> str | None:
+        """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
+        return self._background.overdue(self._versions.path, self._every) or self._ill
+
+    def publish_if_due(self, told: Callable[[], Progress], take: Callable[[], Snapshot]) -> None:
+        """Publish what `take` returns when a version is due and there is progress; called at every step boundary."""
+        self._background.raise_bug()
+        now = time.monotonic()
+        if now < self._due:
+            return
+        busy, progress = self._background.busy, told()
+        if not self._is_new(progress) or (busy and self._watching):
+            return
+        self._due = now + self._every
+        if busy or now < self._rested_at:
+            self.skipped += 1
+            self._metrics.publish_skipped.inc()
+            return
+        self._start(progress, take())
+
+    def watch_if_due(self, rows: Callable[[], GuardRows]) -> None:
+        """Have the served version watched about once a second, on the held-out events that `rows` returns."""
+        now = time.monotonic()
+        if now >= self._watch_due and not self._background.busy:
+            self._watch_due = now + _WATCH_SECONDS
+            held = rows()
+            self._watching = True
+            self._background.start(lambda: self._watch(held))
+
+    def published_through(self) -> Mapping[str, Trained]:
+        """Return how far the newest version has learned, by `topic:partition`; a torn manifest says nothing."""
+        if self.number is None:
+            return {}
+        try:
+            return self._versions.manifest(self.number).trained_through
+        except (VersionError, OSError):
+            return {}
+
+    def go_on_from(self, progress: Progress, trained_through: Mapping[str, Trained]) -> None:
+        """Publish a cut's progress only if the newest version has not come as far, or is of another model."""
+        if self._has_published(progress[0], trained_through):
+            self._progress = progress
+
+    def _has_published(self, step: int, trained_through: Mapping[str, Trained]) -> bool:
+        if self.number is None:
+            return False
+        try:
+            newest = self._versions.manifest(self.number)
+        except (VersionError, OSError):
+            return False
+        if (newest.schema, newest.model) != (self._schema.digest, self._reference) or newest.step < step:
+            return False
+        there = newest.trained_through
+        return all(name in there and _reaches(there[name], trained) for name, trained in trained_through.items())
+
+    def publish_last(self, progress: Progress, take: Callable[[], Snapshot], deadline: Deadline) -> None:
+        """Publish what was learned since the last version, and wait until it is written."""
+        self._background.wait(deadline)
+        if self._is_new(progress) and not self._background.busy:
+            self._start(progress, take())
+            self._background.wait(deadline)
+        self._background.raise_bug()
+
+    def _is_new(self, progress: Progress) -> bool:
+        """Whether there is something to publish: nothing before the first step, and nothing twice."""
+        return progress[0] > 0 and progress != self._progress
+
+    def _start(self, progress: Progress, snapshot: Snapshot) -> None:
+        self._progress = progress
+        self._watching = False
+        self._background.start(lambda: self._publish(snapshot))
+
+    def _watch(self, rows: GuardRows) -> None:
+        before = self.jury.withdrawn
+        try:
+            self.jury.watch(rows)
+        except OSError as exc:
+            log.error("a verdict in %s cannot be written: %s", self._versions.path, exc.strerror or exc)  # noqa: TRY400
+        self._metrics.withdrawn.inc(self.jury.withdrawn - before)
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        """Score, judge, write, and delete what is old. A disk that is full costs this version, not the training."""
+        scores_G, guard = self._score(snapshot)
+        verdict = self.jury.judge(scores_G, guard)
+        number = self._highest = self._highest + 1  # a number that failed is not used again
+        now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
+        metrics = now | dict(self.evaluation.windows)
+        self._learned.join(snapshot.learned)
+        weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}
+        manifest = Manifest(
+            number=number,
+            epoch=self._epoch,
+            parent=self.number,
+            time=time.time(),
+            step=snapshot.step,
+            trained_through=dict(snapshot.trained_through),
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            schema=self._schema.digest,
+            encoders={
+                name: feature.encode.model_dump(mode="json")
+                for name, feature in self._schema.settings.features.items()
+                if feature.encode is not None
+            },
+            model=self._reference,
+            files={},
+            learned=Learned(self._learned.rows, self._learned.quantiles(_LEARNED_TIMES).tolist()),
+        )
+        try:
+            self._versions.write(weights, manifest, verdict)
+        except OSError as exc:
+            self._ill = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
+            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
+            self._versions.clean()
+            self._progress = None  # so that it is tried again, also when nothing more is learned
+            return
+        self._learned = RecordTimes()
+        self.jury.take(number, weights, scores_G, guard, verdict)
+        self.number, self.verdict = number, verdict.verdict
+        self.published += 1
+        self._metrics.published.inc()
+        self._metrics.gate_verdicts.labels(verdict.verdict).inc()
+        try:
+            self._prune()
+        except (OSError, VersionError) as exc:
+            self._ill = f"old versions in {self._versions.path} cannot be deleted: {exc}"
+            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
+        else:
+            self._ill = None
+
+    def _score(self, snapshot: Snapshot) -> tuple[Scores, GuardRows]:
+        """Score a version on the guard set, and the one before it on what has come since.
+
+        Returns:
+            The scores, and the events that they are of: those on which the model raises are left out.
+        """
+        begin = time.thread_time()  # not of the clock: where others have the cores, it costs no more
+        self._score_near_future(snapshot.guard)
+        guard = snapshot.guard
+        scores_G, raised = self._scorer.score_and_find(snapshot.weights, guard.columns)
+        if len(raised):
+            scores_G, guard = scores_G[~np.isin(guard.columns["hash"].astype(np.uint64), raised)], guard.without(raised)
+        self._scored = guard, snapshot.weights
+        self.evaluation = evaluation_of(scores_G, self._schema, guard)
+        if self.evaluation.windows:
+            self.retention = self.retention.followed_by(self.evaluation)
+        self._rested_at = time.monotonic() + (_SCORING_SHARE - 1) * (time.thread_time() - begin)
+        return scores_G, guard
+
+    def _score_near_future(self, guard: GuardRows) -> None:
+        """Score the version before on held-out events that came after it."""
+        if self._scored is None:
+            return
+        rows, weights = self._scored
+        fresh = newcomers(guard, rows)
+        if fresh and len(fresh["label"]):
+            scores, raised = self._scorer.score_and_find(weights, fresh)
+            stays = ~np.isin(fresh["hash"].astype(np.uint64), raised)
+            total = float(np.sum(scores[stays]))
+            if math.isfinite(total) and stays.any():
+                self.retention = self.retention.with_near(int(np.count_nonzero(stays)), total)
+
+    def _prune(self) -> None:
+        """Delete what is stale, and beyond `keep` and `keep_hourly`, never what serving needs."""
+        numbers = self._versions.numbers()
+        stale = self._versions.stale(numbers)
+        older = [number for number in numbers if number not in stale][: -self._settings.keep]
+        if not older and not stale:
+            return
+        state = self._versions.state()
+        needed = {state.serving, state.previous, state.pinned} | self.jury.needed | self._hourly(older)
+        for number in [*stale, *older]:
+            if number not in needed:
+                self._versions.delete(number)
+
+    def _hourly(self, numbers: list[int]) -> set[int]:
+        """Return the last version of each of the newest `keep_hourly` hours; each manifest is read once."""
+        known, self._hours = self._hours, {}
+        for number in numbers:
+            with contextlib.suppress(VersionError):  # nobody can serve it
+                self._hours[number] = known.get(number) or int(self._versions.manifest(number).time // 3600)
+        last = {hour: number for number, hour in self._hours.items()}
+        return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
+
+
+def _reaches(there: Trained, wanted: Trained) -> bool:
+    return (there.incarnation, there.offset) >= (wanted.incarnation, wanted.offset)
+
+
+def _remembered(versions: Versions) -> tuple[int | None, ...]:
+    """Numbers that were given before, also when their directories are gone, as far as `state.json` can be read."""
+    try:
+        state = versions.state()
+    except (VersionError, OSError) as exc:
+        log.warning("%s; numbers go on from the versions that are there; put it back, or remove it", exc)
+        return ()
+    return (state.serving, state.previous, state.pinned, *state.rolled_back)

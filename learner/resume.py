@@ -1,0 +1,107 @@
+"""What a learner goes on from: the newest cut that is whole, without what was forgotten since."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anabranch.core.errors import SettingsError
+from learner.build import Deployment, Workbench
+from learner.checkpointing.replay_state import unpack
+from learner.checkpointing.without_erased import check_age, remembered
+from learner.loop import Loop
+from learner.room import most_offered
+from learner.state_dir.checkpoint import RANK, Cut, Cuts
+from learner.strategies.base import OUTPUT, kept
+from replay.build import build_store
+from replay.checkpoint.segments import Segment
+from replay.erasure.erasure_log import ForgottenLog
+from replay.snapshot import Contents
+from replay.store import Store
+from replay.tiers.disk_files import make_way
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What there is of an earlier life.
+
+    Attributes:
+        cuts: where cuts lie.
+        found: the number of the cut that is gone on from, and the cut; None where learning begins anew.
+        contents: what it has of the store.
+        segments: the parts that those lie in.
+        less: events that it has and that are forgotten by now: of the store, and of the guard set.
+        first: whether no cut names anything that a store has left.
+    """
+
+    cuts: Cuts
+    found: tuple[int, Cut] | None
+    contents: Contents | None
+    segments: Sequence[Segment]
+    less: tuple[int, int]
+    first: bool
+
+    @classmethod
+    def newest(cls, cuts: Cuts, written: ForgottenLog) -> "Resumed":
+        """Read the newest cut that is whole; raises CutError where it cannot be used."""
+        cuts.clean()
+        found = cuts.newest()
+        if found is None:
+            return cls(cuts, None, None, (), (0, 0), first=True)
+        number, whole = found
+        check_age(number, whole, written)
+        cut, less = remembered(whole, written.forgotten)
+        contents, segments = unpack(cut) or (None, ())
+        return cls(cuts, (number, cut), contents, segments, less, first=cut.begins and cuts.numbers() == [number])
+
+    def store(self, deployment: Deployment, bench: Workbench, ranks: int) -> Store | None:
+        """Compose the store of so many ranks, with what the cut has of it; None where nothing is replayed.
+
+        Raises:
+            SettingsError: the stored events lack what the strategy wants of them, or the store cannot be had.
+            DependencyError: it cannot be had for now.
+        """
+        strategy = bench.strategy
+        if not strategy.replays:
+            return None
+        columns = kept(bench.output_shape) if strategy.keeps_output else {}
+        if self.found is not None and self.contents is not None:
+            check_columns(*self.found, list(bench.output_shape) if columns else None, deployment.learner.strategy.name)
+        folder = deployment.state_dir / "replay" / RANK
+        if self.first:
+            make_way(folder)
+        return build_store(
+            *(deployment.replay, bench.schema, bench.device, deployment.seed, folder, self.contents),
+            extra=columns,
+            dim=bench.embedding.heard().shape[1] if bench.embedding is not None else None,
+            keys=f"{deployment.name}:{RANK}",
+            first=self.first,
+            step=most_offered(deployment.learner, deployment.stream, ranks),
+        )
+
+    def restore(self, loop: Loop) -> None:
+        """Have the loop go on from the cut, if there is one."""
+        if self.found is None:
+            log.info("there is no cut in %s: learning begins anew", self.cuts.path)
+            return
+        number, cut = self.found
+        loop.restore(cut)
+        if cut.begins:
+            log.info("cut %d says where the stream is begun, and nothing is learned yet: learning begins there", number)
+        else:
+            log.info("going on from cut %d at step %d", number, cut.step)
+
+
+def check_columns(number: int, cut: Cut, wanted: list[int] | None, strategy: str) -> None:
+    """Raise SettingsError unless the events that a cut has stored have the output that the strategy wants, or none."""
+    before = cut.state.get(OUTPUT)
+    if before != wanted:
+        raise SettingsError(
+            f'learner.strategy = "{strategy}" wants {_output(wanted)} kept with each stored event, and cut {number} '
+            f"has {_output(before)}; put back the strategy and model of the cut, or begin anew by moving the cuts away"
+        )
+
+
+def _output(shape: list[int] | None) -> str:
+    return "no output of the model" if shape is None else f"an output of shape {shape}"

@@ -1,0 +1,224 @@
+"""The learner as a whole: what it is made of, and in which order it starts and stops."""
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from anabranch.core.failures import away_is_dependency
+from ingest.errors import GapError
+from ingest.metrics import IngestMetrics
+from ingest.reader.multi_host import Sources
+from ingest.reader.reader import Source
+from learner.build import Deployment, Workbench, prepare
+from learner.checkpointing.checkpointer import Cutter
+from learner.checkpointing.erasure import Forgetting
+from learner.device_sharing.cuda_limits import confined, limit_threads
+from learner.device_sharing.sharing import share
+from learner.distributed.channel import Channel, lead
+from learner.distributed.data_parallel import Place, Replicas
+from learner.distributed.leader import Leader
+from learner.evaluation.holdout import GuardSet
+from learner.evaluation.scorer import Scorer
+from learner.loop import Loop, Metrics, Parts
+from learner.metrics import LearnerMetrics
+from learner.model.device import check_scaling, choose_device, without_denormals
+from learner.publishing.gatekeeper import Jury
+from learner.publishing.publisher import Publisher
+from learner.reporter import Reporter
+from learner.resume import Resumed
+from learner.runtime.profiler import Tracing
+from learner.runtime.shutdown import Deadline
+from learner.runtime.status_server import serve_status
+from learner.state_dir.checkpoint import RANK, Cuts
+from learner.state_dir.lock import check_epoch, hold_state_directory
+from learner.state_dir.version import Versions, reference_to
+from learner.stream.lag import LagPolicy
+from learner.training.out_of_memory import note
+from learner.training.trainer import Trainer
+from replay.background_store import Clerk
+from replay.erasure.erasure_log import NAME as LOG
+from replay.erasure.erasure_log import ForgottenLog
+from replay.metrics import ReplayMetrics
+
+_FINISHING_SHARE = 0.8
+_AWAY = (
+    "the cuts in {} cannot be read for now, and no older one takes the place of the newest; start again once its disk "
+    "answers, or move the folder of a cut away that it has lost"
+)
+
+log = logging.getLogger(__name__)
+
+
+def learn(
+    deployment: Deployment, stop: threading.Event, place: Place | None = None, source: Source | Sources | None = None
+) -> None:
+    """Compose the learner and run it until `stop` is set; with a place among other ranks, as the one that leads them.
+
+    What it reads from may have been started already.
+
+    Everything that can be wrong is found before the first step: settings, model, the lock, the address, the broker.
+    When `stop` is set: 1. polling stops; 2. the step ends; 3. what was learned is published and positions are
+    committed; 4. the ingest process ends, then the address closes, then the lock is let go.
+    """
+    registry = CollectorRegistry()
+    metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(bounded(stop, deployment.learner.stop_timeout))
+        limit_threads(deployment.share.settings)
+        channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
+        device = channel.device if channel is not None else choose_device(deployment.learner.device)
+        stack.enter_context(without_denormals(device))
+        bench = prepare(deployment, device)
+        schema = bench.schema
+        known = functools.partial(_latest_epoch, deployment.state_dir)
+        epoch = stack.enter_context(
+            hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout, known)
+        )
+        alone = functools.partial(check_epoch, deployment.state_dir, epoch)
+        publisher = _publisher(deployment, bench, epoch, metrics, alone)
+        # After the publisher has copied the model, which cannot be done once ranks have parts of it.
+        trainer = _trainer(bench, channel, place.rows if place is not None else None)
+        trainer.lane = stack.enter_context(confined(deployment.share.settings, device))
+        sharing = stack.enter_context(
+            share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
+        )
+        source = source or _source(deployment, place)
+        guard = GuardSet(schema, deployment.gate.guard_rows)
+        written = ForgottenLog(deployment.state_dir / LOG)
+        written.refresh()
+        cuts, ranks = Cuts(deployment.state_dir / "cuts", schema.digest, epoch), place.size if place is not None else 1
+        with away_is_dependency(_AWAY.format(cuts.path)):
+            resumed = Resumed.newest(cuts, written)
+        store = resumed.store(deployment, bench, ranks)
+        # Metal does not bear that two threads give it work at once.
+        clerk = Clerk(store, beside=device.type != "mps") if store is not None else None
+        if clerk is not None:
+            stack.callback(clerk.close)
+        if isinstance(trainer, Leader):
+            trainer.listens = clerk is not None and clerk.listens
+        with away_is_dependency(_AWAY.format(cuts.path)):
+            cutter = Cutter(cuts, deployment.cuts, clerk, metrics.learner, resumed.segments, alone)
+        forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, clerk, guard, cutter)
+        forgetting.take_note(*resumed.less)
+        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
+        parts = Parts(source, trainer, clerk, guard, publisher, cutter, forgetting, lag)
+        bounded_scores = schema.label.classes is not None
+        loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
+        resumed.restore(loop)
+        reporter = Reporter(
+            *(deployment.state_dir, epoch, loop, source, clerk, guard, publisher, cutter, forgetting, lag, metrics),
+            strategy=deployment.learner.strategy.name,
+            classification=bounded_scores,
+            launched=place is not None,
+            absent=place.absent if place is not None else (),
+            sharing=sharing,
+        )
+        if sharing is not None:
+            sharing.attend(trainer, ranks)
+            sharing.while_waiting = reporter.report_if_due
+        port = stack.enter_context(
+            serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
+        )
+        stack.callback(source.close)
+        if isinstance(source, Sources):
+            source.rates = loop.rates.now
+        source.open(loop.ledger.positions, stop, marks=loop.ledger.marks)
+        if stop.is_set():
+            return
+        log.info(
+            "learning %s on %s in %s; metrics on port %d",
+            *(", ".join(deployment.stream.topics), device, bench.precision.name, port),
+        )
+        gc.freeze()  # a look at all that is imported takes as long as ten steps
+        gc.enable()
+        tracing = Tracing(deployment.learner.profile, deployment.state_dir)
+        stack.callback(tracing.close)
+
+        def at_boundary() -> None:
+            reporter.report_if_due()
+            if isinstance(source, Sources):
+                source.look(loop.rates.now)
+            tracing.look(loop.steps)
+            if sharing is not None:
+                sharing.steer(trainer, loop.rows_of_step)
+            if isinstance(trainer, Leader):
+                trainer.beat()
+
+        loop.begin(stop, at_boundary)
+        if stop.is_set():
+            return
+        try:
+            loop.run(stop, at_boundary)
+        except GapError:
+            _finish(loop, reporter, deployment.learner.stop_timeout)
+            raise
+        _finish(loop, reporter, deployment.learner.stop_timeout)
+        log.info("stopped after %d steps, version %s", loop.steps, publisher.number)
+
+
+def _latest_epoch(state_dir: Path) -> int:
+    """Return the latest epoch of a learner that wrote a version or a cut; 0 when there is none."""
+    with away_is_dependency(f"what lies in {state_dir} cannot be read"):
+        return max(Versions(state_dir / "versions").epoch(), Cuts(state_dir / "cuts", schema="", epoch=0).epoch())
+
+
+def _publisher(
+    deployment: Deployment, bench: Workbench, epoch: int, metrics: Metrics, alone: Callable[[], None]
+) -> Publisher:
+    """Make what publishes, with the jury that judges what it publishes."""
+    versions = Versions(deployment.state_dir / "versions")
+    versions.clean()
+    reference = reference_to(deployment.model)
+    scorer = Scorer(bench.model, bench.task, bench.schema, bench.device)
+    jury = Jury(versions, deployment.gate, scorer, reference)
+    settings = deployment.versions
+    return Publisher(*(versions, settings, reference, bench.schema, scorer, jury, epoch, metrics.learner, alone))
+
+
+def _source(deployment: Deployment, place: Place | None) -> Source | Sources:
+    """Make what reads the stream, on other hosts too where they do."""
+    settings = deployment.stream, deployment.events, deployment.gate.hold_out(deployment.seed)
+    return Sources(*settings, place.readers) if place is not None and place.readers else Source(*settings)
+
+
+def _trainer(bench: Workbench, channel: Channel | None, rows: int | None) -> Trainer:
+    """Make the trainer, of all ranks when there are more; `rows`: what a micro-batch has since memory ran out."""
+    if channel is None:
+        return Trainer(**bench.arguments)
+    check_scaling(bench.precision, bench.settings.sharding, bench.settings.sync_every)
+    trainer = Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
+    trainer.note = note(bench.device, rows) if rows is not None else None
+    return trainer
+
+
+def _finish(loop: Loop, reporter: Reporter, stop_timeout: timedelta) -> None:
+    """Publish, cut and tell what was learned; a part of the time is left for the parts to close."""
+    loop.finish(Deadline(stop_timeout * _FINISHING_SHARE))
+    reporter.report()
+
+
+@contextlib.contextmanager
+def bounded(stop: threading.Event, stop_timeout: timedelta) -> Iterator[None]:
+    """End the process when `stop_timeout` has passed since `stop` was set: a step, a device or a disk may hang."""
+    done = threading.Event()
+
+    def watch() -> None:
+        stop.wait()
+        if not done.wait(stop_timeout.total_seconds()):
+            sys.stderr.write("anabranch: learner.stop_timeout is over; leaving without a clean end\n")
+            os._exit(1)
+
+    threading.Thread(target=watch, name="stop-timeout", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -1,0 +1,53 @@
+"""The ranks but the first: they compute what the leader deals, and touch neither the stream nor the state directory."""
+
+import gc
+import threading
+from dataclasses import replace
+
+from learner.build import Deployment, prepare
+from learner.device_sharing.cuda_limits import confined, limit_threads
+from learner.device_sharing.sharing import share
+from learner.distributed.channel import Channel
+from learner.distributed.data_parallel import Meeting, Place, Replicas, join_group
+from learner.distributed.leader import follow
+from learner.model.device import without_denormals
+from learner.run import bounded
+from learner.training.trainer import Trainer
+
+
+def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -> None:
+    """Step with the leader until it says stop; `stop` alone ends nothing before `learner.stop_timeout` is over.
+
+    Raises:
+        RankLostError: the leader is gone.
+    """
+    if isinstance(place.meeting, Meeting) and place.first:
+        deployment = _unshared(deployment)
+    limit_threads(deployment.share.settings)
+    with (
+        bounded(stop, deployment.learner.stop_timeout),
+        join_group(place, deployment.learner) as device,
+        without_denormals(device),
+        confined(deployment.share.settings, device) as lane,
+        share(deployment.share, deployment.state_dir, device, stop) as sharing,
+    ):
+        channel = Channel(device)
+
+        def make() -> tuple[Trainer, Replicas]:
+            bench = prepare(deployment, device, place.rank)
+            replicas = Replicas(deployment.learner, search=bench.leaves_some_out)
+            trainer = Trainer(**bench.arguments, ranks=replicas)
+            trainer.lane = lane
+            if sharing is not None:
+                sharing.attend(trainer, place.size)
+            gc.freeze()  # as rank 0 does
+            gc.enable()
+            return trainer, replicas
+
+        follow(channel, make)
+
+
+def _unshared(deployment: Deployment) -> Deployment:
+    """Return that of a host without servers: the lease of the share is of one host's memory and locks."""
+    settings = deployment.share.settings.model_copy(update={"policy": "exclusive"})
+    return replace(deployment, share=replace(deployment.share, settings=settings))

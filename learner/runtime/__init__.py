@@ -1,0 +1,1 @@
+"""Process plumbing: background worker, shutdown, status server, heartbeat, profiler."""

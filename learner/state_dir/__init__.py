@@ -1,0 +1,1 @@
+"""Formats of the state directory, shared with serving. Readable without torch where no weights are read."""

@@ -1,0 +1,1 @@
+"""Blocks to batches, and the outcome and position of each event."""

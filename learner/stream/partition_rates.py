@@ -1,0 +1,47 @@
+"""How fast each partition is read, measured from cut to cut."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from learner.stream.ledger import PartitionLedger
+
+_MEMORY_SECONDS = 300.0
+"""What is so long ago counts a third."""
+
+
+class Rates:
+    """Offsets a second of each partition, of late: a mean over time, whose weights fall exponentially with age."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._seconds = 0.0
+        self._offsets: list[int] = []
+        self.now: list[float] = []
+        """In the order of the index; another list after each measurement."""
+
+    def measure(self, accounts: Sequence[PartitionLedger]) -> None:
+        """Measure what was read since the last time."""
+        now = self._clock()
+        elapsed, self._since = max(1e-3, now - self._since), now
+        before = self._seconds * math.exp(-elapsed / _MEMORY_SECONDS)
+        self._seconds = before + elapsed
+        known = [*self._offsets, *(account.start for account in accounts[len(self._offsets) :])]
+        self._offsets = [account.position.offset for account in accounts]
+        rates = [*self.now, *[0.0] * (len(accounts) - len(self.now))]
+        self.now = [
+            (rate * before + offset - then) / self._seconds
+            for rate, offset, then in zip(rates, self._offsets, known, strict=True)
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """Return what a cut keeps."""
+        return {"offsets_per_second": self.now, "seconds": self._seconds}
+
+    def restore(self, state: Mapping[str, Any], accounts: Sequence[PartitionLedger]) -> None:
+        """Take up what a cut kept, and measure from here on."""
+        self.now = [float(rate) for rate in state.get("offsets_per_second", [0.0] * len(accounts))]
+        self._seconds = float(state.get("seconds", 0.0))
+        self._offsets, self._since = [account.position.offset for account in accounts], self._clock()

@@ -1,0 +1,50 @@
+"""`learner.compile`: the module through torch's compiler, or as it is where that fails."""
+
+import logging
+from typing import cast
+
+import torch
+from torch import nn
+
+from ingest.events.schema import Schema
+from learner.model.device import Precision
+from learner.model.factory import forward, sample
+from learner.training.buffers import Buffers
+from learner.training.out_of_memory import Dice
+from learner.training.parallelism import Ranks
+
+BACKEND = "inductor"
+_ROWS = (8, 12)
+"""Two numbers of events: from the second on the compiler takes them for a variable, and compiles no third time."""
+
+log = logging.getLogger(__name__)
+
+
+def compiled(module: nn.Module, schema: Schema, device: torch.device, precision: Precision, ranks: Ranks) -> nn.Module:
+    """Compile a module for training, and try it on a few events of zeros, before the first step.
+
+    Where that fails on any rank, a warning says so and all take the module as it is. What torch compiles later, for
+    shapes that it has not met, falls back by itself. Weights, buffers and generators are as before afterwards.
+    """
+    failed = torch.zeros((), dtype=torch.bool, device=device)
+    fast = cast("nn.Module", torch.compile(module, backend=BACKEND))
+    buffers, dice = Buffers(module), Dice(device)
+    saved = buffers.saved()
+    try:
+        for rows in _ROWS:
+            # Apart, since where it fails on one rank alone the others would wait for its gradient.
+            with ranks.apart():
+                with precision.autocast(device):
+                    output = forward(fast, sample(schema, rows, device))
+                output.float().sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as exc:  # noqa: BLE001 the compiler runs programs of others, which may raise anything
+        log.warning("learner.compile: compiling fails, and the model runs as it is: %s", " ".join(str(exc).split()))
+        failed.fill_(True)
+    for weight in module.parameters():
+        weight.grad = None
+    buffers.put_back(saved)
+    dice.put_back()
+    if ranks.any(failed).item():
+        return module
+    torch._dynamo.config.suppress_errors = True
+    return fast

@@ -1,0 +1,49 @@
+"""Micro-batches: a step's events in parts that are small enough for the device.
+
+Legend: B new events, R of a draw.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from learner.strategies.base import Examples, twice
+
+Part = tuple[Examples, list[Examples]]
+"""Some of the new events, and some of those of each draw."""
+
+
+def micro_batches(new: Examples, old: Sequence[Examples], most: int | None) -> list[Part]:
+    """Cut a step into parts of at most `most` events, alike in what they have of each; None: one part.
+
+    No part has a lone event, for which batch norm has no statistics, as long as there are two in a step.
+    """
+    counts = [len(new), *map(len, old)]
+    parts, limit = 1, max(1, max(counts) // 2)
+    if most is not None:
+        parts = max(1, math.ceil(sum(counts) / most))
+        while parts < limit and sum(math.ceil(count / parts) for count in counts) > most:
+            parts += 1
+    parts = min(parts, limit)
+    if parts == 1:
+        return [(new, list(old))]
+    return [
+        (_part(new, place, parts), [_part(each, place, parts) for each in old if len(each)]) for place in range(parts)
+    ]
+
+
+def idle(new: Examples, old: Sequence[Examples]) -> Part:
+    """Return events of no weight, two of each kind, to run a model with that other ranks need this one for."""
+    first, *others = [each[:2] if len(each) > 1 else twice(each) for each in (new, *old) if len(each)]
+    return _weightless(first), [_weightless(each) for each in others]
+
+
+def _weightless(examples: Examples) -> Examples:
+    return replace(examples, weight_B=torch.zeros_like(examples.weight_B))
+
+
+def _part(examples: Examples, place: int, parts: int) -> Examples:
+    n = len(examples)
+    return examples[place * n // parts : (place + 1) * n // parts]

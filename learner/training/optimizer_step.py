@@ -1,0 +1,107 @@
+"""From gradients to weights: the norm, the loss scale, the learning rate, the optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import out_of_memory
+from learner.config import LearnerSettings
+from learner.model.device import Precision
+from learner.training.gradients import Gradients
+from learner.training.lr_schedule import Schedule
+from learner.training.optimizers import build_optimizer, load_optimizer, moments, numbers, whose
+from learner.training.parallelism import Ranks
+
+
+class Update:
+    """What a step does to the weights once it has their gradients. Used by one thread."""
+
+    def __init__(
+        self, settings: LearnerSettings, model: nn.Module, precision: Precision, device: torch.device, ranks: Ranks
+    ) -> None:
+        self.gradients = Gradients(
+            [each for each in model.parameters() if each.requires_grad], settings.max_grad_norm, ranks.weights
+        )
+        self.optimizer = ranks.shard(build_optimizer(settings.optimizer, model.parameters()))
+        self.schedule = Schedule(settings.schedule)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
+        self._scaled = precision.scaled
+        self._unscaled = False
+        self._weights = ranks.weights
+        self._device = device
+        self._name = settings.optimizer.name
+        self._is_whole = False
+        """Whether the optimizer has made all that it keeps."""
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, once all of them are there."""
+        self.scaler.unscale_(self.optimizer)
+        self._unscaled = self._scaled
+
+    def give_up(self) -> None:
+        """Let go of the gradients of a pass that ran out of memory; another may follow."""
+        self.gradients.clear()
+        if self._unscaled:
+            # The only word by which the scaler forgets that it has divided; the scale stays as it is.
+            self.rescale(self.scaler.get_scale())
+
+    def rescale(self, scale: float | None = None) -> None:
+        """Set the loss scale of the next pass: as the last one has shown, or as told."""
+        self.scaler.update(scale)
+        self._unscaled = False
+
+    def apply(self) -> None:
+        """Change the weights.
+
+        Raises:
+            SettingsError: there is no memory for what the optimizer keeps of them, which it makes at its first step.
+        """
+        try:
+            self.scaler.step(self.optimizer)
+        except RuntimeError as exc:
+            if self._is_whole or not out_of_memory(exc):
+                raise
+            said = " ".join(str(exc).split())
+            raise SettingsError(
+                f"learner.optimizer: {self._device} runs out of memory with what {self._name} keeps of each weight; "
+                'take one that keeps less, such as "adafactor" or "sgd", learner.sharding where there are ranks, or a '
+                f"smaller model: {said}"
+            ) from exc
+        self._is_whole = True
+
+    def begin(self, step: int) -> None:
+        """Set the learning rate of a step."""
+        self.schedule.apply(step, self.optimizer.param_groups)
+
+    def rate(self) -> float:
+        """Return the learning rate of the step that was begun last."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def moments(self) -> dict[str, Tensor]:
+        """Copy the optimizer's tensors, on the device."""
+        return self._weights.whole(moments(self.optimizer))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What optimizer, scaler and schedule have beside tensors before this step, as JSON values, for a cut."""
+        return {
+            **numbers(self.optimizer),
+            "scaler": self.scaler.state_dict(),
+            "schedule": {"step": step, **self.schedule.state()},
+        }
+
+    def restore(self, kept: Mapping[str, Tensor], state: Mapping[str, Any]) -> int:
+        """Take up what a cut kept, and return its step; settings of the optimizer stay those of the config.
+
+        Raises:
+            RuntimeError, KeyError, ValueError: they are of another model or optimizer.
+        """
+        self.schedule.scale = 1.0
+        load_optimizer(self.optimizer, self._weights.mine(kept, whose(self.optimizer, kept)), state)
+        self._is_whole = bool(kept)
+        if self._scaled and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.schedule.restore(state.get("schedule", {}))
+        return int(state.get("schedule", {}).get("step", 0))

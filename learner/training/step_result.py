@@ -1,0 +1,91 @@
+"""What the micro-batches of a step said, put together again.
+
+Legend: B new events, R replayed ones, N both, D numbers of an embedding.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from learner.strategies.base import Loss
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        finite: False when loss, gradient or running statistics were not finite; weights and statistics are as before.
+        loss: of the step on all ranks, a number.
+        score: sum over the new events of all ranks of the task's score, by the predictions made before training on
+            them.
+        loss_new: sum of their losses, by the same predictions.
+        old_R: the loss of each event drawn, float32 `[R]` on the device, NaN where it was not trained on; None when
+            nothing was drawn.
+        embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device, NaN where
+            it is not known; None unless it was asked for.
+        output_B: the model's output for the new events, `[B, ...]` on the device.
+        replayed: how many old events were trained on.
+    """
+
+    finite: bool
+    loss: float
+    score: float
+    loss_new: float
+    old_R: Tensor | None = None
+    embedding_N: Tensor | None = None
+    output_B: Tensor | None = None
+    replayed: int = 0
+
+
+@dataclass
+class Heard:
+    """Collects from one micro-batch after the other."""
+
+    total: list[Tensor] = field(default_factory=list)
+    output: list[Tensor] = field(default_factory=list)
+    new: list[Tensor] = field(default_factory=list)
+    old: list[Sequence[Tensor]] = field(default_factory=list)
+    embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, loss: Loss, embedding_N: Tensor | None) -> None:
+        """Take what a micro-batch said, new events before the replayed ones."""
+        self.total.append(loss.total.detach())
+        self.output.append(loss.output_B)
+        if loss.new_B is not None:
+            self.new.append(loss.new_B)
+        self.old.append(loss.old)
+        if embedding_N is not None:
+            rows = len(loss.output_B)
+            self.embedding.append((embedding_N[:rows], embedding_N[rows:]))
+
+
+def dealt(
+    heard: Heard, drawn: Sequence[int], picked: Sequence[Tensor] | None, rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the loss of each event drawn and the embeddings of all, in the order in which they were given."""
+    old_R: Tensor | None = None
+    draws = [cat(parts) for parts in zip(*(each for each in heard.old if each), strict=False)]
+    if draws:
+        if picked is not None:
+            draws = [
+                torch.full((n,), math.nan, device=losses.device).index_copy(0, places, losses.float())
+                for n, places, losses in zip(drawn, picked, draws, strict=True)
+            ]
+        old_R = cat(draws)
+    embedding_N: Tensor | None = None
+    if heard.embedding:
+        new = torch.cat([each for each, _ in heard.embedding])[:rows]
+        old = torch.cat([each for _, each in heard.embedding])
+        if picked is not None or len(drawn) > 1 or len(old) != sum(drawn):
+            old = new.new_full((sum(drawn), new.shape[1]), math.nan)
+        embedding_N = torch.cat([new, old])
+    return old_R, embedding_N
+
+
+def cat(parts: Sequence[Tensor]) -> Tensor:
+    """Join tensors; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

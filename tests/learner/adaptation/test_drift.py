@@ -1,0 +1,133 @@
+"""Test-then-train windows and drift, on simulated streams."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from learner.adaptation.drift import Drift
+from learner.config import DriftSettings
+from learner.evaluation.prequential import Prequential, Scored
+
+ROWS = 32
+
+
+def steps(levels: list[float], each: int = 300, seed: int = 0) -> list[Scored]:
+    """So many steps at each accuracy, one after the other."""
+    random = np.random.default_rng(seed)
+    return [Scored(ROWS, float(random.binomial(ROWS, level)), ROWS * (1 - level)) for level in np.repeat(levels, each)]
+
+
+def settings(**changes: object) -> DriftSettings:
+    return DriftSettings.model_validate(changes)
+
+
+class TestPrequential:
+    def test_now_follows_a_change_and_overall_is_the_mean_of_all(self) -> None:
+        found = Prequential()
+        scored = steps([0.9, 0.6])
+        for each in scored:
+            found.add(each)
+        assert found.mean == pytest.approx(0.6, abs=0.03)
+        assert found.loss == pytest.approx(0.4, abs=0.03)
+        assert found.window < len(scored) * ROWS * 0.6
+        assert found.overall == sum(each.score for each in scored) / (ROWS * len(scored))
+        assert found.overall_loss == pytest.approx(0.25)
+
+    def test_a_loss_that_is_not_finite_spoils_no_mean(self) -> None:
+        found = Prequential()
+        for loss in (3.0, math.inf, 3.0, math.nan):
+            found.add(Scored(10, 5.0, loss))
+        assert found.loss == found.overall_loss == pytest.approx(0.3)
+
+    def test_a_score_that_is_not_finite_spoils_no_mean(self) -> None:
+        found = Prequential()
+        for score in (math.nan, 5.0, -math.inf, 5.0):
+            found.add(Scored(10, score, 3.0))
+        assert found.mean == found.overall == 0.5
+        assert found.window == 20
+        assert found.loss == found.overall_loss == pytest.approx(0.3)
+        resumed = Prequential()
+        resumed.restore(json.loads(json.dumps(found.state(), allow_nan=False)))
+        assert resumed.overall == 0.5
+
+    def test_it_goes_on_from_its_state(self) -> None:
+        whole, half, resumed = Prequential(), Prequential(), Prequential()
+        scored = steps([0.9, 0.6])
+        for each in scored:
+            whole.add(each)
+        for each in scored[:250]:
+            half.add(each)
+        resumed.restore(json.loads(json.dumps(half.state())))
+        for each in scored[250:]:
+            resumed.add(each)
+        assert resumed.state() == whole.state()
+
+    def test_before_the_first_event_nothing_is_told(self) -> None:
+        found = Prequential()
+        assert (found.mean, found.loss, found.overall, found.overall_loss, found.window) == (None,) * 4 + (0,)
+
+
+class TestDrift:
+    def test_each_fall_of_the_accuracy_is_one_drift_and_no_rise_is(self) -> None:
+        drift = Drift(settings())
+        found = [at for at, each in enumerate(steps([0.5, 0.9, 0.6, 0.95, 0.7])) if drift.add(at, each)]
+        assert [at // 300 for at in found] == [2, 4]
+        assert (drift.count, drift.step) == (2, found[-1])
+
+    def test_a_steady_stream_does_not_drift(self) -> None:
+        drift = Drift(settings())
+        assert not any(drift.add(at, each) for at, each in enumerate(steps([0.8], each=20_000)))
+
+    def test_factors_rise_at_a_drift_and_fall_back_in_a_line(self) -> None:
+        drift = Drift(settings(actions=["raise-lr", "raise-replay"], lr_factor=3, replay_factor=2, steps=4))
+        assert (drift.lr_factor, drift.replay_factor) == (1, 1)
+        each = iter(enumerate(steps([0.9, 0.5])))
+        next(at for at, scored in each if drift.add(at, scored))
+        assert drift.pending
+        assert drift.lr_factor == 1
+        drift.respond()
+        factors = [(drift.lr_factor, drift.replay_factor)]
+        for at, scored in each:
+            drift.add(at, scored)
+            factors.append((drift.lr_factor, drift.replay_factor))
+        assert factors[:6] == [(3, 2), (2.5, 1.75), (2, 1.5), (1.5, 1.25), (1, 1), (1, 1)]
+
+    def test_a_score_that_is_not_finite_is_no_drift_and_keeps_no_factor_up(self) -> None:
+        drift = Drift(settings(actions=["raise-lr"], lr_factor=3, steps=4))
+        each = iter(enumerate(steps([0.9, 0.5])))
+        next(at for at, scored in each if drift.add(at, scored))
+        drift.respond()
+        before = drift.state()["window"]
+        assert not any(drift.add(at, Scored(ROWS, math.nan, 1.0)) for at in range(600, 604))
+        assert drift.lr_factor == 1
+        assert drift.state()["window"] == before
+
+    def test_a_mark_changes_nothing(self) -> None:
+        drift = Drift(settings())
+        assert any(drift.add(at, each) for at, each in enumerate(steps([0.9, 0.5])))
+        assert (drift.lr_factor, drift.replay_factor, drift.cuts) == (1, 1, False)
+
+    def test_without_an_action_drift_is_not_looked_for(self) -> None:
+        drift = Drift(settings(actions=[]))
+        assert not any(drift.add(at, each) for at, each in enumerate(steps([0.9, 0.1])))
+
+    def test_an_error_without_a_range_drifts_too(self) -> None:
+        random = np.random.default_rng(0)
+        drift = Drift(settings(), bounded=False)
+        errors = np.abs(random.normal(size=(600, ROWS))).sum(axis=1) * np.repeat([1e4, 3e4], 300)
+        found = [at for at, error in enumerate(errors.tolist()) if drift.add(at, Scored(ROWS, -error, error))]
+        assert len(found) == 1
+        assert 300 <= found[0] < 400
+
+    def test_it_goes_on_from_its_state(self) -> None:
+        scored = list(enumerate(steps([0.9, 0.6, 0.9, 0.5])))
+        options = settings(actions=["raise-lr"], steps=100)
+        whole, half, resumed = Drift(options), Drift(options), Drift(options)
+        found = [whole.add(*each) for each in scored]
+        for each in scored[:330]:
+            half.add(*each)
+        resumed.restore(json.loads(json.dumps(half.state())))
+        assert [resumed.add(*each) for each in scored[330:]] == found[330:]
+        assert (resumed.state(), resumed.lr_factor) == (whole.state(), whole.lr_factor)

@@ -1,0 +1,74 @@
+"""What forgetting is measured on: held-out events where there are enough, else those of the store."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import Columns, fake_columns
+from learner.adaptation.forgetting_probe import ENOUGH, Probe
+from learner.adaptation.replay_ratio import MeasuredRatio, Tally
+from learner.config import LearnerSettings
+from learner.evaluation.holdout import GuardSet
+from learner.model.device import choose_precision
+from learner.model.task import Classification
+from learner.strategies.registry import STRATEGIES
+from learner.training.trainer import Trainer
+from replay.plan import Draw
+from replay.reservoir.event_table import RECORD
+
+NAMES = [TopicPartition("events", 0)]
+ROWS = 8
+
+
+@pytest.fixture
+def trainer(schema: Schema, make_model: Callable[[], nn.Module]) -> Trainer:
+    options, cpu = LearnerSettings(), torch.device("cpu")
+    return Trainer(
+        make_model(), Classification(), STRATEGIES["er"](), schema, options, cpu, choose_precision("fp32", cpu)
+    )
+
+
+def predicted(trainer: Trainer, schema: Schema, offsets: range, *, shift: int) -> Columns:
+    """Events whose labels are what the model says, or so many classes beside it."""
+    columns = fake_columns(schema, offsets, label=[0, 1, 2])
+    trainer.model.eval()
+    said = trainer.model(torch.from_numpy(columns["feature.x"])).argmax(1).numpy()
+    columns["label"] = ((said + shift) % 3).astype(columns["label"].dtype)
+    return columns
+
+
+def as_draw(columns: Columns) -> Draw:
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+    n = len(columns["label"])
+    return Draw(tensors, tensors["weight"], np.arange(n, dtype=np.int32), np.zeros(n, RECORD))
+
+
+def test_held_out_events_tell_what_those_that_are_known_by_heart_do_not(schema: Schema, trainer: Trainer) -> None:
+    guard = GuardSet(schema, 1000)
+    probe = Probe(MeasuredRatio(0.5, bounded=True), guard, trainer, ROWS)
+    by_heart = as_draw(predicted(trainer, schema, range(20), shift=0))
+    assert probe.score(0, None) is None
+    for offset in range(1000, 1000 + 2 * ENOUGH, 10):
+        enough = guard.older >= ENOUGH
+        assert [probe.drawn(step) for step in range(5)] == [0 if enough else ROWS, 0, 0, 0, 0 if enough else ROWS]
+        assert probe.score(4, by_heart) == Tally(ROWS, 0.0 if enough else ROWS, drawn=not enough)
+        assert probe.score(5, by_heart) is None
+        guard.add(predicted(trainer, schema, range(offset, offset + 10), shift=1), NAMES)
+    assert enough
+
+
+def test_the_same_step_scores_the_same_events_also_after_a_restart(schema: Schema, trainer: Trainer) -> None:
+    guard, again = GuardSet(schema, 1000), GuardSet(schema, 1000)
+    for offset in range(0, 400, 4):
+        shift = offset // 4 % 2
+        guard.add(predicted(trainer, schema, range(offset, offset + 4), shift=shift), NAMES)
+    again.restore(guard.tensors())
+    ratio = MeasuredRatio(0.5, bounded=True)
+    scores = [Probe(ratio, each, trainer, 50).score(step, None) for step in (0, 4, 8) for each in (guard, again)]
+    assert scores[::2] == scores[1::2]
+    assert len({score.score for score in scores if score is not None}) > 1

@@ -1,0 +1,371 @@
+"""Forgetting through the whole learner: nothing comes back from store, guard set, cuts, files or Kafka."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from anabranch.config import Config, load_config
+from anabranch.core.errors import SettingsError
+from anabranch.forget import Answer, forget
+from anabranch.replay import draw_sample, read_stats
+from learner.state_dir.report import LearnerReport
+from replay.erasure.erasure_log import ForgottenLog
+from tests import forkserver
+from tests.pipelines import Learner, total
+
+CONFIG = """
+batch_size = 16
+stop_timeout = "20s"
+[schema.key]
+name = "k"
+[versions]
+publish_every = "100ms"
+[gate]
+guard_fraction = 0.1
+[cuts]
+every = "200ms"
+"""
+DISK = '[replay]\ndevice_bytes = "2kB"\ndisk = {bytes = "1MB"}\n'
+SECRET = np.float32(12345.678)
+"""What only the events to forget have."""
+
+
+@pytest.fixture(params=["", DISK], ids=["device", "disk"])
+def pipeline(
+    write_pipeline: Callable[..., Path], kafka: Any, make_topic: Callable[..., str], request: Any
+) -> tuple[Path, str]:
+    """The path of a pipeline's file, and its topic of two partitions."""
+    topic = make_topic(partitions=2)
+    return write_pipeline(kafka.bootstrap, topic, CONFIG + request.param), topic
+
+
+def plain(count: int, key: str = "other") -> list[dict[str, Any]]:
+    return [{"x": [float(i % 3 == k) for k in range(3)], "y": i % 3, "k": f"{key}-{i % 50}"} for i in range(count)]
+
+
+def secret(count: int, key: Any = "anna") -> list[dict[str, Any]]:
+    return [{"x": [float(SECRET)] * 3, "y": i % 3, "k": key} for i in range(count)]
+
+
+def files_with_the_secret(state_dir: Path) -> list[str]:
+    """Look into every file, while a learner at work may rename and delete some."""
+    pattern, found = np.array([SECRET, SECRET], np.float32).tobytes(), []
+    for folder, _, names in os.walk(state_dir):  # which passes over a folder that has gone
+        for path in (Path(folder) / name for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                if pattern in path.read_bytes():
+                    found.append(str(path))
+    return found
+
+
+def stored(report: LearnerReport) -> int:
+    return max(report.replay_rows.values())
+
+
+def forget_now(config: Path, *keys: str, ranges: tuple[str, ...] = ()) -> Answer:
+    return forget(load_config(config, {}), keys, ranges, timedelta(seconds=30))
+
+
+def settings(config: Path) -> Config:
+    return load_config(config, {})
+
+
+def keys_of(config: Path) -> set[str]:
+    return {event["key_hash"] for event in draw_sample(settings(config), 10_000, [], None)}
+
+
+@pytest.mark.any_broker
+def test_what_a_learner_at_work_forgets_is_in_no_file_and_does_not_come_back(
+    kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
+) -> None:
+    config, topic = pipeline
+    learner = start(config)
+    for partition in range(2):
+        produce(kafka.bootstrap, topic, [*plain(100), *secret(40), *plain(100)], partition=partition)
+    before = learner.wait_for(lambda each: total(each) == 480 and (each.cut or 0) > 0)
+    answer = forget_now(config, "anna")
+    assert answer.applied
+    # Keys are held out as a whole: all of this one or none.
+    assert sorted((answer.store, answer.guard)) == [0, 80]
+    after = learner.wait_for(lambda each: each.forgotten_through == 1)
+    assert stored(after) + after.guard_rows == stored(before) + before.guard_rows - 80
+    assert files_with_the_secret(learner.state_dir) == []
+    learner.kill()
+
+    learner = start(config)
+    # What comes later is new, also of that key.
+    produce(kafka.bootstrap, topic, [*plain(50), *secret(5)])
+    report = learner.wait_for(lambda each: total(each) == 535)
+    assert stored(report) + report.guard_rows == 480 - 80 + 55
+    assert report.replay_lost == 0
+    assert after.outcomes["trained"] + after.outcomes["held_out"] == 480, "an outcome is not taken back"
+
+
+def test_a_forgotten_event_that_is_read_again_is_skipped(
+    kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
+) -> None:
+    """A learner that never cut reads all of Kafka again."""
+    config, topic = pipeline
+    config.write_text(config.read_text().replace('every = "200ms"', 'every = "1h"'))
+    learner = start(config)
+    produce(kafka.bootstrap, topic, [*plain(100), *secret(40), *plain(100)])
+    learner.wait_for(lambda each: total(each) == 240)
+    learner.kill()
+    answer = forget_now(config, "anna", ranges=(f"{topic}[0]@10..19",))
+    assert (answer.applied, answer.store, answer.guard) == (True, 0, 0), "there is no cut that has it"
+    assert files_with_the_secret(learner.state_dir) == []
+    learner = start(config)
+    report = learner.wait_for(lambda each: total(each) == 240)
+    assert report.skipped == {"forgotten": 50}
+    assert report.outcomes["skipped"] == 50
+    assert stored(report) + report.guard_rows == 190
+    learner.stop()
+    assert files_with_the_secret(learner.state_dir) == []
+
+
+@pytest.mark.any_broker
+def test_without_a_learner_cuts_and_tiers_are_rewritten_at_once(
+    kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
+) -> None:
+    config, topic = pipeline
+    config.write_text(config.read_text().replace("guard_fraction = 0.1", "guard_fraction = 0"))
+    learner = start(config)
+    for round_ in range(3):
+        produce(kafka.bootstrap, topic, [*plain(60), *secret(10), *secret(3, key=7)])
+        learner.wait_for(lambda each, n=round_: total(each) == 73 * (n + 1))
+    learner.stop()
+    assert len(files_with_the_secret(learner.state_dir)) > 0
+    assert len(list(draw_sample(settings(config), 1000, ["key=anna"], None))) == 30
+    answer = forget_now(config, "anna", "7")
+    assert (answer.applied, answer.store, answer.guard) == (True, 39, 0)
+    assert files_with_the_secret(learner.state_dir) == []
+    assert list(draw_sample(settings(config), 1000, ["key=anna"], None)) == []
+    assert read_stats(settings(config)).events == 180
+    again = forget_now(config, "anna")
+    assert (again.applied, again.store) == (True, 0)
+    learner = start(config)
+    report = learner.wait_for(lambda each: each.steps > 0)
+    assert (stored(report), report.replay_lost) == (180, 0)
+
+
+@pytest.mark.any_broker
+def test_a_crash_between_the_word_and_the_deed_brings_nothing_back(
+    kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
+) -> None:
+    config, topic = pipeline
+    learner = start(config)
+    produce(kafka.bootstrap, topic, [*plain(100), *secret(40)])
+    learner.wait_for(lambda each: total(each) == 140 and (each.cut or 0) > 0)
+    learner.process.send_signal(signal.SIGSTOP)
+    answer = forget(settings(config), ["anna"], [], timedelta(seconds=0))
+    assert not answer.applied
+    learner.kill()
+    learner = start(config)
+    report = learner.wait_for(lambda each: total(each) == 140 and each.forgotten_through == 1)
+    assert stored(report) + report.guard_rows == 100
+    assert files_with_the_secret(learner.state_dir) == []
+    log = ForgottenLog(learner.state_dir / "forgotten.log")
+    log.refresh()
+    assert log.store + log.guard <= 40
+    assert b"anna" not in log.path.read_bytes()
+
+
+def test_a_tombstone_forgets_what_was_read_before_it_also_after_a_crash(
+    kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
+) -> None:
+    config, topic = pipeline
+    learner = start(config)
+    produce(kafka.bootstrap, topic, [*plain(100), *secret(20), *secret(20, key=17)])
+    produce(kafka.bootstrap, topic, secret(10), partition=1)
+    learner.wait_for(lambda each: total(each) == 150 and (each.cut or 0) > 0)
+    for key in (b"anna", b"17", b"nobody"):
+        produce(kafka.bootstrap, topic, [None], key=key)
+    produce(kafka.bootstrap, topic, secret(4))
+    report = learner.wait_for(lambda each: total(each) == 157 and each.forgotten == 3)
+    assert report.skipped == {"tombstone": 3}
+    learner.wait_for(lambda each: stored(each) + each.guard_rows == 104)
+    learner.kill()
+    learner = start(config)
+    report = learner.wait_for(lambda each: total(each) == 157 and each.forgotten_through == 3)
+    assert stored(report) + report.guard_rows == 104
+    assert report.forgotten == 3, "a tombstone that was read again was written down twice"
+    log = ForgottenLog(learner.state_dir / "forgotten.log")
+    log.refresh()
+    lines = [json.loads(line[9:]) for line in log.path.read_bytes().splitlines()]
+    assert [line["by"] for line in lines if line["what"] == "key"] == [
+        f"{topic}#0[0]@{offset}" for offset in (140, 141, 142)
+    ]
+    answer = forget_now(config, "anna")
+    assert answer.store + answer.guard == 4
+    assert files_with_the_secret(learner.state_dir) == []
+
+
+def test_a_tombstone_in_the_same_batch_forgets_what_stands_before_it(
+    kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
+) -> None:
+    config, topic = pipeline
+    produce(kafka.bootstrap, topic, [*secret(5), *plain(3)])
+    produce(kafka.bootstrap, topic, [None], key=b"anna")
+    produce(kafka.bootstrap, topic, secret(2))
+    learner = start(config)
+    report = learner.wait_for(lambda each: total(each) == 11)
+    assert report.skipped == {"forgotten": 5, "tombstone": 1}
+    assert stored(report) + report.guard_rows == 5
+
+
+@pytest.mark.any_broker
+@pytest.mark.parametrize("below", ["", "disk = {bytes = '1MB'}\n"], ids=["home", "cache"])
+def test_rows_in_redis_are_removed(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    write_pipeline: Callable[..., Path],
+    mortal_redis: Any,
+    start: Callable[[Path], Learner],
+    below: str,
+) -> None:
+    topic = make_topic()
+    tiers = f'[replay]\ndevice_bytes = "2kB"\nredis = {{url = "{mortal_redis.url}", bytes = "2MB"}}\n{below}'
+    config = write_pipeline(kafka.bootstrap, topic, CONFIG.replace("fraction = 0.1", "fraction = 0") + tiers)
+    learner = start(config)
+    produce(kafka.bootstrap, topic, [*plain(60), *secret(20)])
+    learner.wait_for(lambda each: total(each) == 80 and (each.cut or 0) > 0)
+    learner.wait_for(lambda _: len(secrets_in(mortal_redis)) == 20)
+    learner.wait_for(lambda _: read_stats(settings(config)).events == 80)
+    assert len(list(draw_sample(settings(config), 100, ["key=anna"], None))) == 20
+    answer = forget_now(config, "anna")
+    assert (answer.applied, answer.store) == (True, 20)
+    assert secrets_in(mortal_redis) == []
+    produce(kafka.bootstrap, topic, secret(5))
+    learner.wait_for(lambda each: total(each) == 85)
+    learner.stop()
+    answer = forget_now(config, "anna")
+    assert (answer.applied, answer.store) == (False, 5)
+    assert "rows in replay.redis are removed by the next start" in "".join(answer.sentences())
+    assert files_with_the_secret(learner.state_dir) == []
+    learner = start(config)
+    learner.wait_for(lambda each: each.forgotten_through == 2)
+    assert secrets_in(mortal_redis) == []
+    report = learner.wait_for(lambda each: each.steps > 0)
+    assert (stored(report), report.replay_lost) == (60, 0)
+
+
+def secrets_in(server: Any) -> list[bytes]:
+    """Return the keys of Redis whose values have the secret."""
+    with contextlib.closing(redis.Redis.from_url(server.url)) as client:
+        pattern = np.array([SECRET, SECRET], np.float32).tobytes()
+        return [key for key in client.scan_iter("anabranch:*") if pattern in (client.get(key) or b"")]
+
+
+def command(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `anabranch replay` as a user does."""
+    return forkserver.run(["-m", "anabranch", "replay", *arguments, "-c", str(config)])
+
+
+@pytest.mark.any_broker
+def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    write_pipeline: Callable[..., Path],
+    start: Callable[[Path], Learner],
+) -> None:
+    topic = make_topic()
+    config = write_pipeline(kafka.bootstrap, topic, CONFIG.replace("fraction = 0.1", "fraction = 0") + DISK)
+    early = command(config, "stats")
+    assert (early.returncode, early.stdout) == (2, "")
+    assert early.stderr.startswith("anabranch: there is no cut")
+    learner = start(config)
+    produce(kafka.bootstrap, topic, [*plain(60), *secret(20)])
+    learner.wait_for(lambda each: total(each) == 80)
+    learner.stop()
+
+    told = json.loads(command(config, "stats", "--json").stdout)
+    assert (told["events"], told["by_label"]) == (80, {"0": 27, "1": 27, "2": 26})
+    assert re.search(r"^events +80 of [\d,]+, of 80 that were offered$", command(config, "stats").stdout, re.MULTILINE)
+    some = command(config, "sample", "3", "--where", "key=anna", "--where", "label=1", "--seed", "5")
+    assert [json.loads(line)["label"] for line in some.stdout.splitlines()] == [1, 1, 1]
+    assert (
+        some.stdout == command(config, "sample", "3", "--where", "key=anna", "--where", "label=1", "--seed", "5").stdout
+    )
+
+    for arguments, sentence in (
+        (("forget",), "name what to forget by --key or --offsets"),
+        (("forget", "--offsets", "nonsense"), "is not of the form events[3]@100..200"),
+        (("sample", "--where", "colour=red"), "cannot be told"),
+    ):
+        wrong = command(config, *arguments)
+        assert (wrong.returncode, wrong.stdout) == (2, ""), arguments
+        assert sentence in " ".join(wrong.stderr.split()), arguments
+    done = command(config, "forget", "--key", "anna", "--json")
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["applied"], answer["store"]) == (0, True, 20)
+    said = command(config, "forget", "--offsets", f"{topic}[0]@0..9")
+    assert said.stdout.startswith("forgot 10 events of the store and 0 of the guard set")
+    assert json.loads(command(config, "stats", "--json").stdout)["events"] == 50
+    assert files_with_the_secret(learner.state_dir) == []
+
+
+@pytest.mark.any_broker
+def test_what_cannot_be_meant_is_one_sentence(
+    kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
+) -> None:
+    config, topic = pipeline
+    with pytest.raises(SettingsError, match="no learner has read anything"):
+        forget_now(config, "anna")
+    with pytest.raises(SettingsError, match="nothing was learned"):
+        forget_now(config, ranges=("events[0]@1..2",))
+    learner = start(config)
+    produce(kafka.bootstrap, topic, plain(20))
+    learner.wait_for(lambda each: total(each) == 20)
+    for text, sentence in (
+        ("events@1..2", "is not of the form"),
+        (f"{topic}[0]@5..2", "ends before it begins"),
+        (f"{topic}[9]@1..2", "is of no partition that was read"),
+    ):
+        with pytest.raises(SettingsError, match=sentence):
+            forget_now(config, ranges=(text,))
+    config.write_text(config.read_text().replace('[schema.key]\nname = "k"\n', ""))
+    with pytest.raises(SettingsError, match=r"--key needs \[schema.key\]"):
+        forget_now(config, "anna")
+
+
+def test_the_store_is_told_beside_a_learner_at_work(
+    kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
+) -> None:
+    config, topic = pipeline
+    config.write_text(config.read_text().replace("guard_fraction = 0.1", "guard_fraction = 0"))
+    with pytest.raises(SettingsError, match="there is no cut"):
+        read_stats(settings(config))
+    learner, begin = start(config), int(time.time())
+    produce(kafka.bootstrap, topic, [*plain(90), *secret(10)], timestamp_ms=begin * 1000)
+    learner.wait_for(lambda each: total(each) == 100)
+    learner.wait_for(lambda each: (each.cut or 0) > 0)
+    learner.wait_for(lambda _: read_stats(settings(config)).events == 100)
+    stats = read_stats(settings(config))
+    assert (stats.events, stats.offered, stats.by_label) == (100, 100, {"0": 34, "1": 33, "2": 33})
+    assert datetime.fromisoformat(stats.record_times["median"]).timestamp() == begin
+    json.dumps(stats.document())
+    sample = list(draw_sample(settings(config), 1000, ["key=anna", "label=1", "partition=0"], 3))
+    assert [each["label"] for each in sample] == [1, 1, 1]
+    assert sample[0]["features"] == {"x": [float(SECRET)] * 3}
+    assert {each["event"].partition("@")[0] for each in sample} == {f"{topic}#0[0]"}
+    five = [list(draw_sample(settings(config), 5, [], 3)) for _ in range(2)]
+    assert five[0] == five[1]
+    assert len({each["event"] for each in five[0]}) == 5
+    with pytest.raises(SettingsError, match="is no class"):
+        list(draw_sample(settings(config), 1, ["label=9"], None))
+    with pytest.raises(SettingsError, match="cannot be told"):
+        list(draw_sample(settings(config), 1, ["colour=red"], None))

@@ -1,0 +1,365 @@
+"""The learner gives way to requests: a real one, with marks that the test sets as a server does."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import LearnerSettings, ShareSettings
+from learner.device_sharing.lease import Field, Servers, hold_learner, hold_server, learners
+from learner.device_sharing.sharing import Sharing, Terms, share
+from learner.model.device import choose_precision
+from learner.model.task import Classification
+from learner.strategies.registry import STRATEGIES
+from learner.training.trainer import Trainer
+from tests.pipelines import LINEAR, Learner, encoded, events
+
+pytestmark = pytest.mark.any_broker
+
+SLO = timedelta(milliseconds=20)
+CONFIG = """
+batch_size = 16
+micro_batch_size = 8
+[serving]
+slo = "20ms"
+timeout = "30s"
+[share]
+"""
+SERVER = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+from learner.device_sharing.lease import hold_server
+
+with hold_server(Path(sys.argv[1]), timedelta(milliseconds=20)) as mark, mark.waiting():
+    mark.run()
+    print("marked", flush=True)
+    sys.stdin.readline()
+"""
+MEETING = """
+import contextlib
+import threading
+from pathlib import Path
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+
+
+class Meeting(nn.Module):
+    def forward(self, x):
+        if torch.is_grad_enabled() and (HERE / "meet").exists():
+            (HERE / "within").touch()
+            while not (HERE / "go").exists():
+                threading.Event().wait(0.01)
+        return x
+
+
+class After(nn.Module):
+    def forward(self, x):
+        if (HERE / "go").exists():
+            with contextlib.suppress(FileExistsError):
+                (HERE / "after").touch(exist_ok=False)
+        return x
+
+
+def build():
+    return nn.Sequential(nn.Linear(3, 3), Meeting(), After())
+"""
+EVENTS = encoded(events(6000))
+FEED_SECONDS = 0.5
+"""Between so many events; a learner that is slowed down has more to read than it takes."""
+
+
+def gives_way(learner: Learner) -> bool:
+    return any(rank[Field.YIELDING] for rank in learners(learner.state_dir))
+
+
+def steps_of(learner: Learner) -> float:
+    """Read them from the metrics, which the learner tells also while it gives way."""
+    return learner.metric("learner_steps_total")
+
+
+@pytest.fixture
+def begin(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    write_pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> Iterator[Callable[..., Learner]]:
+    """Starts a learner and returns it once it has made a step; there is a stream until the test ends."""
+    feeding: list[threading.Thread] = []
+    ended = threading.Event()
+
+    def begin(share: str = "", model: str = LINEAR) -> Learner:
+        topic = make_topic()
+        config = write_pipeline(kafka.bootstrap, topic, CONFIG + share, model)
+
+        def feed() -> None:
+            while not ended.is_set():
+                produce(kafka.bootstrap, topic, EVENTS)
+                ended.wait(FEED_SECONDS)
+
+        feeding.append(threading.Thread(target=feed))
+        feeding[-1].start()
+        learner = start(config)
+        learner.wait_for(lambda report: report.steps > 0)
+        return learner
+
+    yield begin
+    ended.set()
+    for thread in feeding:
+        thread.join()
+
+
+def test_training_stands_still_while_a_request_is_answered(begin: Callable[..., Learner]) -> None:
+    learner = begin()
+    with hold_server(learner.state_dir, SLO) as mark:
+        learner.until(lambda: (report := learner.report) and report.share and report.share.servers == 1)
+        with mark.waiting():
+            before = steps_of(learner)
+            learner.until(lambda: steps_of(learner) > before)  # a request whose batch is not full keeps no CPU busy
+            mark.run()
+            learner.until(lambda: gives_way(learner))
+            steps, told = steps_of(learner), learner.report
+            assert told is not None
+            learner.until(lambda: (report := learner.report) is not None and report.time > told.time + 1)
+            assert steps_of(learner) == steps
+            assert gives_way(learner)
+            assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == 19
+            mark.rest()
+        learner.until(lambda: steps_of(learner) > steps)
+    learner.until(lambda: (report := learner.report) and report.share and report.share.servers == 0)
+    report = learner.report
+    assert report is not None
+    assert report.share is not None
+    assert report.share.scheduling is not None
+    assert report.share.times >= 1
+    assert report.share.yielded_seconds >= 0.5
+    assert report.share.wait_p99_seconds is not None
+    assert 0 <= learner.metric("share_training_ratio") <= 1
+    assert learner.metric("share_wait_duration_seconds_count") == 1, "a request is counted once"
+
+
+def test_training_goes_on_at_once_when_the_server_is_killed(begin: Callable[..., Learner]) -> None:
+    learner = begin()
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(learner.state_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert server.stdout is not None
+    server.stdout.readline()
+    learner.until(lambda: gives_way(learner))
+    steps = steps_of(learner)
+    server.kill()
+    server.communicate()
+    killed = time.monotonic()
+    learner.until(lambda: steps_of(learner) > steps)
+    assert time.monotonic() - killed < 10, "serving.timeout is 30 s: it was not waited for"
+
+
+def test_a_learner_that_gives_way_stops_in_time_and_makes_its_last_cut(begin: Callable[..., Learner]) -> None:
+    learner = begin()
+    with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
+        mark.run()
+        learner.until(lambda: gives_way(learner))
+        learner.process.send_signal(signal.SIGTERM)
+        assert learner.process.wait(30) == 0
+    assert list((learner.state_dir / "cuts").glob("*/manifest.json"))
+
+
+def test_training_gets_its_fraction(begin: Callable[..., Learner]) -> None:
+    learner = begin('policy = "fraction"\nfraction = 0.4')
+    with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
+        mark.run()
+        learner.until(lambda: (report := learner.report) and report.share and report.share.yielded_seconds > 4)
+        report = learner.report
+    assert report is not None
+    assert report.share is not None
+    assert 0.3 < report.share.training < 0.6
+
+
+def test_training_of_its_own_device_gives_way_to_nobody(begin: Callable[..., Learner]) -> None:
+    learner = begin('policy = "exclusive"')
+    with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
+        mark.run()
+        steps = steps_of(learner)
+        learner.until(lambda: steps_of(learner) > steps + 50)
+    assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+    assert learners(learner.state_dir) == []
+    assert learner.report is not None
+    assert learner.report.share is None
+
+
+def test_training_gives_way_within_a_step_for_a_second_where_the_config_says_so(begin: Callable[..., Learner]) -> None:
+    learner = begin('yield_at = "layer"', MEETING)
+    folder = learner.state_dir.parent
+    with hold_server(learner.state_dir, SLO) as mark:
+        learner.until(lambda: (report := learner.report) and report.share and report.share.servers == 1)
+        (folder / "meet").touch()
+        learner.until((folder / "within").exists)
+        with mark.waiting():
+            mark.run()
+            (folder / "go").touch()
+            learner.until((folder / "after").exists)
+        mark.rest()
+    waited = (folder / "after").stat().st_mtime - (folder / "go").stat().st_mtime
+    assert 0.9 < waited < 20, "a stretch between micro-batches takes 30 s"
+
+
+class FakeTrainer:
+    """Has a size of micro-batches."""
+
+    micro_batch_size: int | None = None
+
+
+@pytest.fixture(autouse=True)
+def _stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the tests is not to step back for good."""
+    monkeypatch.setattr("learner.device_sharing.sharing.step_back", lambda nice: f"nice {nice}")
+
+
+def steered(tmp_path: Path, trainer: FakeTrainer, *, fixed: bool = False) -> None:
+    """Answer late, with training at work, and let the learner look once."""
+    terms = Terms(ShareSettings(), timedelta(microseconds=1), timedelta(seconds=10), fixed=fixed)
+    with (
+        hold_server(tmp_path, terms.slo) as mark,
+        share(terms, tmp_path, torch.device("cpu"), threading.Event()) as sharing,
+    ):
+        assert sharing is not None
+        sharing.while_waiting = mark.rest
+        with mark.waiting():
+            mark.run()
+            sharing.give_way(0)
+        sharing.steer(trainer, 64)  # type: ignore[arg-type]
+
+
+def test_late_answers_make_micro_batches_smaller(tmp_path: Path) -> None:
+    trainer = FakeTrainer()
+    steered(tmp_path, trainer)
+    assert trainer.micro_batch_size == 32
+
+
+def test_micro_batches_stay_as_they_are_where_every_bit_counts(tmp_path: Path) -> None:
+    trainer = FakeTrainer()
+    steered(tmp_path, trainer, fixed=True)
+    assert trainer.micro_batch_size is None
+
+
+def test_a_size_that_memory_has_set_is_not_exceeded(tmp_path: Path) -> None:
+    terms = Terms(ShareSettings(), SLO, timedelta(seconds=10))
+    servers, trainer = Servers(tmp_path, terms.patience), FakeTrainer()
+    with hold_learner(tmp_path) as slot:
+        sharing = Sharing(terms, servers, slot, torch.device("cpu"), threading.Event())
+        trainer.micro_batch_size = 16
+        sharing.steer(trainer, 64)  # type: ignore[arg-type]
+        assert trainer.micro_batch_size == 16
+        assert slot[Field.ROWS] == 16
+
+
+class Traced(nn.Module):
+    """A layer that says when it runs, forth and back."""
+
+    def __init__(self, name: str, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self._name, self._say = name, say
+
+    def forward(self, x: Tensor) -> Tensor:
+        name, say = self._name, self._say
+
+        class Trace(torch.autograd.Function):
+            @staticmethod
+            def forward(_ctx: Any, value: Tensor) -> Tensor:
+                say(f"{name} forth")
+                return value.clone()
+
+            @staticmethod
+            def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+                say(f"{name} back")
+                return gradient
+
+        traced: Tensor = Trace.apply(x * self.weight)  # type: ignore[no-untyped-call]
+        return traced
+
+
+@pytest.mark.parametrize(
+    ("yield_at", "asked", "before", "after"),
+    [
+        ("layer", "b forth", "b forth", "c forth"),
+        ("layer", "c back", "c back", "b back"),
+        ("micro-batch", "b forth", "a back", None),
+    ],
+)
+def test_a_request_is_given_way_to_at_the_next_border(
+    tmp_path: Path, yield_at: str, asked: str, before: str, after: str | None, schema: Schema
+) -> None:
+    said: list[str] = []
+    cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
+    terms = Terms(ShareSettings.model_validate({"yield_at": yield_at}), SLO, timedelta(seconds=10))
+    with hold_server(tmp_path, SLO) as mark, share(terms, tmp_path, cpu, threading.Event()) as sharing:
+        assert sharing is not None
+
+        def say(what: str) -> None:
+            said.append(what)
+            if what == asked:
+                mark.run()
+
+        def answer() -> None:
+            said.append("gives way")
+            mark.rest()
+
+        sharing.while_waiting = answer
+        model = nn.Sequential(*(Traced(name, say) for name in "abc"))
+        trainer = Trainer(*(model, Classification(), STRATEGIES["none"](), schema, LearnerSettings(), cpu, precision))
+        sharing.attend(trainer, 1)
+        new = trainer.examples(fake_columns(schema, range(4), label=[0, 1, 2]))
+        trainer.step(new)
+        steps = len(said)
+        sharing.give_way(0)
+        assert sharing.report.times == 1
+    place = said.index("gives way")
+    assert said[place - 1] == before
+    assert said[place + 1 :][:1] == ([after] if after else [])
+    assert (place < steps) == (yield_at == "layer")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_ranks_are_kept_waiting_for_so_long_in_a_step_at_most_however_many_micro_batches_it_has(
+    tmp_path: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """In a flood of requests, with a minute as 0.12 s and 30 s as 0.05: two whole stretches, and what is left."""
+    monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_SECONDS", 0.05)
+    monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_IN_PASS_SECONDS", 0.12)
+    cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
+    terms = Terms(ShareSettings(), SLO, timedelta(minutes=10))
+    settings = LearnerSettings(micro_batch_size=2)
+    trainer = Trainer(*(nn.Linear(3, 3), Classification(), STRATEGIES["none"](), schema, settings, cpu, precision))
+    new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+    with (
+        hold_server(tmp_path, terms.slo) as mark,
+        share(terms, tmp_path, cpu, threading.Event()) as sharing,
+        mark.waiting(),
+    ):
+        assert sharing is not None
+        sharing.attend(trainer, ranks)
+        mark.run()
+        for step in (1, 2):
+            trainer.step(new)
+            if ranks == 1:
+                assert sharing.report.times == 6 * step
+            else:
+                assert step <= sharing.report.times <= 3 * step
+                assert sharing.report.yielded_seconds >= 0.12 * step

@@ -1,0 +1,246 @@
+"""A learner of several ranks as a process: what it learns, how it comes back, and how it ends."""
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from learner.config import LearnerSettings
+from learner.distributed.launcher import launch
+from learner.distributed.membership import Round, Seat
+from learner.distributed.rendezvous import Alone, Change
+from learner.state_dir.checkpoint import Cuts
+from learner.state_dir.lock import hold_state_directory
+from learner.state_dir.version import Versions
+from tests import forkserver
+from tests.pipelines import NARROW, Learner, adds_up, events, total
+
+pytestmark = pytest.mark.any_broker
+
+CONFIG = """
+batch_size = 8
+replicas = 2
+device = "cpu"
+stop_timeout = "20s"
+optimizer = {name = "sgd", lr = 0.5}
+[versions]
+publish_every = "100ms"
+[cuts]
+every = "200ms"
+[gate]
+guard_fraction = 0.1
+"""
+
+
+@pytest.fixture
+def pipeline(write_pipeline: Callable[..., Path]) -> Callable[..., Path]:
+    """Writes a pipeline and returns the path of its config."""
+    return partial(write_pipeline, rest=CONFIG)
+
+
+def ranks(learner: Learner) -> list[psutil.Process]:
+    """Return the processes that are its ranks, in order."""
+    found = [child for child in forkserver.children(learner.process) if "--group" in child.arguments]
+    return [child.process for child in sorted(found, key=lambda child: int(child.environment["RANK"]))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_a_rank_is_killed_all_come_back_from_the_cut_and_nothing_is_learned_twice(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+    killed: int,
+) -> None:
+    topic = make_topic(partitions=2)
+    learner = start(pipeline(kafka.bootstrap, topic))
+    produce(kafka.bootstrap, topic, [*events(300), b"bad"], partition=0)
+    produce(kafka.bootstrap, topic, events(30), partition=1)
+    report = learner.wait_for(lambda each: total(each) >= 100 and (each.cut or 0) > 1)
+    assert adds_up(report)
+    processes = ranks(learner)
+    assert [report.pid, len(processes)] == [processes[0].pid, 2]
+    processes[killed].kill()
+    produce(kafka.bootstrap, topic, events(300), partition=1)
+    report = learner.wait_for(lambda each: total(each) == 631, no_more=report.pid)
+    assert learner.log.read_text().count("going on from cut") == 1
+    assert adds_up(report)
+    assert report.outcomes["dead_lettered"] == 1
+    assert report.outcomes["trained"] + report.outcomes["held_out"] == 630
+    assert report.replay_rows == {"device": report.outcomes["trained"]}, "an event is in the store twice, or not at all"
+    assert report.accuracy["now"] > 0.8
+    processes = ranks(learner)
+    begin = time.monotonic()
+    assert learner.stop(40) == 0
+    assert time.monotonic() - begin < 20
+    assert psutil.wait_procs(processes, 10)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("numbers", "sharding"), [((2, 1), "none"), ((1, 2), "none"), ((1, 2), "fsdp")])
+def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+    numbers: tuple[int, int],
+    sharding: str,
+) -> None:
+    topic = make_topic()
+    config = pipeline(kafka.bootstrap, topic)
+    for turn, replicas in enumerate(numbers, 1):
+        learner = start(
+            config,
+            ANABRANCH__LEARNER__REPLICAS=str(replicas),
+            ANABRANCH__LEARNER__SHARDING=sharding,
+            ANABRANCH__LEARNER__OPTIMIZER='{name = "adamw", lr = 0.05}',
+        )
+        produce(kafka.bootstrap, topic, events(200))
+        report = learner.wait_for(lambda each, n=200 * turn: total(each) == n)
+        assert learner.stop(40) == 0
+        cuts = Cuts(learner.state_dir / "cuts", "", 0)
+        has_others = "rank-1" in cuts.part(cuts.numbers()[-1], "rng")
+        assert has_others == (replicas == 2), "a cut has the generators of all ranks that there are"
+    assert learner.log.read_text().count("going on from cut") == 1
+    assert report.steps > report.steps_since_start > 0
+    assert report.replay_rows == {"device": report.outcomes["trained"]}
+    assert report.outcomes["trained"] + report.outcomes["held_out"] == 400
+    versions = Versions(learner.state_dir / "versions")
+    newest = versions.manifest(versions.numbers()[-1])
+    assert newest.trained_through[f"{topic}:0"].offset == 399
+    assert {name: list(value.shape) for name, value in versions.weights(newest).items()} == {
+        "weight": [3, 3],
+        "bias": [3],
+    }
+
+
+@pytest.mark.slow
+def test_when_the_launcher_is_killed_no_rank_outlives_it(
+    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
+) -> None:
+    learner = start(pipeline(kafka.bootstrap, make_topic()))
+    learner.wait_for(lambda _: True)
+    processes = ranks(learner)
+    learner.kill()
+    assert psutil.wait_procs(processes, 20)[1] == []
+    with hold_state_directory(learner.state_dir):
+        pass
+
+
+@pytest.mark.slow
+def test_what_starting_again_cannot_mend_ends_with_its_own_exit_code(
+    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
+) -> None:
+    learner = start(pipeline(kafka.bootstrap, make_topic(), model="def build():\n    return 3\n"))
+    assert learner.process.wait(60) == 2
+    said = learner.log.read_text()
+    assert said.count("returned int, not a torch.nn.Module") == 1, said
+
+
+@pytest.mark.slow
+def test_ranks_that_run_out_of_memory_come_back_with_smaller_micro_batches(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, events(300))
+    learner = start(pipeline(kafka.bootstrap, topic, model=NARROW))
+    report = learner.wait_for(lambda each: total(each) == 300)
+    assert adds_up(report)
+    assert report.accuracy["now"] > 0.8
+    assert ["learner.micro_batch_size = 4" in note for note in report.notes] == [True]
+    said = learner.log.read_text()
+    assert "learner.micro_batch_size = 4 does so" in said
+    assert learner.stop(40) == 0
+
+
+RANK = """
+import pathlib, select, sys
+select.select([0], [], [], 1)
+bad, folder = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[3])
+rounds = int(bad.read_text()) - 1
+bad.write_text(str(rounds))
+if rounds >= 0:
+    sys.exit(1)
+(folder / "outcome").write_text("0")
+"""
+"""Dies in as many rounds as a file says, and then ends well."""
+
+
+class Two(Alone):
+    """Host 0 of two; the other has the same launcher in each round, or `another`, and may always run out of memory."""
+
+    def __init__(self, change: Change, another: bool, ran_out: bool) -> None:
+        super().__init__(1)
+        self._change = change
+        self._another = another
+        self._out = ran_out
+        self.rounds = 0
+
+    def gather(self, stop: threading.Event) -> Round | None:
+        self.rounds += 1
+        return Round(str(self.rounds), 1, {0: Seat("0", 0), 1: Seat(f"1, {self.rounds * self._another}", 1)})
+
+    def change(self) -> Change:
+        return self._change if self.rounds < 6 else Change.NONE
+
+    def over(self, *, ran_out: bool) -> None:
+        assert not ran_out, "it is the other's memory"
+        self.ran_out = [str(self.rounds)] if self._out else []
+
+
+@pytest.mark.parametrize(
+    ("change", "another", "ran_out", "code"),
+    [
+        (Change.NONE, False, False, None),
+        (Change.DIED, False, False, None),
+        (Change.NONE, True, False, 0),
+        (Change.LOST, False, False, 0),
+        (Change.NONE, False, True, 0),
+        (Change.DIED, False, True, 0),
+    ],
+    ids=[
+        "of themselves",
+        "elsewhere",
+        "of a host that was gone by then",
+        "of a host that was seen to be gone",
+        "of a host that ran out of memory, before it was heard of",
+        "of a host that was seen to end, out of memory",
+    ],
+)
+@pytest.mark.process
+def test_ranks_that_die_four_times_in_a_row_end_the_learner_unless_it_was_of_another_host(
+    tmp_path: Path, change: Change, another: bool, ran_out: bool, code: int | None
+) -> None:
+    program, bad, hosts = tmp_path / "rank.py", tmp_path / "bad", Two(change, another, ran_out)
+    program.write_text(RANK)
+    bad.write_text("5")
+    settings = LearnerSettings(device="cpu", hosts=2, rendezvous="h:1", interface="i")
+    assert launch(settings, hosts, (sys.executable, str(program), str(bad)), threading.Event()) == code
+    assert hosts.rounds == (5 if code is None else 6)
+
+
+@pytest.mark.process
+def test_nothing_of_the_ranks_stays_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, bad, temporary = tmp_path / "rank.py", tmp_path / "bad", tmp_path / "temporary"
+    program.write_text(RANK)
+    bad.write_text("1")
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    command = (sys.executable, str(program), str(bad))
+    assert launch(LearnerSettings(device="cpu"), Alone(1), command, threading.Event()) == 0
+    assert bad.read_text() == "-1", "ranks were started twice"
+    assert list(temporary.iterdir()) == []

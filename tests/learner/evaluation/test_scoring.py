@@ -1,0 +1,183 @@
+"""What the guard set tells of a model, and what is kept of it over the versions."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ingest.config import SchemaSettings
+from ingest.events.block import Array, TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.evaluation.forgetting_metric import Peak, Retention, retention_of
+from learner.evaluation.holdout import GuardSet
+from learner.evaluation.scoring import Evaluation, evaluate, newcomers
+from learner.model.task import Classification, MultiLabel, Regression
+
+NAMES = [TopicPartition("events", 0)]
+CPU = torch.device("cpu")
+
+
+class Always(nn.Module):
+    """Predicts one class, whatever it sees."""
+
+    def __init__(self, answer: int) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.eye(3)[self.answer].expand(len(x), 3)
+
+
+def guarded(schema: Schema, *batches: dict[str, Array]) -> GuardSet:
+    guard = GuardSet(schema, 400)
+    for batch in batches:
+        guard.add(batch, NAMES)
+    return guard
+
+
+class TestEvaluation:
+    def test_scores_tell_new_from_old_and_name_the_worst_class(self, schema: Schema) -> None:
+        guard = guarded(
+            schema, fake_columns(schema, range(300), label=[0]), fake_columns(schema, range(300, 400), label=[1])
+        )
+        found = evaluate(Always(0), Classification(), schema, guard.held, CPU)
+        assert found == Evaluation({"new": 0.0, "old": 1.0, "worst": 0.0}, {"0": 1.0, "1": 0.0})
+        found = evaluate(Always(1), Classification(), schema, guard.held, CPU)
+        assert found == Evaluation({"new": 1.0, "old": 0.0, "worst": 0.0}, {"0": 0.0, "1": 1.0})
+
+    def test_a_handful_of_events_tells_nothing(self, schema: Schema) -> None:
+        for guard in (guarded(schema), guarded(schema, fake_columns(schema, range(3)))):
+            assert evaluate(Always(0), Classification(), schema, guard.held, CPU) == Evaluation()
+
+    def test_classes_have_their_names_and_rare_ones_are_left_out(self) -> None:
+        schema = _schema(label={"name": "y", "classes": ["cat", "dog", "emu"]})
+        guard = guarded(
+            schema, fake_columns(schema, range(40), label=[0, 1]), fake_columns(schema, range(40, 49), label=[2])
+        )
+        found = evaluate(Always(0), Classification(), schema, guard.held, CPU)
+        assert found.classes == {"cat": 1.0, "dog": 0.0}
+
+    def test_groups_are_told_by_their_hash_where_they_are_declared(self) -> None:
+        schema = _schema(group={"name": "shop"})
+        columns = fake_columns(schema, range(60), label=[0, 0, 1])
+        columns["group_hash"] = np.repeat(np.array([7, 2**64 - 1, 0], np.uint64), 20)
+        columns["label"][20:40] = 1
+        found = evaluate(Always(0), Classification(), schema, guarded(schema, columns).held, CPU)
+        assert found.groups.keys() == {f"{7:016x}", "f" * 16}
+        assert found.groups["f" * 16] == found.windows["worst_group"] == 0
+        assert found.groups[f"{7:016x}"] == pytest.approx(14 / 20)
+
+    def test_so_many_groups_are_told_of_and_no_more(self) -> None:
+        schema = _schema(group={"name": "shop"})
+        columns = fake_columns(schema, range(1000), label=[0])
+        columns["group_hash"] = (np.arange(1000) % 100 + 1).astype(np.uint64)
+        guard = GuardSet(schema, 2000)
+        guard.add(columns, NAMES)
+        assert len(evaluate(Always(0), Classification(), schema, guard.held, CPU).groups) == 64
+
+    def test_of_regression_there_are_windows_and_no_classes(self) -> None:
+        schema = _schema(label={"name": "y", "dtype": "float32"})
+        guard = guarded(schema, fake_columns(schema, range(100)))
+        found = evaluate(nn.Sequential(_Vector(), nn.Linear(3, 1)), Regression(), schema, guard.held, CPU)
+        assert found.windows.keys() == {"new", "old"}
+        assert found.classes == {}
+
+    def test_an_event_of_several_classes_counts_for_each(self) -> None:
+        schema = _schema(label={"name": "y", "classes": ["a", "b", "c"], "multi": True})
+        labels = [[True, False, False], [True, True, False]]
+        guard = guarded(schema, fake_columns(schema, range(100), label=labels))  # type: ignore[arg-type]
+        first = nn.Linear(3, 3)
+        nn.init.zeros_(first.weight)
+        first.bias.data = torch.tensor([1.0, -1.0, -1.0])
+        found = evaluate(nn.Sequential(_Vector(), first), MultiLabel(), schema, guard.held, CPU)
+        assert found.classes == {"a": 0.75, "b": 0.5}
+        assert found.windows["worst"] == 0.5
+
+    def test_newcomers_are_those_that_came_since(self, schema: Schema) -> None:
+        guard = guarded(schema, fake_columns(schema, range(300)))
+        before = guard.held
+        guard.add(fake_columns(schema, range(300, 330)), NAMES)
+        fresh = newcomers(guard.held, before)
+        assert (fresh["time_ms"] // 10).tolist() == list(range(300, 330))
+        assert len(newcomers(guard.held, guard.held)["label"]) == 0
+        assert newcomers(guarded(schema).held, before) == {}
+
+
+class _Vector(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
+def _schema(**changes: Any) -> Schema:
+    fields = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+    return Schema(SchemaSettings.model_validate(fields | changes))
+
+
+def seen(old: float, **classes: float) -> Evaluation:
+    return Evaluation({"old": old}, classes)
+
+
+class TestRetention:
+    def test_the_lowest_counts_from_the_best_on(self) -> None:
+        found, lowest = Retention(), []
+        for old in (0.1, 0.5, 0.9, 0.6, 0.91, 0.7, 0.99):
+            found = found.followed_by(seen(old))
+            lowest.append(found.windows["old_lowest"])
+        assert lowest == [0.1, 0.5, 0.9, 0.6, 0.6, 0.6, 0.99], "0.91 is no new best beside 0.9: it is noise"
+        assert found.old == Peak(0.99, 0.99)
+
+    @pytest.mark.parametrize(("begin", "gain"), [(0.10, 0.015), (-0.05, 0.0008)])
+    def test_what_rises_in_steps_as_small_as_noise_is_a_new_best_too(self, begin: float, gain: float) -> None:
+        found = Retention()
+        for number in range(50):
+            found = found.followed_by(seen(begin + number * gain))
+        assert found.windows["old_lowest"] >= begin + 45 * gain, "nothing was ever lost"
+
+    def test_forgetting_is_the_mean_over_the_classes_of_best_less_now(self) -> None:
+        found = Retention().followed_by(seen(0.8, a=1.0)).followed_by(seen(0.7, a=0.5, b=0.9))
+        assert found.forgetting == 0.25
+        assert found.followed_by(seen(0.7, a=0.9, b=0.9)).forgetting == pytest.approx(0.05)
+
+    def test_the_best_of_many_noisy_scores_is_no_forgetting(self) -> None:
+        random, found, told = np.random.default_rng(0), Retention(), []
+        for _ in range(3000):
+            scores = {f"c{number}": score / 40 for number, score in enumerate(random.binomial(40, 0.8, 10).tolist())}
+            found = found.followed_by(seen(0.8, **scores))
+            told.append(found.forgetting)
+        assert np.mean(told[-1000:]) < 0.07
+
+    def test_the_best_that_an_earlier_release_kept_is_not_gone_by(self) -> None:
+        old = {"old": (0.9, 0.8), "classes": {"a": 1.0}, "forgetting": 0.2, "near": ()}
+        assert retention_of(old).followed_by(seen(0.8, a=0.8)).forgetting == 0.0
+
+    def test_without_classes_forgetting_is_that_of_the_old(self) -> None:
+        found = Retention().followed_by(seen(-1.0)).followed_by(seen(-3.0))
+        assert found.forgetting == 2.0
+
+    def test_a_version_that_could_not_be_told_of_changes_nothing(self) -> None:
+        found = Retention().followed_by(seen(0.8))
+        assert found.followed_by(Evaluation()) == found
+
+    def test_the_near_future_is_the_newest_events(self) -> None:
+        found = Retention()
+        assert found.windows == {}
+        for _ in range(100):
+            found = found.with_near(10, 0.0)
+        for _ in range(50):
+            found = found.with_near(10, 9.0)
+        assert found.windows == {"near_future": 0.9}
+        assert len(found.near) == 50
+
+    @given(st.lists(st.floats(0, 1), max_size=20))
+    def test_it_goes_on_from_its_state(self, scores: list[float]) -> None:
+        found = Retention()
+        for score in scores:
+            found = found.followed_by(seen(score, a=score)).with_near(3, score)
+        assert retention_of(json.loads(json.dumps(found.state()))) == replace(found, classes=dict(found.classes))

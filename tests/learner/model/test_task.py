@@ -1,0 +1,152 @@
+"""Tasks of the user's own: found by import string, and asked for all that the learner and serving want to know."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.metrics import jaccard_score
+from torch import Tensor, nn
+
+from anabranch.core.errors import SettingsError
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import LearnerSettings, ModelSettings, StrategySettings
+from learner.errors import ModelError
+from learner.model.device import choose_precision
+from learner.model.embedding import Embedding, TaskEmbedding
+from learner.model.factory import check_model, make_task
+from learner.model.task import Classification, Embeds, MultiLabel
+from learner.strategies.registry import STRATEGIES, build_strategy
+from learner.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+SOURCE = """
+import torch
+from learner.model.task import Classification
+
+class Focal(Classification):
+    def loss(self, output, label):
+        losses = super().loss(output, label)
+        return (1 - torch.exp(-losses)) ** 2 * losses
+
+    def predict(self, output):
+        return super().predict(output) | {"margin": output.topk(2).values.diff().neg()[:, 0]}
+
+    def embed(self, model, features):
+        return model[0](features["x"])
+
+class Half:
+    def loss(self, output, label):
+        return output
+
+def fails():
+    raise ValueError("no such luck")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "own_task", raising=False)
+    (tmp_path / "own_task.py").write_text(SOURCE)
+    return tmp_path
+
+
+def test_a_task_of_the_users_own_is_what_is_learned(folder: Path, schema: Schema) -> None:
+    task = make_task("own_task:Focal", folder)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    assert check_model(model, task, schema, CPU) == (3,)
+    settings = LearnerSettings.model_validate({"precision": "fp32"})
+    trainer = Trainer(*(model, task, STRATEGIES["er-ace"](), schema, settings, CPU, choose_precision("fp32", CPU)))
+    new = trainer.examples(fake_columns(schema, range(6), label=[0, 1, 2]))
+    losses = Classification().loss(model(new.features["x"]), new.label_B).detach()
+    expected = ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+    assert trainer.step(new).loss == pytest.approx(expected.item(), rel=1e-5)
+    assert list(task.predict(torch.zeros(2, 3))) == ["prediction", "probabilities", "margin"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("own_task:Half", 'model.task = "own_task:Half": Half has no method check'),
+        ("own_task:Whole", r'model.task = "own_task:Whole": .*own_task.py has no function Whole'),
+        ("own_task:fails", 'model.task = "own_task:fails" fails: ValueError: no such luck'),
+        ("nowhere:Task", 'model.task = "nowhere:Task": no module named nowhere'),
+    ],
+)
+def test_what_is_no_task_is_refused(folder: Path, name: str, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        make_task(name, folder)
+
+
+def test_a_name_that_is_neither_a_task_nor_an_import_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="neither classification nor multilabel nor regression nor an import string"):
+        ModelSettings(factory="m:build", task="clasification")
+
+
+def test_a_strategy_for_classes_takes_a_task_that_is_one_of_classes(folder: Path) -> None:
+    model = ModelSettings(factory="m:build", task="own_task:Focal")
+    build_strategy(StrategySettings(name="er-ace"), model, make_task("own_task:Focal", folder))
+    build_strategy(StrategySettings(name="ncm"), model, make_task("own_task:Focal", folder))
+    with pytest.raises(SettingsError, match=r'model.embedding is ""'):
+        build_strategy(StrategySettings(name="ncm"), model, Classification())
+
+
+class TestEmbed:
+    def test_what_the_task_says_is_where_events_lie(self, folder: Path, schema: Schema) -> None:
+        """As the model was before the step, new events first."""
+        task = make_task("own_task:Focal", folder)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        assert isinstance(task, Embeds)
+        settings = LearnerSettings.model_validate({"micro_batch_size": 4})
+        arguments = (model, task, STRATEGIES["er"](), schema, settings, CPU, choose_precision("fp32", CPU))
+        trainer = Trainer(*arguments, TaskEmbedding(model, task, ["x"]))
+        new, old = (trainer.examples(fake_columns(schema, range(n, n + 5), label=[0, 1, 2])) for n in (0, 50))
+        with torch.no_grad():
+            expected = model[0](torch.cat([new.features["x"], old.features["x"]]))
+        result = trainer.step(new, [old])
+        assert result.embedding_N is not None
+        assert torch.allclose(result.embedding_N, expected)
+        assert model.training
+
+    def test_a_task_may_serve_in_place_of_a_named_module(self, folder: Path, schema: Schema) -> None:
+        found = []
+        for by_task in (True, False):
+            torch.manual_seed(0)
+            model, task = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3)), make_task("own_task:Focal", folder)
+            assert isinstance(task, Embeds)
+            embedding = TaskEmbedding(model, task, ["x"]) if by_task else Embedding(model, "0")
+            arguments = (model, task, STRATEGIES["ncm"](), schema, LearnerSettings(), CPU)
+            trainer = Trainer(*arguments, choose_precision("fp32", CPU), embedding)
+            trainer.step(trainer.examples(fake_columns(schema, range(6), label=[0, 1, 2])))
+            found.append(trainer.snapshot()["1.weight"])
+        assert torch.equal(*found)
+
+    def test_what_is_no_embedding_is_refused(self) -> None:
+        class Odd:
+            def embed(self, _model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
+                return features["x"][0]
+
+        model = nn.Linear(3, 3)
+        embedding = TaskEmbedding(model, Odd(), ["x"])
+        embedding.listen()
+        model(torch.zeros(4, 3))
+        with pytest.raises(ModelError, match=r"embed returned torch.float32 \[3\] for 4 events, but it needs floats"):
+            embedding.heard()
+
+
+def test_labels_of_several_classes_are_scored_as_the_field_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    output, label = torch.randn(200, 5, generator=generator), torch.rand(200, 5, generator=generator) < 0.3
+    label[:20], output[:10] = False, -1.0
+    task = MultiLabel()
+    told = task.predict(output)
+    assert told["prediction"].dtype == torch.bool
+    assert torch.equal(told["prediction"], told["probabilities"] > 0.5)
+    score = task.score(output, label)
+    assert score[:10].tolist() == [1.0] * 10
+    reference = jaccard_score(label.numpy(), told["prediction"].numpy(), average="samples", zero_division=1.0)
+    assert float(score.mean()) == pytest.approx(reference)
+    expected = torch.stack([nn.BCEWithLogitsLoss()(*each) for each in zip(output, label.float(), strict=True)])
+    assert torch.allclose(task.loss(output, label), expected)

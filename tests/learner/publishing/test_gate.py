@@ -1,0 +1,193 @@
+"""What the gate makes of scores: who passes, who fails, and when too little is known."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.config import GateSettings
+from learner.publishing.gate import Hearing, Scores, compare, judge, surpasses
+from learner.state_dir.version import Verdict
+
+EVENTS = 2000
+GATE = GateSettings()
+
+
+def scores(accuracy: float, seed: int = 0, events: int = EVENTS) -> Scores:
+    """Right and wrong at random, at about this accuracy."""
+    return (np.random.default_rng(seed).random(events) < accuracy).astype(np.float64)
+
+
+def worse(served: Scores, drop: float, where: slice = slice(None), seed: int = 1) -> Scores:
+    """The same answers, but for a part `drop` of these events that are wrong now."""
+    found = served.copy()
+    right = np.arange(len(served))[where][served[where] == 1]
+    count = round(drop * len(served[where]))
+    found[np.random.default_rng(seed).permutation(right)[:count]] = 0
+    return found
+
+
+def hear(candidate: Scores, served: Scores | None, best: Scores | None = None, **changes: Any) -> Hearing:
+    new = np.arange(len(candidate)) >= len(candidate) - len(candidate) // 4
+    return Hearing(candidate, served, best, **({"new": new, "old": ~new, "classes": {}} | changes))
+
+
+def verdict(*arguments: Any, gate: GateSettings = GATE, bounded: bool = True, **changes: Any) -> Verdict:
+    return judge(hear(*arguments, **changes), gate, bounded=bounded)
+
+
+OLD, NEW = slice(0, 1500), slice(1500, EVENTS)
+
+
+def test_the_same_answers_pass() -> None:
+    served = scores(0.9)
+    found = verdict(served, served)
+    assert (found.verdict, found.reasons) == ("pass", [])
+    assert found.numbers["new_rows"] == 500
+    assert found.numbers["old_rows"] == 1500
+    assert found.numbers["old"] == found.numbers["old_rival"]
+
+
+@pytest.mark.parametrize(("where", "name"), [(NEW, "new"), (OLD, "old")])
+def test_a_model_that_is_worse_on_either_alone_fails_with_numbers_and_a_reason(where: slice, name: str) -> None:
+    served = scores(0.9)
+    found = verdict(worse(served, 0.06, where), served)
+    assert found.verdict == "fail"
+    (reason,) = found.reasons
+    assert f"on {name} events: 0.06" in reason
+    assert found.numbers[f"{name}_drop"] == pytest.approx(0.06, abs=0.001)
+    assert found.numbers[f"{name}_drop_upper"] > 0.06
+
+
+def test_on_old_events_a_measured_drop_fails_also_where_it_may_be_chance() -> None:
+    served = scores(0.7)
+    candidate = served.copy()
+    candidate[np.flatnonzero(served[OLD])[:190]] = 0
+    candidate[np.flatnonzero(served[OLD] == 0)[:150]] = 1
+    found = verdict(candidate, served)
+    assert found.verdict == "fail"
+    assert found.numbers["old_drop"] == pytest.approx(40 / 1500)
+    assert found.numbers["old_drop"] < 2.326 * (found.numbers["old_drop_upper"] - found.numbers["old_drop"]) / 1.645
+
+
+def test_small_drops_do_not_add_up() -> None:
+    best = scores(0.9)
+    served = worse(best, 0.015, OLD)
+    candidate = worse(served, 0.012, OLD)
+    assert verdict(candidate, served).verdict != "fail"
+    found = verdict(candidate, served, best)
+    assert found.verdict == "fail"
+    assert found.reasons[0].startswith("worse than the best version served lately")
+
+
+def test_with_fewer_events_than_min_rows_it_abstains_unless_versions_are_held_back() -> None:
+    served = scores(0.9, events=999)
+    bad = worse(served, 0.5)
+    assert verdict(bad, served).verdict == "abstain"
+    assert verdict(bad, served, held=True).verdict == "fail"
+    assert verdict(served, served, held=True).verdict == "pass"
+
+
+def test_the_first_version_has_nothing_to_be_compared_with() -> None:
+    found = verdict(scores(0.1), None)
+    assert found.verdict == "abstain"
+    assert "no served version" in found.reasons[0]
+
+
+def test_scores_that_are_not_finite_fail_but_not_where_no_model_has_one() -> None:
+    served = scores(0.9)
+    broken = served.copy()
+    broken[3] = math.nan
+    assert verdict(broken, served).verdict == "fail"
+    assert verdict(np.full(5, math.nan), None).verdict == "fail", "also where there is nothing to compare it with"
+    assert verdict(broken, broken).verdict == "pass", "an event that no model can answer holds all back for ever"
+    assert verdict(served, broken).verdict == "pass"
+
+
+def test_chance_alone_is_not_a_drop_but_is_told_as_doubt() -> None:
+    served = scores(0.9)
+    swapped = served.copy()
+    swapped[np.flatnonzero(served[NEW])[:20] + 1500] = 0
+    swapped[np.flatnonzero(served[NEW] == 0)[:16] + 1500] = 1
+    found = verdict(swapped, served)
+    assert found.verdict == "abstain"
+    assert "too few events" in found.reasons[0]
+    assert found.numbers["new_drop_upper"] > 0.02
+
+
+def test_errors_of_regression_are_compared_relative_to_the_error() -> None:
+    served = -np.abs(np.random.default_rng(0).normal(100, 1, EVENTS))
+    assert verdict(served * 1.01, served, bounded=False).verdict == "pass"
+    assert verdict(served * 1.05, served, bounded=False).verdict == "fail"
+    assert verdict(served * 1.05, served * 0, bounded=False).verdict == "fail"
+    assert verdict(served * 0, served, bounded=False).verdict == "pass"
+
+
+def test_each_class_and_the_worst_are_told() -> None:
+    served = scores(0.9)
+    first = np.arange(EVENTS) % 10 == 0
+    candidate = np.where(first, 0.0, served)
+    numbers = verdict(candidate, served, classes={"cat": first, "dog": ~first}).numbers
+    assert numbers["class_cat_drop"] == pytest.approx(served[first].mean())
+    assert numbers["class_dog_drop"] == 0
+    assert (numbers["worst"], numbers["worst_rival"]) == (
+        0,
+        pytest.approx(min(served[first].mean(), served[~first].mean())),
+    )
+
+
+def test_while_versions_are_held_back_events_that_came_since_do_not_count_as_old() -> None:
+    served = scores(0.9)
+    since = np.arange(EVENTS) < 0
+    found = verdict(served, served, held=True, old=since)
+    assert found.verdict == "fail"
+    assert "promote one by hand" in found.reasons[0]
+
+
+def test_a_new_best_is_better_beyond_chance() -> None:
+    served = scores(0.9)
+    better = served.copy()
+    better[np.flatnonzero(served == 0)[:5]] = 1
+    assert not surpasses(hear(better, served), bounded=True)
+    assert surpasses(hear(np.ones(EVENTS), served), bounded=True)
+    assert not surpasses(hear(np.ones(EVENTS), served, np.ones(EVENTS)), bounded=True)
+
+
+def test_as_good_a_model_is_rarely_held_back_where_the_limit_alone_would_hold_back_half() -> None:
+    held, beyond = 0, 0
+    for seed in range(300):
+        noise = np.random.default_rng([seed, 1]).random((2, EVENTS))
+        right = scores(0.9, seed)
+        one, other = (np.where(each < 0.03, 1 - right, right) for each in noise)
+        found = verdict(one, other)
+        held += found.verdict == "fail"
+        beyond += found.numbers["new_drop_upper"] > 0.02
+    assert held <= 0.05 * 300
+    assert beyond >= 0.3 * 300
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=8, max_size=300), st.booleans())
+def test_a_drop_is_that_of_the_means_and_its_limit_is_above_it(answers: list[tuple[bool, bool]], bounded: bool) -> None:
+    candidate, served = np.array(answers, np.float64).T
+    drop = compare(candidate, served, bounded=bounded)
+    unit = 1 if bounded else max(served.mean(), 1e-12)
+    assert drop.drop == pytest.approx((served.mean() - candidate.mean()) / unit)
+    assert drop.upper >= drop.drop
+    back = compare(served, candidate, bounded=True)
+    assert back.drop == pytest.approx(candidate.mean() - served.mean())
+    gate = GateSettings(min_rows=1)
+    found = verdict(candidate, served, gate=gate)
+    assert verdict(np.maximum(candidate, served), served, gate=gate).verdict != "fail", "nowhere worse, and yet failed"
+    assert all(math.isfinite(number) for number in found.numbers.values())
+    assert bool(found.reasons) == (found.verdict != "pass")
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32 - 1), st.floats(0.035, 0.5))
+def test_what_drops_by_much_more_than_is_allowed_never_passes(seed: int, drop: float) -> None:
+    served = scores(0.9, seed)
+    assert verdict(worse(served, drop, OLD, seed), served).verdict == "fail"

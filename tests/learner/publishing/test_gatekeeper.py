@@ -1,0 +1,469 @@
+"""Which versions are held back, for how long, and what the watch withdraws; each with a model that really is worse."""
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor, nn
+
+from ingest.config import SchemaSettings
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import GateSettings, ModelSettings, VersionsSettings
+from learner.evaluation.holdout import GuardSet
+from learner.evaluation.scorer import Scorer
+from learner.metrics import LearnerMetrics
+from learner.model.task import Classification, MultiLabel, Task
+from learner.publishing.gate import compare
+from learner.publishing.gatekeeper import WATCH_ENOUGH, WATCH_ROWS, Jury
+from learner.publishing.publisher import Publisher, Snapshot
+from learner.runtime.shutdown import Deadline
+from learner.state_dir.trained_through import Trained
+from learner.state_dir.version import RegistryState, Verdict, Versions, reference_to
+from learner.stream.record_times import RecordTimes
+
+Weights = Mapping[str, Tensor]
+GOOD = {"weight": torch.eye(3), "bias": torch.zeros(3)}
+"""Answers with the feature that is 1."""
+BAD = {"weight": torch.eye(3)[[2, 0, 1]], "bias": torch.zeros(3)}
+"""Is wrong everywhere: answers with the next one."""
+WORSE = {"weight": torch.diag(torch.tensor([1.0, 1.0, -1.0])), "bias": torch.zeros(3)}
+"""Is wrong about a third."""
+
+
+class Bench:
+    """A publisher with its gate, and a stream of held-out events of three classes in turn."""
+
+    def __init__(self, path: Path, schema: Schema, task: Task | None = None, **gate: object) -> None:
+        self.versions = Versions(path)
+        self.guard = GuardSet(schema, 400)
+        self.schema = schema
+        self.offset = self.step = 0
+        reference = reference_to(ModelSettings(factory="m:build"))
+        scorer = Scorer(nn.Linear(3, 3), task or Classification(), schema, torch.device("cpu"))
+        settings = GateSettings.model_validate({"min_rows": 100, **gate})
+        self.jury = Jury(self.versions, settings, scorer, reference)
+        self.registry = CollectorRegistry()
+        self.publisher = Publisher(
+            *(self.versions, VersionsSettings(), reference, schema, scorer, self.jury, 1),
+            LearnerMetrics(self.registry),
+        )
+
+    def hold_out(self, events: int, shift: int = 0) -> None:
+        """Let held-out events come whose label is the feature that is 1, or the next one if `shift` is 1."""
+        columns = fake_columns(self.schema, range(self.offset, self.offset + events))
+        label = np.arange(events) % 3
+        columns["feature.x"] = np.eye(3, dtype=np.float32)[label]
+        label = (label + shift) % 3
+        columns["label"] = np.eye(3)[label].astype(np.bool_) if self.schema.label.multi else label
+        self.guard.add(columns, [TopicPartition("events", 0)])
+        self.offset += events
+
+    def publish(self, weights: Weights) -> str:
+        """Publish weights, and return the verdict."""
+        self.step += 1
+        snapshot = Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, None, RecordTimes())
+        self.publisher.publish_last((self.step, ()), lambda: snapshot, Deadline(timedelta(seconds=60)))
+        return self.verdict(self.publisher.number or 0)
+
+    def watch(self) -> None:
+        self.publisher._watch(self.guard.held)
+
+    def verdict(self, number: int) -> str:
+        verdict = self.versions.verdict(number)
+        assert verdict is not None
+        return verdict.verdict
+
+    def reasons(self, number: int) -> str:
+        verdict = self.versions.verdict(number)
+        assert verdict is not None
+        return "; ".join(verdict.reasons)
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path, schema: Schema) -> Callable[..., Bench]:
+    return lambda **gate: Bench(tmp_path / "versions", schema, **gate)
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    """One on which a good version is served."""
+    found = make_bench()
+    found.hold_out(200)
+    assert found.publish(GOOD) == "abstain", "the first has nothing to be compared with"
+    assert found.publish(GOOD) == "pass"
+    return found
+
+
+def test_a_worse_version_is_held_back_and_the_next_good_one_passes(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert bench.publish(WORSE) == "fail"
+        assert bench.publish(BAD) == "fail"
+        assert bench.jury.held_since is not None
+        assert bench.publish(GOOD) == "pass"
+    assert bench.jury.held_since is None
+    assert "on old events" in bench.reasons(3)
+    verdict = bench.versions.verdict(3)
+    assert verdict is not None
+    assert (verdict.numbers["worst"], verdict.numbers["class_2_drop"]) == (0, 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"], "each hold is told of once"
+    sample = bench.registry.get_sample_value
+    assert sample("anabranch_gate_verdicts_total", {"verdict": "fail"}) == 2
+    assert sample("anabranch_gate_verdicts_total", {"verdict": "pass"}) == 2
+
+
+def test_versions_of_a_model_of_several_labels_are_judged_like_others(tmp_path: Path) -> None:
+    label = {"name": "y", "classes": ["a", "b", "c"], "multi": True}
+    fields = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": label}
+    bench = Bench(tmp_path / "versions", Schema(SchemaSettings.model_validate(fields)), MultiLabel())
+    good, worse = ({**each, "bias": torch.full((3,), -0.5)} for each in (GOOD, WORSE))
+    bench.hold_out(200)
+    assert [bench.publish(weights) for weights in (good, worse, good)] == ["abstain", "fail", "pass"]
+    verdict = bench.versions.verdict(2)
+    assert verdict is not None
+    assert verdict.numbers["class_c_drop"] == 1
+
+
+def test_an_alert_says_that_nothing_has_passed_for_max_hold(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_hold="1ms")
+    bench.hold_out(200)
+    bench.publish(GOOD)
+    assert bench.jury.ill is None
+    for _ in range(3):
+        assert bench.publish(BAD) == "fail"
+    assert bench.jury.ill is not None
+    assert "no version has passed the gate since" in bench.jury.ill
+    assert "worse than the served version" in bench.jury.ill
+    bench.publish(GOOD)
+    assert bench.jury.ill is None
+
+
+def test_a_stream_that_has_changed_does_not_freeze_serving_where_that_is_wanted(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1e9]
+    monkeypatch.setattr(
+        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0])
+    )
+    bench = make_bench(max_hold="10m", on_hold="serve")
+    bench.hold_out(200)
+    bench.publish(GOOD)
+    assert bench.publish(BAD) == "fail"
+    now[0] += 599
+    assert bench.publish(BAD) == "fail"
+    now[0] += 1
+    assert bench.publish(BAD) == "abstain"
+    assert "served all the same" in bench.reasons(4)
+    assert bench.publish(BAD) == "pass", "it is compared with what is served no more"
+    for _ in range(2):
+        assert bench.publish({**GOOD, "bias": torch.full((3,), torch.nan)}) == "fail", "what cannot answer is served"
+        now[0] += 600
+
+
+@pytest.mark.parametrize("jump", [-86_400.0, 86_400.0])
+def test_a_hold_lasts_as_long_whatever_is_done_to_the_wall_clock(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    now, wall = [1000.0], [1e9]
+    monkeypatch.setattr(
+        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: wall[0], monotonic=lambda: now[0])
+    )
+    bench = make_bench(max_hold="10m", on_hold="serve")
+    bench.hold_out(200)
+    bench.publish(GOOD)
+    assert bench.publish(BAD) == "fail"
+    now[0], wall[0] = now[0] + 599, wall[0] + jump
+    assert (bench.publish(BAD), bench.jury.ill) == ("fail", None)
+    now[0] += 1
+    assert bench.jury.ill is not None
+    assert "since 2001-09-09 01:46:40Z" in bench.jury.ill
+    assert bench.publish(BAD) == "abstain"
+
+
+def test_a_hold_goes_on_over_restarts_however_many(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(
+        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0])
+    )
+    bench = make_bench(max_hold="10m", on_hold="serve")
+    bench.hold_out(200)
+    bench.publish(GOOD)
+    verdicts = []
+    for _ in range(3):
+        verdicts.append(bench.publish(BAD))
+        now[0] += 240
+        kept, now[0] = msgspec.json.decode(msgspec.json.encode(bench.jury.state())), 5.0
+        bench = make_bench(max_hold="10m", on_hold="serve")
+        bench.hold_out(200)
+        bench.jury.restore(kept)
+    assert [*verdicts, bench.publish(BAD)] == ["fail"] * 3 + ["abstain"]
+
+
+def test_a_hold_that_ended_after_the_cut_does_not_go_on(
+    bench: Bench, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(
+        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0])
+    )
+    bench.publish(BAD)
+    now[0] += 1e5
+    kept = bench.jury.state()
+    assert [bench.publish(GOOD), bench.publish(BAD)] == ["pass", "fail"]
+    again = make_bench()
+    again.hold_out(200)
+    again.jury.restore(kept)
+    again.watch()
+    assert again.jury.held_since is not None
+    assert again.jury.ill is None
+
+
+def test_a_poisoned_stream_does_not_become_old_knowledge_while_versions_are_held_back(bench: Bench) -> None:
+    for _ in range(20):
+        bench.hold_out(60, shift=1)
+        assert bench.publish(BAD) == "fail", "it is right about what came since"
+    assert bench.publish(GOOD) != "fail"
+
+
+def test_small_drops_do_not_add_up(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_drop_old=0.4, max_drop_new=1.0)
+    bench.hold_out(200)
+    assert [bench.publish(GOOD), bench.publish(GOOD), bench.publish(WORSE)] == ["abstain", "pass", "pass"]
+    assert bench.publish(BAD) == "fail"
+    assert "the best version served lately" in bench.reasons(4)
+
+
+def test_small_drops_do_not_add_up_after_a_plateau_either(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a plateau nothing is surely better than the best, which is replaced once `max_hold` is over."""
+    now = [1e9]
+    monkeypatch.setattr(
+        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0])
+    )
+    bench = make_bench(max_drop_old=0.4, max_drop_new=1.0, max_hold="10m")
+    bench.hold_out(200)
+    for _ in range(15):
+        assert bench.publish(GOOD) != "fail"
+        now[0] += 60
+    assert [bench.publish(WORSE), bench.publish(BAD)] == ["pass", "fail"]
+    assert "the best version served lately" in bench.reasons(17)
+
+
+def test_the_best_is_forgotten_when_it_was_served_longer_ago_than_max_hold(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_drop_old=0.8, max_drop_new=1.0, max_hold="1ms")
+    bench.hold_out(200)
+    for weights in (GOOD, WORSE, WORSE, BAD):
+        assert bench.publish(weights) != "fail"
+
+
+def test_the_watch_withdraws_what_turns_out_worse_and_the_gate_then_knows_better(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make_bench(min_rows=10_000)
+    bench.hold_out(30)
+    assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["abstain"] * 3
+    bench.hold_out(WATCH_ROWS - 1)
+    bench.watch()
+    assert bench.verdict(3) == "abstain", "so few events tell nothing"
+    bench.hold_out(1)
+    with caplog.at_level(logging.WARNING):
+        bench.watch()
+    assert [bench.verdict(number) for number in (1, 2, 3)] == ["abstain", "fail", "fail"]
+    assert f"worse than version 1 on {WATCH_ROWS} events" in bench.reasons(3)
+    assert "versions 2, 3 are withdrawn" in caplog.text
+    assert bench.registry.get_sample_value("anabranch_gate_withdrawn_total") == 1
+    assert bench.publish(WORSE) == "fail", "gate.min_rows is a way back for what was withdrawn"
+    assert bench.publish(GOOD) == "pass"
+
+
+def test_what_is_on_trial_takes_no_memory_however_many_versions_come(make_bench: Callable[..., Bench]) -> None:
+    """Without held-out events, or while they are rare, nothing ends a trial."""
+    bench = make_bench(guard_fraction=0.0)
+    for number in range(1, 1001):
+        bench.jury.take(number, {}, np.empty(0), bench.guard.held, Verdict("abstain"))
+        bench.jury.watch(bench.guard.held)
+    sizes = {name: len(value) for name, value in vars(bench.jury).items() if hasattr(value, "__len__")}
+    assert max(sizes.values()) < 10, sizes
+
+
+def test_what_is_withdrawn_is_not_what_failed_before(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000)
+    bench.hold_out(30)
+    assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["abstain"] * 3
+    bench.versions.write_verdict(2, Verdict("fail", ["a reason of its own"]))
+    bench.hold_out(WATCH_ROWS)
+    bench.watch()
+    assert [bench.verdict(number) for number in (1, 2, 3)] == ["abstain", "fail", "fail"]
+    assert bench.reasons(2) == "a reason of its own"
+
+
+def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000)
+    bench.hold_out(30)
+    for _ in range(4):
+        bench.publish(GOOD)
+        bench.hold_out(40)
+        bench.watch()
+    assert [bench.verdict(number) for number in (1, 2, 3, 4)] == ["abstain"] * 4
+
+
+def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench]) -> None:
+    """Two models that differ on one event in five, and are as good: in a thousand trials of all its looks."""
+    noise, rivals = np.random.default_rng(0), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    looks = [50, 75, 112, 168, 252, 378, 500]
+    for _ in range(1000):
+        now_G, before_G = rivals[noise.choice(3, 500, p=[0.1, 0.1, 0.8])].T
+        assert not any(compare(now_G[:n], before_G[:n], bounded=True).surely_exceeds(0.02) for n in looks)
+    bench = make_bench(min_rows=10_000)
+    bench.guard = GuardSet(bench.schema, 2000)
+    bench.hold_out(30)
+    assert [bench.publish(GOOD), bench.publish(GOOD)] == ["abstain"] * 2
+    seen = []
+    for _ in range(WATCH_ENOUGH):
+        bench.hold_out(1)
+        before = bench.jury._looks_at
+        bench.watch()
+        if bench.jury._looks_at != before:
+            seen.append(before)
+    assert seen == looks[:-1]
+    assert bench.jury._first_on_trial is None
+
+
+def test_in_a_small_guard_set_a_trial_ends_with_its_youngest_quarter(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000, guard_rows=400)
+    bench.hold_out(400)
+    assert [bench.publish(GOOD), bench.publish(GOOD)] == ["abstain"] * 2
+    bench.hold_out(100)
+    for _ in range(2):
+        bench.watch()
+    assert bench.jury._first_on_trial is None
+
+
+def test_a_guard_set_too_small_to_tell_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000, guard_rows=100)
+    bench.hold_out(30)
+    assert [bench.publish(GOOD), bench.publish(BAD)] == ["abstain"] * 2
+    bench.hold_out(WATCH_ROWS - 1)
+    bench.watch()
+    assert bench.verdict(2) == "abstain"
+    assert bench.jury._first_on_trial is None
+
+
+def test_what_a_person_promotes_is_what_others_are_compared_with(bench: Bench) -> None:
+    assert bench.publish(BAD) == "fail"
+    bench.versions.write_state(RegistryState(serving=3, previous=2, promoted=3))
+    assert bench.publish(BAD) == "pass"
+    assert bench.publish(GOOD) == "pass"
+    assert bench.publish(BAD) == "fail"
+
+
+def test_after_a_person_rolled_back_versions_are_compared_with_what_is_served_then(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(min_rows=10_000)
+    bench.hold_out(200)
+    for weights in (GOOD, BAD):
+        assert bench.publish(weights) == "abstain"
+    bench.versions.write_state(RegistryState(serving=1, previous=2, rolled_back=[2]))
+    assert bench.publish(BAD) == "fail"
+    assert bench.publish(GOOD) == "pass"
+
+
+def test_a_restart_goes_on_with_the_newest_version_that_has_not_failed(
+    bench: Bench, make_bench: Callable[..., Bench]
+) -> None:
+    bench.publish(WORSE)
+    again = make_bench(max_hold="1ms")
+    again.hold_out(200)
+    again.watch()
+    assert again.jury.held_since is not None, "the hold is forgotten"
+    assert again.publish(WORSE) == "fail"
+    assert again.publish(GOOD) == "pass"
+
+
+def test_a_restart_compares_nothing_with_a_stale_learners_version(
+    bench: Bench, make_bench: Callable[..., Bench]
+) -> None:
+    stale = msgspec.structs.replace(bench.versions.manifest(2), number=3, epoch=0)
+    bench.versions.write(BAD, stale, Verdict("pass"))
+    again = make_bench()
+    again.hold_out(200)
+    assert again.publish(BAD) == "fail"
+    assert "than the served version" in again.reasons(4)
+
+
+def test_a_learner_that_begins_anew_without_held_out_events_inherits_no_hold(
+    bench: Bench, make_bench: Callable[..., Bench]
+) -> None:
+    bench.publish(WORSE)
+    again = make_bench()
+    assert again.publish(WORSE) == "abstain"
+    assert again.jury.held_since is None
+
+
+def test_without_any_held_out_event_nothing_is_held_back(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    for weights in (GOOD, BAD):
+        assert bench.publish(weights) == "abstain"
+    bench.versions.write_state(RegistryState(serving=1, previous=2, rolled_back=[2]))
+    assert bench.publish(BAD) == "abstain"
+
+
+@pytest.mark.parametrize("damage", ["manifest.json", "model.safetensors"])
+def test_a_version_that_cannot_be_read_or_was_deleted_is_not_compared_with(
+    bench: Bench, make_bench: Callable[..., Bench], damage: str
+) -> None:
+    bench.versions.delete(2)
+    path = bench.versions.directory(1) / damage
+    path.write_bytes(path.read_bytes()[:-1])
+    again = make_bench()
+    again.hold_out(200)
+    assert again.publish(BAD) == "abstain"
+    assert "no served version" in again.reasons(again.publisher.number or 0)
+
+
+def test_a_version_of_another_model_is_not_compared_with(make_bench: Callable[..., Bench]) -> None:
+    first = make_bench()
+    first.publish(GOOD)
+    manifest = first.versions.manifest(1)
+    first.versions.delete(1)
+    first.versions.write({"weight": torch.zeros(5, 3)}, manifest, Verdict("pass"))
+    again = make_bench()
+    again.hold_out(200)
+    assert again.publish(BAD) == "abstain"
+
+
+def test_the_served_version_is_not_deleted_while_versions_fail(bench: Bench) -> None:
+    for _ in range(30):
+        assert bench.publish(BAD) == "fail"
+    assert 2 in bench.versions.numbers()
+
+
+def test_events_are_scored_once_by_the_versions_that_others_are_compared_with(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+    score = Scorer.score_and_find
+
+    def count(self: Scorer, weights: Weights, columns: Mapping[str, Any]) -> Any:
+        scored.append(len(columns["label"]))
+        return score(self, weights, columns)
+
+    monkeypatch.setattr(Scorer, "score_and_find", count)
+    bench.hold_out(8)
+    bench.publish(BAD)
+    assert sorted(scored) == [8, 8, 8, 208], "near future, the served one, the best, and the candidate"

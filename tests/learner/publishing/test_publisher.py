@@ -1,0 +1,384 @@
+"""What is published, what is skipped, what is deleted, and a disk that fails."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import nn
+
+from ingest.errors import SecondLearnerError
+from ingest.events.block import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from ingest.transport.protocol import Position
+from learner.config import GateSettings, ModelSettings, VersionsSettings
+from learner.evaluation.holdout import GuardSet
+from learner.evaluation.scorer import Scorer
+from learner.metrics import LearnerMetrics
+from learner.model.task import Classification
+from learner.publishing.gatekeeper import Jury
+from learner.publishing.publisher import Publisher, Snapshot
+from learner.runtime.shutdown import Deadline
+from learner.state_dir.lock import EPOCH, check_epoch
+from learner.state_dir.trained_through import Learned, Trained
+from learner.state_dir.version import STATE, ModelReference, RegistryState, Verdict, Versions, reference_to
+from learner.stream.record_times import RecordTimes
+
+SOON = timedelta(seconds=20)
+
+
+class Bench:
+    """A publisher over a directory, and steps to publish."""
+
+    def __init__(self, path: Path, schema: Schema, model: nn.Module, gate: object = None, **settings: object) -> None:
+        state_dir = path.parent
+        self.versions = Versions(path)
+        self.model = model
+        self.guard = GuardSet(schema, 100)
+        self.guard.add(fake_columns(schema, range(100), label=[0, 1, 2]), [TopicPartition("events", 0)])
+        reference = reference_to(ModelSettings(factory="m:build"))
+        scorer = Scorer(model, Classification(), schema, torch.device("cpu"))
+        self.publisher = Publisher(
+            self.versions,
+            VersionsSettings.model_validate({"publish_every": "1ms", **settings}),
+            reference,
+            schema,
+            scorer,
+            Jury(self.versions, GateSettings.model_validate(gate or {}), scorer, reference),
+            7,
+            LearnerMetrics(CollectorRegistry()),
+            lambda: check_epoch(state_dir, 7),
+        )
+        self.step = 0
+        self.learned = RecordTimes()
+
+    def publish(self) -> None:
+        """Take a step and publish it, whatever time it is."""
+        self.step += 1
+        self.publisher.publish_last((self.step, ()), self.snapshot, Deadline(SOON))
+
+    def snapshot(self) -> Snapshot:
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, 0.5, self.learned)
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path, schema: Schema, make_model: Callable[[], nn.Module]) -> Callable[..., Bench]:
+    return lambda **settings: Bench(tmp_path / "versions", schema, make_model(), **settings)
+
+
+def test_a_version_is_scored_on_what_came_after_it(make_bench: Callable[..., Bench], schema: Schema) -> None:
+    bench = make_bench()
+    bench.publish()
+    assert bench.publisher.retention.near == (), "nothing has come yet"
+    with torch.no_grad():
+        for name, value in bench.model.named_parameters():
+            value.zero_()
+            if name == "3.bias":
+                value[1] = 1.0
+    bench.publish()  # knows nothing but class 1
+    assert bench.publisher.retention.near == ()
+    bench.guard.add(fake_columns(schema, range(100, 110), label=[1]), [TopicPartition("events", 0)])
+    with torch.no_grad():
+        dict(bench.model.named_parameters())["3.bias"][2] = 2.0
+    bench.publish()  # the newest one, which would have them all wrong, is not the one that is asked
+    assert bench.publisher.retention.near == ((10, 10.0),)
+    assert bench.publisher.retention.windows["near_future"] == 1
+    bench.guard.add(fake_columns(schema, range(110, 115), label=[1]), [TopicPartition("events", 0)])
+    bench.publish()
+    assert bench.publisher.retention.near == ((10, 10.0), (5, 0.0))
+
+
+def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Schema) -> None:
+    bench = make_bench()
+    bench.publish()
+    manifest = bench.versions.manifest(1)
+    assert (manifest.number, manifest.epoch, manifest.parent, manifest.step) == (1, 7, None, 1)
+    assert manifest.trained_through == {"events:0": Trained(1)}
+    assert manifest.schema == schema.digest
+    assert manifest.metrics.keys() == {"now", "new", "old", "worst"}
+    verdict = bench.versions.verdict(1)
+    assert verdict is not None
+    assert verdict.verdict == "abstain"
+    weights = bench.versions.weights(manifest)
+    assert all(torch.equal(weights[name], value) for name, value in bench.model.state_dict().items())
+
+
+def test_a_score_that_is_not_finite_is_left_out_of_a_manifest(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, snapshot = make_bench(), Bench.snapshot
+    monkeypatch.setattr(Bench, "snapshot", lambda self: replace(snapshot(self), accuracy_now=math.nan))
+    bench.publish()
+    assert bench.versions.manifest(1).metrics.keys() == {"new", "old", "worst"}
+
+
+def test_nothing_is_published_before_something_is_learned(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.publisher.publish_if_due(lambda: (0, ()), bench.snapshot)
+    bench.publisher.publish_last((0, ()), bench.snapshot, Deadline(SOON))
+    assert bench.versions.numbers() == []
+
+
+def test_a_version_that_falls_due_while_one_is_written_is_skipped_and_counted(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    go = threading.Event()
+    write = Versions.write
+    monkeypatch.setattr(Versions, "write", lambda *arguments: (go.wait(20), write(*arguments))[1])
+    published = time.monotonic()
+    while bench.publisher.skipped < 2:
+        assert time.monotonic() - published < 20
+        bench.step += 1
+        bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
+    go.set()
+    bench.publish()
+    assert bench.versions.numbers() == [1, 2]
+    assert bench.versions.manifest(2).step == bench.step
+
+
+def test_a_gate_that_is_slow_makes_versions_rarer_and_none_is_published_unjudged(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    took = iter([0.0, 1.0] * 2)
+    monkeypatch.setattr("learner.publishing.publisher.time.thread_time", lambda: next(took))
+    begin = time.monotonic()
+    bench.publish()
+    while bench.publisher.skipped < 3:
+        assert time.monotonic() < begin + 9, "it does not rest"
+        bench.step += 1
+        bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
+    assert bench.versions.numbers() == [1]
+    bench.publish()  # the last one is judged at once
+    assert bench.versions.numbers() == [1, 2]
+
+
+def test_numbers_go_on_from_the_highest_ever_seen(make_bench: Callable[..., Bench]) -> None:
+    first = make_bench()
+    first.publish()
+    first.versions.write_state(RegistryState(serving=41))
+    second = make_bench()
+    second.publish()
+    assert second.versions.numbers() == [1, 42]
+    assert second.versions.manifest(42).parent == 1
+
+
+def test_a_restart_knows_how_far_the_newest_version_has_learned(make_bench: Callable[..., Bench]) -> None:
+    first = make_bench()
+    assert first.publisher.published_through() == {}
+    first.publish()
+    assert make_bench().publisher.published_through() == {"events:0": Trained(1)}
+    (first.versions.directory(1) / "manifest.json").write_text("torn")
+    assert make_bench().publisher.published_through() == {}
+
+
+@pytest.mark.parametrize(
+    ("step", "trained", "published"),
+    [
+        (3, {"events:0": Trained(3)}, True),
+        (2, {"events:0": Trained(1)}, True),
+        (4, {"events:0": Trained(3)}, False),
+        (3, {"events:0": Trained(4)}, False),
+        (3, {"events:0": Trained(-1, 1)}, False),
+        (3, {"events:0": Trained(3), "events:1": Trained(-1)}, False),
+    ],
+)
+def test_after_a_restart_what_a_cut_has_learned_is_published_unless_the_newest_version_has_it(
+    make_bench: Callable[..., Bench], step: int, trained: dict[str, Trained], published: bool
+) -> None:
+    first = make_bench()
+    for _ in range(3):
+        first.publish()
+    second, progress = make_bench(), (step, (Position(7),))
+    second.step = step
+    second.publisher.go_on_from(progress, trained)
+    second.publisher.publish_last(progress, second.snapshot, Deadline(SOON))
+    assert second.versions.numbers() == ([1, 2, 3] if published else [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("change", [{"schema": "other"}, {"model": ModelReference("m:other", {}, "classification")}])
+def test_after_a_restart_with_another_model_it_is_published(
+    make_bench: Callable[..., Bench], change: dict[str, object]
+) -> None:
+    first = make_bench()
+    first.publish()
+    manifest = msgspec.structs.replace(first.versions.manifest(1), number=2, **change)
+    first.versions.write(first.model.state_dict(), manifest, Verdict("pass"))
+    second = make_bench()
+    second.step = 1
+    second.publisher.go_on_from((1, ()), {"events:0": Trained(1)})
+    second.publisher.publish_last((1, ()), second.snapshot, Deadline(SOON))
+    assert second.versions.numbers() == [1, 2, 3]
+
+
+def test_old_versions_are_deleted_but_not_what_serving_needs_or_may_need(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(keep=2, keep_hourly=0)
+    for _ in range(3):
+        bench.publish()
+    bench.versions.write_state(RegistryState(serving=3, previous=2))
+    for _ in range(4):
+        bench.publish()
+    assert bench.versions.numbers() == [1, 2, 3, 6, 7]
+
+
+def test_a_stale_learners_versions_take_no_good_ones_place(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(keep=2, keep_hourly=0)
+    for _ in range(3):
+        bench.publish()
+    manifest = bench.versions.manifest(3)
+    for number in (20, 21):
+        stale = msgspec.structs.replace(manifest, number=number, epoch=6)
+        bench.versions.write(bench.model.state_dict(), stale, Verdict("pass"))
+    bench.publish()
+    assert bench.versions.numbers() == [1, 3, 4]
+
+
+def test_a_state_that_cannot_be_read_keeps_no_learner_from_starting(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_bench()
+    first.publish()
+    (first.versions.path / STATE).write_text("torn")
+    bench = make_bench()
+    assert "numbers go on from the versions that are there" in caplog.text
+    bench.publish()
+    assert bench.versions.numbers() == [1, 2]
+
+
+def test_the_last_version_of_an_hour_is_kept(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench(keep=2, keep_hourly=2)
+    clock = iter(range(1_000_000, 1_100_000, 1800))
+    monkeypatch.setattr("learner.publishing.publisher.time.time", lambda: float(next(clock)))
+    for _ in range(10):
+        bench.publish()
+    hours = [bench.versions.manifest(number).time // 3600 for number in bench.versions.numbers()[1:-2]]
+    assert len(hours) == len(set(hours)) == 2
+    assert bench.versions.numbers()[0] == 1, "what nothing after it was found as well as is not deleted"
+    assert bench.versions.numbers()[-2:] == [9, 10]
+
+
+def test_the_manifest_of_an_old_version_is_read_once(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, read, manifest = make_bench(keep=2, keep_hourly=2), list[int](), Versions.manifest
+    bench.versions.write_state(RegistryState(serving=2, previous=3))
+    monkeypatch.setattr(Versions, "manifest", lambda self, number: (read.append(number), manifest(self, number))[1])
+    for _ in range(6):
+        bench.publish()
+    assert {1, 2, 3} < set(read)
+    assert len(read) == len(set(read))
+
+
+def test_a_disk_that_fails_costs_the_version_and_not_the_training(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    bench.learned.add(np.array([10, 20], np.int64))
+    with monkeypatch.context() as patch:
+        patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
+        bench.publish()
+    bench.learned = RecordTimes()
+    bench.learned.add(np.array([30], np.int64))
+    assert bench.versions.numbers() == []
+    assert bench.publisher.ill is not None
+    assert "No space left" in bench.publisher.ill
+    assert list(bench.versions.path.iterdir()) == []
+    bench.publish()
+    assert bench.publisher.ill is None
+    assert bench.versions.numbers() == [2], "the number of a version that failed is given again"
+    assert bench.versions.manifest(2).learned == Learned(3, [10, 20, 30])
+    bench.learned = RecordTimes()
+    bench.publish()
+    assert bench.versions.manifest(3).learned == Learned(0, [])
+
+
+def test_a_disk_that_hangs_is_told_of_until_it_goes_on(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, go, sync = [1000.0], threading.Event(), os.fsync
+    monkeypatch.setattr("learner.runtime.background_worker.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
+    bench = make_bench()
+    bench.step += 1
+    bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
+    now[0] += 60
+    assert bench.publisher.ill is None
+    now[0] += 1
+    assert bench.publisher.ill is not None
+    assert f"{bench.versions.path} has taken more than 60 s" in bench.publisher.ill
+    go.set()
+    bench.publish()
+    assert bench.publisher.ill is None
+
+
+def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_is_learned(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, progress = make_bench(), (1, (Position(5),))
+    with monkeypatch.context() as patch:
+        patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
+        bench.publisher.publish_last(progress, bench.snapshot, Deadline(SOON))
+    assert bench.versions.numbers() == []
+    for _ in range(2):
+        bench.publisher.publish_last(progress, bench.snapshot, Deadline(SOON))
+    assert bench.versions.numbers() == [2]
+    assert bench.publisher.ill is None
+
+
+def test_positions_that_moved_without_a_step_are_published(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.publish()
+    for offset in (5, 5, 6):
+        bench.publisher.publish_last((1, (Position(offset),)), bench.snapshot, Deadline(SOON))
+    assert bench.versions.numbers() == [1, 2, 3]
+
+
+def test_a_damaged_older_version_keeps_nothing_from_being_published(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(keep=2, keep_hourly=1)
+    bench.publish()
+    (bench.versions.directory(1) / "manifest.json").write_text("torn")
+    for _ in range(3):
+        bench.publish()
+    assert bench.versions.numbers() == [1, 2, 3, 4]
+    for _ in range(3):
+        bench.publish()
+    assert bench.versions.numbers() == [1, 5, 6, 7], "and no older one from being deleted"
+    assert bench.publisher.ill is None
+
+
+def test_a_learner_whose_place_was_taken_publishes_nothing_more(
+    make_bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    bench = make_bench()
+    (tmp_path / EPOCH).write_text("7")
+    bench.publish()
+    (tmp_path / EPOCH).write_text("8")
+    with pytest.raises(SecondLearnerError):
+        bench.publish()
+    assert bench.versions.numbers() == [1]
+
+
+def test_a_bug_in_the_thread_stops_the_loop(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench()
+    monkeypatch.setattr("learner.publishing.publisher.evaluation_of", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.publish()
+
+
+def _no_space(_descriptor: int) -> None:
+    raise OSError(28, "No space left on device")

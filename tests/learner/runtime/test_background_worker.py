@@ -1,0 +1,66 @@
+"""Work beside the loop: one piece at a time, in one thread, and no bug is lost."""
+
+import threading
+import weakref
+from datetime import timedelta
+
+import pytest
+
+from learner.runtime.background_worker import Background
+from learner.runtime.shutdown import Deadline
+
+
+class Payload:
+    """What a piece of work has copied."""
+
+
+def test_pieces_of_work_are_done_in_one_thread_that_waits_for_the_next() -> None:
+    background, threads = Background("test"), []
+    assert not background.busy
+    for _ in range(3):
+        background.start(lambda: threads.append(threading.current_thread()))
+        background.wait()
+        assert not background.busy
+    assert len(set(threads)) == 1
+    assert threads[0].is_alive()
+
+
+def test_who_waits_no_longer_than_the_deadline_finds_it_busy() -> None:
+    background, go_on = Background("test"), threading.Event()
+    background.start(go_on.wait)
+    background.wait(Deadline(timedelta(0)))
+    assert background.busy
+    go_on.set()
+    background.wait()
+    assert not background.busy
+
+
+def test_a_bug_comes_up_and_the_next_piece_is_done_all_the_same() -> None:
+    background, done = Background("test"), threading.Event()
+    background.start(lambda: 1 / 0)
+    background.wait()
+    with pytest.raises(ZeroDivisionError):
+        background.raise_bug()
+    background.start(done.set)
+    background.wait()
+    assert done.is_set()
+
+
+def test_no_work_is_done_that_the_check_before_it_forbids() -> None:
+    done = threading.Event()
+    background = Background("test", lambda: 1 / 0)
+    background.start(done.set)
+    background.wait()
+    assert not done.is_set()
+    with pytest.raises(ZeroDivisionError):
+        background.raise_bug()
+
+
+def test_nothing_holds_on_to_what_work_has_copied_once_it_is_done() -> None:
+    background, payload = Background("test"), Payload()
+    gone = threading.Event()
+    weakref.finalize(payload, gone.set)
+    background.start(lambda held=payload: held)  # type: ignore[misc]
+    del payload
+    background.wait()
+    assert gone.wait(10)

@@ -1,0 +1,47 @@
+"""A loop that hangs is told of, by `/healthz` too; one that starts, works or waits is not."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from learner.metrics import LearnerMetrics
+from learner.runtime.heartbeat import PATIENCE, Heartbeat
+from learner.runtime.status_server import serve_status
+
+
+def asked(port: int) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            return refusal.code, json.load(refusal)
+
+
+def test_healthz_says_when_the_loop_hangs_and_when_it_goes_on() -> None:
+    registry, now = CollectorRegistry(), 0.0
+    heartbeat = Heartbeat(LearnerMetrics(registry).heartbeat, lambda: now)
+    with serve_status("127.0.0.1:0", "", registry, lambda: [heartbeat.ill] if heartbeat.ill else []) as port:
+        now = 10 * PATIENCE.total_seconds()
+        assert asked(port) == (200, {"ok": True, "ill": []}), "a start takes its time"
+        heartbeat.beat()
+        now += PATIENCE.total_seconds() - 1
+        assert asked(port)[0] == 200
+        now += 1
+        code, said = asked(port)
+        assert code == 503
+        assert said["ill"][0].startswith("the training loop has stood still for more than 60 s")
+        heartbeat.beat()
+        assert asked(port)[0] == 200
+
+
+def test_the_metric_is_zero_until_the_first_beat() -> None:
+    registry = CollectorRegistry()
+    heartbeat = Heartbeat(LearnerMetrics(registry).heartbeat)
+    name = "anabranch_learner_heartbeat_time_seconds"
+    assert registry.get_sample_value(name) == 0
+    heartbeat.beat()
+    assert (registry.get_sample_value(name) or 0) > 1e9

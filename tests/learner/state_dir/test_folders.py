@@ -1,0 +1,245 @@
+"""What every storage of cuts and versions promises, whatever it is made of; and that nothing goes round it."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.errors import CutError, VersionError
+from learner.state_dir import folders as storage_module
+from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.folders import MANIFEST, Folder, LocalStorage, Storage
+from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
+from tests.memory_storage import MemoryStorage
+
+MAKERS: dict[str, Callable[[Path], Storage]] = {
+    "local": lambda path: LocalStorage(path / "local"),
+    "memory": lambda path: MemoryStorage(path / "fetched"),
+}
+
+
+@pytest.fixture(params=MAKERS.values(), ids=MAKERS)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    made: Storage = request.param(tmp_path)
+    return made
+
+
+def publish(storage: Storage, number: int, **files: bytes) -> Folder:
+    with storage.publish(number, 1) as folder:
+        for name, content in files.items():
+            folder.write(name, content)
+        folder.write(MANIFEST, b"{}")
+    return storage.folder(number)
+
+
+def test_nothing_is_there_at_first(storage: Storage) -> None:
+    assert (storage.numbers(), storage.highest(), storage.folder(1).files()) == ([], 0, {})
+    assert storage.folder(1).stamp(MANIFEST) is None
+    storage.delete(1)
+    storage.clean()
+
+
+def test_a_folder_is_there_when_it_is_published_and_not_before(storage: Storage) -> None:
+    with storage.publish(10, 1) as folder:
+        folder.write("rank-0/a", b"one")
+        folder.write(MANIFEST, b"{}")
+        assert storage.numbers() == []
+        assert storage.folder(10).files() == {}
+    assert storage.numbers() == [10]
+    assert storage.folder(10).files() == {"rank-0/a": 3, MANIFEST: 2}
+    assert storage.folder(10).read("rank-0/a") == storage.folder(10).local("rank-0/a").read_bytes() == b"one"
+    publish(storage, 9)
+    assert storage.numbers() == [9, 10]
+    assert storage.highest() == 10
+
+
+def test_an_error_leaves_nothing_and_the_number_can_be_given_again(storage: Storage) -> None:
+    with contextlib.suppress(ZeroDivisionError), storage.publish(1, 1) as folder:
+        folder.write(MANIFEST, b"{}")
+        raise ZeroDivisionError
+    assert (storage.numbers(), storage.highest()) == ([], 0)
+    publish(storage, 1)
+    assert storage.numbers() == [1]
+
+
+def test_a_number_is_given_once(storage: Storage) -> None:
+    publish(storage, 1, a=b"first")
+    with pytest.raises(OSError, match="1"):
+        publish(storage, 1, a=b"second")
+    assert storage.folder(1).read("a") == b"first"
+
+
+def test_writers_of_two_epochs_do_not_disturb_each_other(storage: Storage) -> None:
+    with storage.publish(1, 1) as stale, storage.publish(2, 2) as folder:
+        stale.write("a", b"stale")
+        folder.write("a", b"new")
+        for each in (stale, folder):
+            each.write(MANIFEST, b"{}")
+    assert [storage.folder(number).read("a") for number in (1, 2)] == [b"stale", b"new"]
+
+
+def test_what_is_linked_stays_when_its_source_is_deleted_or_replaced(storage: Storage) -> None:
+    source = publish(storage, 1, a=b"shared")
+    with storage.publish(2, 1) as folder:
+        folder.link("rank-0/a", source, "a")
+        folder.write(MANIFEST, b"{}")
+    source.replace("a", b"changed")
+    assert storage.folder(2).read("rank-0/a") == b"shared"
+    storage.delete(1)
+    assert storage.numbers() == [2]
+    assert storage.folder(2).read("rank-0/a") == b"shared"
+    with pytest.raises(FileNotFoundError):
+        storage.folder(2).link("b", storage.folder(1), "a")
+
+
+def test_a_file_that_takes_the_place_of_another_is_told_from_it(storage: Storage) -> None:
+    folder = publish(storage, 1, a=b"old")
+    before = folder.stamp("a")
+    assert before == folder.stamp("a") is not None
+    folder.replace("a", b"new")
+    assert folder.read("a") == b"new"
+    assert folder.stamp("a") not in (before, None)
+
+
+def test_what_is_not_there_is_an_error_to_read_and_to_replace_and_none_to_remove(storage: Storage) -> None:
+    folder = publish(storage, 1)
+    folder.remove("a")
+    with pytest.raises(FileNotFoundError):
+        folder.read("a")
+    storage.delete(1)
+    with pytest.raises(FileNotFoundError):
+        storage.folder(1).replace(MANIFEST, b"{}")
+    assert storage.numbers() == []
+
+
+def test_a_folder_that_lost_its_manifest_does_not_exist_and_is_cleaned_away(storage: Storage) -> None:
+    publish(storage, 1)
+    publish(storage, 2, a=b"half").remove(MANIFEST)
+    assert (storage.numbers(), storage.highest()) == ([1], 2)
+    storage.clean()
+    assert (storage.numbers(), storage.highest()) == ([1], 1)
+
+
+def test_a_cut_and_those_that_carry_its_parts_are_read_back(storage: Storage, tmp_path: Path) -> None:
+    def events(begin: int) -> dict[str, torch.Tensor]:
+        return {"index": torch.arange(begin, begin + 9)}
+
+    cuts = Cuts(tmp_path / "nowhere", "digest", 3, storage)
+    cuts.write(1, Cut(10, {"model": {"w": torch.ones(9)}, "segment-1": events(0)}, {"steps": 10}), 1.0)
+    cuts.write(2, Cut(20, {"model": {"w": torch.zeros(9)}}, {"steps": 20}, {"segment-1": 1}), 2.0)
+    cuts.prune(1)
+    found = cuts.newest()
+    assert found is not None
+    assert (found[0], found[1].step, found[1].state) == (2, 20, {"steps": 20})
+    assert found[1].tensors["segment-1"]["index"].tolist() == list(range(9))
+    manifest = cuts.manifest(2)
+    cuts.replace(manifest, {"segment-1": events(100)}, {})
+    tensors, state = cuts.open(cuts.manifest(2))
+    assert state == {"steps": 20}
+    assert tensors["segment-1"]["index"].tolist() == list(range(100, 109))
+    assert set(storage.folder(2).files()) == {*cuts.manifest(2).files, MANIFEST}
+    storage.folder(2).replace("rank-0/model.safetensors", b"torn")
+    with pytest.raises(CutError, match="does not have its digest"):
+        cuts.part(2, "model")
+    with pytest.raises(CutError, match=r"there are cuts in .* \(2\), and none can be used: cut 2: .* digest; put it"):
+        cuts.newest()
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_version_is_judged_anew_and_deleted(storage: Storage, tmp_path: Path) -> None:
+    versions = Versions(tmp_path / "nowhere", storage)
+    manifest = Manifest(
+        number=1,
+        epoch=3,
+        parent=None,
+        time=1.0,
+        step=10,
+        trained_through={},
+        metrics={},
+        schema="digest",
+        encoders={},
+        model=ModelReference("m:build", {}, "regression"),
+        files={},
+    )
+    versions.write({"w": torch.ones(9)}, manifest, Verdict("abstain"))
+    assert versions.weights(versions.manifest(1))["w"].tolist() == [1.0] * 9
+    assert versions.size_bytes(1) > 36
+    before = versions.verdict_stamp(1)
+    versions.write_verdict(1, Verdict("pass"))
+    assert versions.verdict(1) == Verdict("pass")
+    assert versions.verdict_stamp(1) != before
+    versions.delete(1)
+    assert (versions.numbers(), versions.verdict(1), versions.size_bytes(1)) == ([], None, 0)
+    with pytest.raises(VersionError, match="does not exist"):
+        versions.manifest(1)
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, int], list[str]]]:
+    """Directories that were synced, in this order: device and inode, and the names that they had then."""
+    found: list[tuple[tuple[int, int], list[str]]] = []
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            found.append(((status.st_dev, status.st_ino), sorted(os.listdir(descriptor))))
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", note)
+    return found
+
+
+def test_names_survive_a_crash_before_the_folder_exists_and_its_own_name_once_it_does(
+    tmp_path: Path, synced: list[tuple[tuple[int, int], list[str]]]
+) -> None:
+    storage = LocalStorage(tmp_path / "local")
+    publish(storage, 3, **{"rank-0/a": b"one"})
+    folder = tmp_path / "local" / "3"
+    inside = [(place(folder / "rank-0"), ["a"]), (place(folder), [MANIFEST, "rank-0"])]
+    assert synced[0] == (place(tmp_path), ["local"]), "what all folders are in"
+    assert sorted(synced[1:-1]) == sorted(inside), "both before the rename, whole"
+    assert synced[-1] == (place(tmp_path / "local"), ["3"]), "after the rename"
+
+
+def test_a_link_and_a_new_file_survive_a_crash_before_the_manifest_that_names_them(
+    tmp_path: Path, synced: list[tuple[tuple[int, int], list[str]]]
+) -> None:
+    storage = LocalStorage(tmp_path)
+    publish(storage, 1, **{"rank-0/a": b"one"})
+    publish(storage, 2)
+    synced.clear()
+    folder = storage.folder(2)
+    folder.link("rank-0/a", storage.folder(1), "rank-0/a")
+    folder.write("rank-0/b", b"two")
+    folder.replace(MANIFEST, b"{ }")
+    names = [names for where, names in synced if where == place(tmp_path / "2" / "rank-0")]
+    assert names == [["a", "b"]]
+    last, _ = synced[-1]
+    assert last == place(tmp_path / "2"), "the manifest's own name, after it was replaced"
+    assert len([where for where, _ in synced if where == last]) == 2, "that of rank-0 too, before it"
+
+
+def place(path: Path) -> tuple[int, int]:
+    """Return device and inode."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def test_where_there_are_no_links_a_file_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    storage = LocalStorage(tmp_path / "local")
+    source = publish(storage, 1, a=b"shared")
+    monkeypatch.setattr(storage_module.Path, "hardlink_to", refused)
+    with storage.publish(2, 1) as folder:
+        folder.link("a", source, "a")
+        folder.write(MANIFEST, b"{}")
+    assert storage.folder(2).read("a") == b"shared"
+    assert storage.folder(2).stamp("a") != source.stamp("a")

@@ -1,0 +1,233 @@
+"""One learner a state directory."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import learner.state_dir.lock
+from anabranch.core.errors import DependencyError, SettingsError
+from ingest.errors import SecondLearnerError, StateBusyError
+from learner.state_dir.lock import EPOCH, LOCK, check_epoch, hold_state_directory, is_held
+
+
+def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path: Path) -> None:
+    with hold_state_directory(tmp_path), pytest.raises(SecondLearnerError, match=str(tmp_path)):
+        with hold_state_directory(tmp_path):
+            pass
+
+
+def test_the_epoch_grows_with_every_holder(tmp_path: Path) -> None:
+    epochs = []
+    for _ in range(3):
+        with hold_state_directory(tmp_path / "var") as epoch:
+            epochs.append(epoch)
+    assert epochs == [1, 2, 3]
+
+
+def test_an_epoch_is_later_than_all_that_are_known_also_where_its_file_was_lost(tmp_path: Path) -> None:
+    with hold_state_directory(tmp_path, known=lambda: 7) as epoch:
+        assert epoch == 8
+    with hold_state_directory(tmp_path, known=lambda: 3) as epoch:
+        assert epoch == 9
+
+
+def test_one_that_has_lost_its_lock_is_told_by_the_epoch(tmp_path: Path) -> None:
+    with hold_state_directory(tmp_path) as first:
+        check_epoch(tmp_path, first)
+        (tmp_path / LOCK).unlink()  # as a network file system may let go of it
+        with hold_state_directory(tmp_path) as second:
+            check_epoch(tmp_path, second)
+            with pytest.raises(SecondLearnerError, match="lost its lock"):
+                check_epoch(tmp_path, first)
+
+
+def test_an_epoch_that_cannot_be_read_ends_nobody(tmp_path: Path) -> None:
+    check_epoch(tmp_path, 1)
+    (tmp_path / EPOCH).write_text("torn")
+    check_epoch(tmp_path, 1)
+
+
+@pytest.mark.process
+def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from learner.lock import hold_state_directory\n"
+        "with hold_state_directory(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(SecondLearnerError), hold_state_directory(tmp_path):
+            pass
+        holder.kill()
+        holder.wait()
+        with hold_state_directory(tmp_path) as epoch:
+            assert epoch == 2
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="state_dir"), hold_state_directory(tmp_path / "file" / "var"):
+        pass
+
+
+def test_one_that_is_stopping_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "learner.state_dir.lock")
+
+    def hold() -> int:
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(seconds=60)) as epoch:
+            return epoch
+
+    stop = threading.Event()
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as first:
+        first.enter_context(hold_state_directory(tmp_path, stop))
+        with pytest.raises(SecondLearnerError):
+            hold()
+        stop.set()
+        _until(lambda: (tmp_path / LOCK).read_bytes() == b"stopping")
+        second = pool.submit(hold)
+        _until(lambda: "its end is waited for" in caplog.text)
+        assert not second.done()
+        first.close()
+        assert second.result(30) == 2
+
+
+def test_one_that_was_stopping_says_nothing_of_the_next(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with hold_state_directory(tmp_path, stop):
+        _until(lambda: (tmp_path / LOCK).read_bytes() == b"stopping")
+    with hold_state_directory(tmp_path), pytest.raises(SecondLearnerError):
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)):
+            pass
+
+
+def test_a_learner_waits_for_a_command_however_short_its_patience(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "learner.state_dir.lock")
+
+    def hold() -> int:
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(microseconds=1)) as epoch:
+            return epoch
+
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as command:
+        command.enter_context(hold_state_directory(tmp_path, command="anabranch replay forget"))
+        learner = pool.submit(hold)
+        _until(lambda: "`anabranch replay forget` is at work" in caplog.text)
+        assert not learner.done()
+        command.close()
+        assert learner.result(30) == 2
+    assert caplog.text.count("waited for") == 1
+
+
+def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.state_dir.lock, "_LONGEST_COMMAND", timedelta(milliseconds=1))
+    with hold_state_directory(tmp_path, command="anabranch replay forget"):
+        with pytest.raises(StateBusyError, match="anabranch replay forget"):
+            with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)):
+                pass
+
+
+def test_one_that_is_told_to_stop_waits_for_no_command(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with hold_state_directory(tmp_path, command="anabranch replay forget"), pytest.raises(StateBusyError):
+        with hold_state_directory(tmp_path, stop, timedelta(hours=1)):
+            pass
+
+
+def test_one_without_patience_does_not_wait_for_a_command(tmp_path: Path) -> None:
+    with hold_state_directory(tmp_path, command="anabranch replay forget"), pytest.raises(StateBusyError):
+        with hold_state_directory(tmp_path):
+            pass
+
+
+def test_a_command_that_has_not_yet_said_what_it_is_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.state_dir.lock, "_UNTIL_MARKED", timedelta(minutes=1))
+
+    def hold() -> int:
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)) as epoch:
+            return epoch
+
+    with ThreadPoolExecutor() as pool, (tmp_path / LOCK).open("wb") as file:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        waiting = pool.submit(hold)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+        assert waiting.result(30) == 1
+
+
+def test_whether_it_is_held_is_told_without_holding_or_making_it(tmp_path: Path) -> None:
+    assert not is_held(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+    with hold_state_directory(tmp_path):
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["open", "ftruncate", "pwrite"])
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        *((number, SettingsError) for number in (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP)),
+        *(
+            (number, DependencyError)
+            for number in (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOLCK)
+        ),
+    ],
+)
+def test_only_what_a_person_has_to_change_is_a_fault_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, kind: type[Exception]
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(f"learner.state_dir.lock.os.{call}", fails)
+    with pytest.raises(kind, match=os.strerror(number)), hold_state_directory(tmp_path):
+        pass
+    monkeypatch.undo()
+    with hold_state_directory(tmp_path):  # nothing of the one that failed is left
+        pass
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "learner.state_dir.lock.Path.read_text",
+        "anabranch.core.atomic_files.os.fsync",
+        "learner.state_dir.lock.fcntl.flock",
+    ],
+)
+def test_a_disk_that_fails_at_the_lock_or_the_epochs_is_no_fault_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fails(*_: object) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(call, fails)
+    with pytest.raises(DependencyError, match="Input/output error"), hold_state_directory(tmp_path):
+        pass
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)

@@ -1,0 +1,89 @@
+"""The file is the one that the library would have written."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from anabranch.core.failures import DamagedError
+from learner.state_dir.safetensors_file import _KINDS, TensorFile, digest_of, pieces_of
+
+EACH_KIND = {f"t.{kind}": torch.zeros(2, 3).to(kind) for kind in _KINDS}
+FILES: dict[str, dict[str, Tensor]] = {
+    "nothing": {},
+    "each kind": EACH_KIND,
+    "in any order": dict(reversed(EACH_KIND.items())),
+    "numbers and empty ones": {
+        "b": torch.tensor(3.5),
+        "a": torch.zeros(0, 4),
+        "c": torch.zeros(3, 0, dtype=torch.int64),
+    },
+    "names": {name: torch.arange(3) for name in ('"', "\\", "\n", "ä", "\U0001f600", "/", "z", "Z", "\x1f")},
+    "with a gradient": {"w": torch.ones(5, requires_grad=True)},
+    "of arrays whose stride is 0": {
+        "empty": torch.from_numpy(np.empty(0, np.float32)),
+        "one": torch.as_strided(torch.ones(1), (1,), (0,)),
+    },
+}
+
+
+@pytest.mark.parametrize("tensors", FILES.values(), ids=FILES)
+def test_a_file_in_pieces_is_that_of_the_library_byte_for_byte(tensors: dict[str, Tensor]) -> None:
+    pieces = pieces_of(tensors)
+    whole = b"".join(pieces)
+    assert whole == save(tensors)
+    assert digest_of(pieces) == hashlib.sha256(whole).hexdigest()
+    found = load(whole)
+    assert {name: (each.dtype, each.shape) for name, each in found.items()} == {
+        name: (each.dtype, each.shape) for name, each in tensors.items()
+    }
+
+
+def test_pieces_share_the_memory_of_the_tensors() -> None:
+    tensor = torch.zeros(4, dtype=torch.uint8)
+    pieces = pieces_of({"t": tensor})
+    tensor[2] = 7
+    assert bytes(pieces[1]) == b"\0\0\x07\0"
+
+
+@pytest.mark.parametrize("tensors", FILES.values(), ids=FILES)
+def test_a_file_is_read_back_tensor_by_tensor(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "part.safetensors"
+    path.write_bytes(save(tensors))
+    found = TensorFile(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert save({name: found[name]}) == save({name: tensor})
+    with pytest.raises(KeyError):
+        found["none"]
+
+
+def test_a_damaged_file_of_tensors_is_refused_whichever_byte_it_is(tmp_path: Path) -> None:
+    path, good = tmp_path / "part.safetensors", save({"w": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bool)})
+    path.write_bytes(good)
+    whole = {name: tensor.tolist() for name, tensor in TensorFile(path).items()}
+    outcomes = set()
+    for place in range(8 + int.from_bytes(good[:8], "little")):
+        for bit in range(8):
+            flipped = bytearray(good)
+            flipped[place] ^= 1 << bit
+            path.write_bytes(flipped)
+            try:
+                found = {name: tensor.tolist() for name, tensor in TensorFile(path).items()}
+                outcomes.add("read")
+                assert found != whole
+            except DamagedError:
+                outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 9, 40, -1])
+def test_a_file_of_tensors_that_is_cut_short_is_refused(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "part.safetensors"
+    path.write_bytes(save({"w": torch.arange(4.0)})[:size])
+    with pytest.raises(DamagedError):
+        TensorFile(path)["w"]

@@ -1,0 +1,118 @@
+"""Batches out of blocks whose slots are few, and are written again as soon as they are given back."""
+
+import threading
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingest.events.block import Block, Coverage, Outcome
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.stream.batches import PATIENCE, Batch, Batches
+
+LONG = timedelta(hours=1)
+
+
+class Slots:
+    """A stream of blocks of some rows each, in so many slots; what is given back is overwritten."""
+
+    def __init__(self, schema: Schema, sizes: list[int], slots: int, others: frozenset[int] = frozenset()) -> None:
+        """`others` are the offsets of events that are held out."""
+        self._schema, self._sizes, self._free, self._others = schema, sizes, slots, others
+        self._offset = 0
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        if not self._sizes:
+            return None
+        if not self._free:
+            assert not timeout, "it waits for slots that it has itself"
+            return None
+        self._free -= 1
+        begin, self._offset = self._offset, self._offset + self._sizes.pop(0)
+        columns = fake_columns(self._schema, range(begin, self._offset + 1), label=[0, 1, 2])
+        columns = {name: column[:-1] for name, column in columns.items()}
+        for place in range(begin, self._offset):
+            if place in self._others:
+                columns["outcome"][place - begin] = Outcome.HELD_OUT
+        return Block(columns, (Coverage(0, begin, self._offset),))
+
+    def release(self, block: Block) -> None:
+        self._free += 1
+        for column in block.columns.values():
+            column[...] = np.zeros((), column.dtype)
+
+
+def next_of(batches: Batches) -> Batch:
+    batch = batches.next(threading.Event())
+    assert batch is not None
+    return batch
+
+
+@given(st.integers(1, 3), st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 60), st.data())
+def test_rows_are_those_of_the_stream_though_a_batch_is_larger_than_all_slots(
+    schema: Schema, slots: int, sizes: list[int], size: int, data: st.DataObject
+) -> None:
+    total = sum(sizes)
+    others = data.draw(st.frozensets(st.integers(0, max(0, total - 1)), max_size=total))
+    trained = [offset for offset in range(total) if offset not in others]
+    batches, found, held = (
+        Batches(Slots(schema, list(sizes), slots, others), size, timedelta(0)),
+        list[int](),
+        list[int](),
+    )
+    # Every event, whoever it is, is settled by a span.
+    position = 0
+    while position < total:
+        batch = next_of(batches)
+        assert len(batch) <= size
+        for columns, offsets in ((batch.new, found), (batch.held_out, held)):
+            if columns:
+                offsets += columns["offset"].tolist()
+                expected = fake_columns(schema, columns["offset"].tolist())
+                assert np.array_equal(columns["feature.x"], expected["feature.x"])
+        position = max([position, *(each.offset for span in batch.spans for each in span.positions.values())])
+    assert found == trained
+    assert held == sorted(others & set(range(total)))
+
+
+def test_a_batch_that_is_larger_than_all_slots_waits_for_none_of_its_own(schema: Schema) -> None:
+    batches = Batches(Slots(schema, [10] * 8, 2), 64, LONG)
+    batch = next_of(batches)
+    assert batch.new["offset"].tolist() == list(range(64))
+
+
+def test_blocks_without_rows_hold_nothing_up(schema: Schema) -> None:
+    batches = Batches(Slots(schema, [0, 0, 0, 10], 1), 10, LONG)
+    assert len(next_of(batches)) == 10
+
+
+@pytest.mark.parametrize("after", [3, 40])
+def test_what_follows_the_last_event_to_train_on_and_is_none_comes_with_it(schema: Schema, after: int) -> None:
+    batches = Batches(Slots(schema, [32 + after], 2, frozenset(range(32, 32 + after))), 32, LONG)
+    batch = next_of(batches)
+    assert len(batch) == 32
+    assert len(batch.held_out["offset"]) == after
+    assert batch.spans[-1].positions[0].offset == 32 + after
+
+
+def test_who_waits_for_more_events_of_a_batch_hears_of_a_stop(schema: Schema) -> None:
+    stop, source = threading.Event(), Slots(schema, [10], 2)
+    polled = source.poll
+
+    def poll(timeout: timedelta) -> Block | None:
+        assert timeout <= PATIENCE
+        block = polled(timeout)
+        if block is None and timeout:
+            stop.set()
+        return block
+
+    source.poll = poll  # type: ignore[method-assign]
+    begin = time.monotonic()
+    batch = Batches(source, 64, LONG).next(stop)
+    assert batch is not None
+    assert len(batch) == 10
+    assert time.monotonic() - begin < LONG.total_seconds() / 60

@@ -1,0 +1,270 @@
+"""Batches and the ledger together: whatever way the stream is cut, every event is settled once and offsets add up."""
+
+import json
+import threading
+from collections import Counter, deque
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.events.block import Block, Coverage, Fingerprint, Outcome, SkipReason, TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from ingest.transport.protocol import Position
+from learner.state_dir.trained_through import Trained
+from learner.stream.batches import Batch, Batches
+from learner.stream.ledger import Ledger
+
+NAMES = [TopicPartition("events", 0), TopicPartition("events", 1)]
+
+
+class Queue:
+    """A source of prepared blocks."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.blocks = deque(blocks)
+        self.out: list[Block] = []
+        self.released: list[Block] = []
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        if not self.blocks:
+            return None
+        self.out.append(self.blocks.popleft())
+        return self.out[-1]
+
+    def release(self, block: Block) -> None:
+        self.released.append(block)
+        for column in block.columns.values():
+            column[:] = 0  # what is looked at after its release is another block's by then
+
+
+def block(schema: Schema, rows: list[tuple[int, int, int, Outcome]], coverage: list[Coverage]) -> Block:
+    """Rows of (partition, offset, row, outcome)."""
+    columns = fake_columns(schema, [offset for _, offset, _, _ in rows])
+    columns["partition"] = np.array([partition for partition, *_ in rows], np.int32)
+    columns["row"] = np.array([row for _, _, row, _ in rows], np.int32)
+    columns["outcome"] = np.array([outcome for *_, outcome in rows], np.uint8)
+    return Block(columns, tuple(coverage))
+
+
+def ledger() -> Ledger:
+    accounts = Ledger()
+    for name in NAMES:
+        accounts.take_up(name, 0)
+    return accounts
+
+
+def drain(queue: Queue, batch_size: int) -> list[Batch]:
+    batches = Batches(queue, batch_size, timedelta(0))
+    found = []
+    while (batch := batches.next(threading.Event())) is not None:
+        found.append(batch)
+    return found
+
+
+def adds_up(accounts: Ledger) -> bool:
+    return all(
+        report.end - report.start == report.finished + report.passed + report.gaps + report.removed + report.pending
+        for report in accounts.reports().values()
+    )
+
+
+SETTLED = [Outcome.PENDING, Outcome.PENDING, Outcome.PENDING, Outcome.HELD_OUT, Outcome.DEAD_LETTERED, Outcome.SKIPPED]
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cut(
+    schema: Schema, data: st.DataObject
+) -> None:
+    """Messages of one or many rows over two partitions, with gaps, in blocks and batches of any size."""
+    stream: list[tuple[int, int, int, Outcome]] = []
+    ends = [0, 0]
+    gaps = [0, 0]
+    for partition, rows, gap in data.draw(
+        st.lists(st.tuples(st.integers(0, 1), st.integers(1, 4), st.integers(0, 2)), max_size=25)
+    ):
+        stream += [(partition, ends[partition], row, data.draw(st.sampled_from(SETTLED))) for row in range(rows)]
+        ends[partition] += 1 + gap
+        gaps[partition] += gap
+    blocks, reached, begin = [], [0, 0], 0
+    while begin < len(stream):
+        end = min(len(stream), begin + data.draw(st.integers(1, 9)))
+        coverage = []
+        for partition in (0, 1):
+            mine = [row for row in stream[begin:end] if row[0] == partition]
+            later = [row for row in stream[end:] if row[0] == partition]
+            if mine:
+                upto = later[0][1] if later else ends[partition]
+                coverage.append(Coverage(partition, reached[partition], upto))
+                reached[partition] = upto
+        blocks.append(block(schema, stream[begin:end], coverage))
+        begin = end
+    queue, accounts = Queue(blocks), ledger()
+    trained: list[int] = []
+    settled = 0
+    for batch in drain(queue, batch_size := data.draw(st.integers(1, 7))):
+        assert len(batch) <= batch_size
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)
+            settled += len(span.trained)
+        trained += batch.new["offset"].tolist() if batch.new else []
+        assert not data.draw(st.booleans()) or adds_up(accounts)
+        # The position is the first event without an outcome: exactly the events before it are settled.
+        for partition, account in enumerate(accounts.partitions):
+            place = (account.position.offset, account.position.row)
+            mine = [row for row in stream[:settled] if row[0] == partition]
+            assert all(row[1:3] < place for row in mine)
+            assert all(row[1:3] >= place for row in stream[settled:] if row[0] == partition)
+    expected = Counter(outcome for *_, outcome in stream)
+    assert accounts.outcomes == {
+        "trained": expected[Outcome.PENDING],
+        "stored_only": 0,
+        "held_out": expected[Outcome.HELD_OUT],
+        "dead_lettered": expected[Outcome.DEAD_LETTERED],
+        "skipped": expected[Outcome.SKIPPED],
+    }
+    assert trained == [offset for _, offset, _, outcome in stream if outcome is Outcome.PENDING]
+    assert [account.position for account in accounts.partitions] == [Position(end) for end in ends]
+    assert [account.gaps for account in accounts.partitions] == gaps
+    assert len(queue.released) == len(queue.out)
+
+
+def test_removed_and_passed_offsets_are_counted_apart_from_gaps(schema: Schema) -> None:
+    rows = [(0, 12, 0, Outcome.PENDING)]
+    accounts = ledger()
+    for batch in drain(Queue([block(schema, rows, [Coverage(0, 10, 14, removed=7, passed=3)])]), 4):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)
+    report = accounts.reports()["events:0"]
+    assert (report.removed, report.passed, report.gaps, report.finished) == (7, 3, 3, 1)
+    assert report.trained_through == 13
+    assert adds_up(accounts)
+
+
+def test_a_backlog_without_events_to_train_on_comes_in_pieces(schema: Schema) -> None:
+    blocks = [block(schema, [(0, n, 0, Outcome.SKIPPED)], [Coverage(0, n, n + 1)]) for n in range(500)]
+    batches = drain(Queue(blocks), 8)
+    assert len(batches) > 10
+    assert sum(len(batch.spans) for batch in batches) == 500
+
+
+def test_a_skipped_batch_is_counted_with_its_reason(schema: Schema) -> None:
+    rows = [(0, offset, 0, Outcome.PENDING) for offset in range(3)]
+    accounts = ledger()
+    for batch in drain(Queue([block(schema, rows, [Coverage(0, 0, 3)])]), 8):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.SKIPPED, SkipReason.NON_FINITE)
+    assert accounts.outcomes["skipped"] == 3
+    assert accounts.skipped == {"non_finite": 3}
+
+
+def test_events_without_a_label_are_stored_only(schema: Schema) -> None:
+    made = block(schema, [(0, offset, 0, Outcome.PENDING) for offset in range(4)], [Coverage(0, 0, 4)])
+    made.columns["labelled"][1:3] = False
+    accounts = ledger()
+    (batch,) = drain(Queue([made]), 8)
+    assert batch.new["offset"].tolist() == [0, 3]
+    assert batch.stored_only["offset"].tolist() == [1, 2]
+    for span in batch.spans:
+        accounts.advance(span, Outcome.TRAINED)
+    assert accounts.outcomes["trained"] == accounts.outcomes["stored_only"] == 2
+
+
+def test_going_backwards_is_a_bug_that_is_noticed_at_once(schema: Schema) -> None:
+    accounts = ledger()
+    rows = [(0, offset, 0, Outcome.PENDING) for offset in range(2)]
+    first, second = (
+        span for batch in drain(Queue([block(schema, rows, [Coverage(0, 0, 2)])]), 1) for span in batch.spans
+    )
+    accounts.advance(second, Outcome.TRAINED)
+    with pytest.raises(AssertionError):
+        accounts.advance(first, Outcome.TRAINED)
+
+
+def test_a_row_among_what_was_removed_is_a_bug_that_is_noticed_at_once(schema: Schema) -> None:
+    accounts = ledger()
+    rows = [(0, 3, 0, Outcome.PENDING)]
+    (batch,) = drain(Queue([block(schema, rows, [Coverage(0, 0, 9, removed=5)])]), 1)
+    with pytest.raises(AssertionError):
+        accounts.advance(batch.spans[0], Outcome.TRAINED)
+
+
+@pytest.mark.parametrize("counted_between", [False, True])
+def test_settling_a_span_twice_is_a_bug_that_is_noticed(schema: Schema, counted_between: bool) -> None:
+    accounts = ledger()
+    (batch,) = drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 1)])]), 1)
+    accounts.advance(batch.spans[0], Outcome.TRAINED)
+    if counted_between:
+        accounts.count()
+    accounts.advance(batch.spans[0], Outcome.TRAINED)
+    with pytest.raises(AssertionError):
+        accounts.count()
+
+
+def test_only_what_is_trained_on_for_the_first_time_and_has_a_time_is_new(schema: Schema) -> None:
+    rows = [(0, offset, 0, Outcome.PENDING) for offset in range(6)] + [(1, 3, 0, Outcome.PENDING)]
+    rows += [(0, 6, 0, Outcome.HELD_OUT)]
+    made = block(schema, rows, [Coverage(0, 0, 7), Coverage(1, 0, 4)])
+    made.columns["labelled"][4] = False
+    made.columns["time_ms"][:] = [100, 101, 102, 103, 104, -1, 106, 107]
+    accounts = Ledger({"events:0": Trained(1), "events:1": Trained(9, incarnation=1)})
+    for name in NAMES:
+        accounts.take_up(name, 0)
+    for batch in drain(Queue([made]), 2):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)
+    assert accounts.take_learned().quantiles(9).tolist() == [102, 103, 106]
+    assert accounts.take_learned().rows == 0
+
+
+def test_a_skipped_batch_teaches_nothing(schema: Schema) -> None:
+    accounts = ledger()
+    for batch in drain(Queue([block(schema, [(0, 5, 0, Outcome.PENDING)], [Coverage(0, 5, 6)])]), 8):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.SKIPPED, SkipReason.NON_FINITE)
+    assert accounts.take_learned().rows == 0
+
+
+def test_pending_is_what_the_broker_has_beyond_the_position(schema: Schema) -> None:
+    accounts = ledger()
+    accounts.partitions[1].end = 40
+    assert accounts.reports()["events:1"].pending == 40
+    assert accounts.trained_through["events:1"].offset == -1
+
+
+def test_what_was_not_read_of_a_topic_that_was_made_anew_is_removed(schema: Schema) -> None:
+    accounts = ledger()
+    accounts.partitions[0].meet(9, "first")
+    for batch in drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 2)])]), 4):
+        accounts.take_up(NAMES[0].anew, 0)
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)  # what was under way is settled where it is from
+    accounts.partitions[2].meet(5, "second")
+    again = Ledger()
+    again.restore(accounts.state())
+    for each in (accounts, again):
+        reports = each.reports()
+        assert adds_up(each)
+        assert (reports["events#0:0"].removed, reports["events#0:0"].pending) == (7, 0)
+        assert (reports["events:0"].incarnation, reports["events:0"].pending) == (1, 5)
+        assert each.trained_through["events:0"].incarnation == 1
+        assert [mark.topic_id for mark in each.marks.values()] == ["first", None, "second"]
+
+
+def test_the_last_record_of_a_block_is_kept_once_all_of_the_block_is_settled(schema: Schema) -> None:
+    last = Fingerprint(3, 30, "abc")
+    rows = [(0, offset, 0, Outcome.PENDING) for offset in range(4)]
+    accounts = ledger()
+    batches = drain(Queue([block(schema, rows, [Coverage(0, 0, 4, last=last)])]), 2)
+    assert len(batches) == 2
+    for batch, known in zip(batches, (None, last), strict=True):
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)
+        assert accounts.partitions[0].mark.last == known
+    again = Ledger()
+    again.restore(json.loads(json.dumps(accounts.state())))
+    assert again.partitions[0].mark.last == last

@@ -1,0 +1,208 @@
+"""Deterministic batches: a function of what the topic holds, of no clock and no order of arrival."""
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.core.errors import SettingsError
+from ingest.events.block import Block, Coverage, Outcome, TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from ingest.reader.reader import Partition
+from learner.stream import round_robin
+from learner.stream.batches import Batch
+from learner.stream.round_robin import RoundRobin
+
+
+class Topic:
+    """Partitions of so many events, which come in blocks as `cuts` says: a partition and how many of its events."""
+
+    def __init__(self, schema: Schema, sizes: Sequence[int], cuts: Sequence[tuple[int, int]]) -> None:
+        self.schema = schema
+        self.sizes = sizes
+        self.cuts = list(cuts)
+        self.read = [0] * len(sizes)
+        self.released = 0
+
+    @property
+    def partitions(self) -> list[Partition]:
+        return [Partition(TopicPartition("events", i), 0, size) for i, size in enumerate(self.sizes)]
+
+    def settled(self, index: int) -> int:
+        return 0
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        while self.cuts:
+            index, count = self.cuts.pop(0)
+            begin, end = self.read[index], min(self.sizes[index], self.read[index] + count)
+            if begin < end:
+                break
+        else:
+            rest = [i for i, size in enumerate(self.sizes) if self.read[i] < size]
+            if not rest:
+                return None
+            index = rest[0]
+            begin, end = self.read[index], self.sizes[index]
+        self.read[index] = end
+        columns = fake_columns(self.schema, range(begin, end), label=[0, 1, 2])
+        columns["partition"][:] = index
+        columns["outcome"][columns["offset"] % 7 == 3] = 3  # held out
+        return Block(columns, (Coverage(index, begin, end),))
+
+    def release(self, block: Block) -> None:
+        self.released += 1
+
+
+class Markers(Topic):
+    """A topic of which partition 0 holds nothing but offsets without an event, or ones that are dead-lettered."""
+
+    def __init__(self, schema: Schema, blocks: int, outcome: Outcome | None, before: Outcome | None = None) -> None:
+        super().__init__(schema, [blocks, 8 * blocks], [])
+        self.outcome = outcome
+        self.blocks = iter(range(2 * blocks))
+        self.before = before
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        number = next(self.blocks, None)
+        if number is None:
+            return None
+        offset, partition = number // 2, number % 2
+        outcome = self.before if offset == 0 and self.before is not None else self.outcome
+        offsets = range(8 * offset, 8 * offset + 8) if partition else [offset]
+        columns = fake_columns(self.schema, offsets, partition=partition)
+        if not partition and outcome is None:
+            columns = {name: column[:0] for name, column in columns.items()}
+        if not partition and outcome is not None:
+            columns["outcome"][:] = outcome
+        end = 8 * offset + 8 if partition else offset + 1
+        return Block(columns, (Coverage(partition, end - (8 if partition else 1), end),))
+
+
+@pytest.mark.parametrize("outcome", [None, Outcome.DEAD_LETTERED, Outcome.SKIPPED])
+def test_a_partition_without_events_to_train_on_moves_and_keeps_nothing(
+    schema: Schema, outcome: Outcome | None
+) -> None:
+    topic = Markers(schema, 100, outcome)
+    reader, stop = RoundRobin(topic, 8, topic.settled), threading.Event()
+    found, ends = [], [0, 0]
+    while (batch := reader.next(stop)) is not None:
+        found.append(batch)
+        for span in batch.spans:
+            for index, position in span.positions.items():
+                assert position.offset >= ends[index]
+                ends[index] = position.offset
+        assert len(reader._queues[0].blocks) == 0
+    assert ends == [100, 800]
+    assert [events(batch) for batch in found if len(batch)] == [
+        [(1, offset) for offset in range(8 * number, 8 * number + 8)] for number in range(100)
+    ]
+
+
+def test_what_waits_for_its_turn_is_not_overtaken_and_offsets_without_an_event_are_folded_into_it(
+    schema: Schema,
+) -> None:
+    """A held-out event goes with the next one to train on, so that steps depend on no moment at which it comes."""
+    topic = Markers(schema, 100, None, before=Outcome.HELD_OUT)
+    reader, stop = RoundRobin(topic, 8, topic.settled), threading.Event()
+    while (batch := reader.next(stop)) is not None:
+        assert not [span for span in batch.spans if 0 in span.positions]
+    (waiting,) = reader._queues[0].blocks
+    assert waiting.coverage == (Coverage(0, 0, 100),)
+
+
+def batches(topic: Topic, size: int) -> list[Batch]:
+    reader, stop = RoundRobin(topic, size, topic.settled), threading.Event()
+    found = []
+    while (batch := reader.next(stop)) is not None:
+        found.append(batch)
+    return found
+
+
+def events(batch: Batch) -> list[tuple[int, int]]:
+    return list(zip(batch.new["partition"].tolist(), batch.new["offset"].tolist(), strict=True))
+
+
+cuts = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=30)
+
+
+@given(st.tuples(*[st.integers(0, 40)] * 3), cuts, cuts, st.integers(1, 12))
+def test_batches_are_full_and_do_not_depend_on_how_blocks_come(
+    schema: Schema, sizes: tuple[int, ...], one: list[tuple[int, int]], other: list[tuple[int, int]], size: int
+) -> None:
+    found, again = (batches(Topic(schema, sizes, each), size) for each in (one, other))
+    assert [events(batch) for batch in found] == [events(batch) for batch in again]
+    assert [len(batch.held_out.get("row", ())) for batch in found] == [
+        len(batch.held_out.get("row", ())) for batch in again
+    ]
+    assert {len(batch) for batch in found} <= {size}
+    labelled = [offset % 7 != 3 for count in sizes for offset in range(count)]
+    assert len(found) == sum(labelled) // size
+    for batch in found:
+        assert events(batch) == sorted(events(batch))
+
+
+def test_the_partitions_take_turns_also_from_batch_to_batch(schema: Schema) -> None:
+    found = batches(Topic(schema, (3, 10, 2), [(1, 10)]), 4)
+    assert [events(batch) for batch in found] == [
+        [(0, 0), (0, 1), (1, 0), (2, 0)],
+        [(0, 2), (1, 1), (1, 2), (2, 1)],
+        [(1, 4), (1, 5), (1, 6), (1, 7)],
+    ]
+
+
+@given(st.tuples(*[st.integers(0, 40)] * 3), cuts, st.integers(1, 12), st.integers(0, 5))
+def test_who_goes_on_from_positions_and_turn_makes_the_same_batches(
+    schema: Schema, sizes: tuple[int, ...], order: list[tuple[int, int]], size: int, done: int
+) -> None:
+    whole = batches(Topic(schema, sizes, order), size)
+    if done > len(whole):
+        return
+    first = RoundRobin(topic := Topic(schema, sizes, order), size, topic.settled)
+    positions = [0] * len(sizes)
+    for _ in range(done):
+        batch = first.next(threading.Event())
+        assert batch is not None
+        for span in batch.spans:
+            for index, position in span.positions.items():
+                positions[index] = position.offset
+    topic = Topic(schema, sizes, [])
+    topic.read = list(positions)
+    second = RoundRobin(topic, size, lambda index: positions[index])
+    second.restore(first.state())
+    rest = []
+    while (batch := second.next(threading.Event())) is not None:
+        rest.append(events(batch))
+    assert rest == [events(batch) for batch in whole[done:]]
+
+
+def test_a_partition_that_has_nothing_yet_is_waited_for(schema: Schema) -> None:
+    topic = Topic(schema, (20, 1), [(0, 20)])
+    reader = RoundRobin(topic, 4, topic.settled)
+    topic.sizes = (20, 99)
+    topic.poll, poll = lambda timeout: poll(timeout) if topic.read[0] == 0 else None, topic.poll  # type: ignore[method-assign]
+    assert reader.next(threading.Event()) is None
+    topic.sizes = (20, 0)
+    batch = reader.next(threading.Event())
+    assert batch is not None
+    assert np.unique(batch.new["partition"]).tolist() == [0]
+
+
+def test_too_many_events_that_wait_are_an_error(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_robin, "MOST_ROWS", 10)
+    topic = Topic(schema, (40, 5), [(0, 40)])
+    with pytest.raises(SettingsError, match=r"wait for the turn of events\[1\], which has none"):
+        RoundRobin(topic, 4, topic.settled).next(threading.Event())
+
+
+def test_a_partition_may_be_added_with_its_first_block(schema: Schema) -> None:
+    topic = Topic(schema, (4,), [])
+    reader, stop = RoundRobin(topic, 2, topic.settled), threading.Event()
+    assert reader.next(stop) is not None
+    topic.sizes, topic.read = (4, 6), [4, 0]
+    reader._sort(topic.poll(timedelta()))
+    assert reader.next(stop) is not None

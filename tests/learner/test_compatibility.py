@@ -1,0 +1,216 @@
+"""Whatever the table lets pass learns; whatever it refuses is refused with one sentence."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.core.errors import SettingsError
+from ingest.config import StreamSettings
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.build import Workbench
+from learner.compatibility import RULES, point, refused
+from learner.config import LearnerSettings, ShareSettings
+from learner.distributed.channel import Channel
+from learner.model.device import Precision, choose_precision
+from learner.model.embedding import Embedding
+from learner.model.task import Classification
+from learner.run import _trainer
+from learner.strategies.registry import STRATEGIES
+from learner.training import compile as compiled
+from learner.training.trainer import Trainer
+from replay.config import ReplaySettings
+
+CPU = torch.device("cpu")
+AXES: dict[str, list[Any]] = {
+    "strategy": list(STRATEGIES),
+    "precision": ["fp32", "bf16"],
+    "micro_batch_size": [None, 4],
+    "activation_checkpointing": [False, True],
+    "compile": [False, True],
+}
+
+
+def cells() -> Iterator[Any]:
+    """Every combination; what is compiled takes a second or more, and so only some of it is run each time."""
+    for values in itertools.product(*AXES.values()):
+        cell = dict(zip(AXES, values, strict=True))
+        usual = not cell["compile"] or (cell["strategy"], cell["precision"]) == ("er", "fp32")
+        name = " ".join(str(value) for value in values)
+        yield pytest.param(cell, id=name, marks=() if usual else pytest.mark.slow)
+
+
+def traced_ahead(cell: dict[str, Any]) -> bool:
+    """Whether backward is traced as well, which takes twice as long: each value of each axis is, once or more."""
+    return (cell["precision"], cell["micro_batch_size"]) == ("fp32", None) or cell["strategy"] == "er"
+
+
+@pytest.mark.parametrize("cell", list(cells()))
+@pytest.mark.slow
+def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = LearnerSettings.model_validate({**cell, "optimizer": {"name": "adam", "lr": 0.02}})
+    if list(refused(point(settings, ReplaySettings()))):
+        assert cell["compile"]
+        assert cell["activation_checkpointing"] or cell["strategy"] == "agem"
+        return
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager" if traced_ahead(cell) else "eager")
+    strategy = STRATEGIES[cell["strategy"]]()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    precision = choose_precision(settings.precision, CPU)
+    embedding = Embedding(model, "2") if strategy.embeds else None
+    trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, precision, embedding)
+    losses = []
+    for _ in range(25):
+        columns = fake_columns(schema, range(12), label=[0, 1, 2])
+        columns["feature.x"][:] = torch.eye(3)[torch.from_numpy(columns["label"])].numpy()
+        new = trainer.examples(columns)
+        old = [new] * len(strategy.draws(12))
+        result = trainer.step(new, [type(new)(e.features, e.label_B, e.weight_B, torch.zeros(12, 3)) for e in old])
+        assert result.finite
+        losses.append(result.loss)
+    assert losses[-1] < 0.7 * losses[0]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("learner", "replay", "sentence"),
+    [
+        (
+            {"compile": True, "strategy": "agem"},
+            {},
+            'learner.compile = true does not go with learner.strategy = "agem": compiled code',
+        ),
+        (
+            {"compile": True, "activation_checkpointing": ["0"]},
+            {},
+            "learner.compile = true does not go with learner.activation_checkpointing = ['0']: the compiler",
+        ),
+        (
+            {"deterministic": True},
+            {"sampling": "similar"},
+            'replay.sampling = "similar" does not go with learner.deterministic = true: neighbours are found in a proc',
+        ),
+        ({"deterministic": True, "compile": True}, {}, "learner.compile = true does not go with learner.deterministic"),
+        (
+            {"sync_every": 2, "comm_hook": "fp16"},
+            {},
+            'learner.comm_hook = "fp16" does not go with learner.sync_every = 2',
+        ),
+        (
+            {"sync_every": 2, "sharding": "zero1"},
+            {},
+            'learner.sharding = "zero1" does not go with learner.sync_every = 2',
+        ),
+        (
+            {"sync_every": 2, "precision": "fp16"},
+            {},
+            'learner.precision = "fp16" does not go with learner.sync_every =',
+        ),
+        (
+            {"sharding": "fsdp", "strategy": "mir"},
+            {},
+            'learner.strategy = "mir" does not go with learner.sharding = "fsdp": it works on whole weights',
+        ),
+        (
+            {"sharding": "fsdp", "optimizer": {"name": "adafactor"}},
+            {},
+            'learner.optimizer = "adafactor" does not go with learner.sharding = "fsdp": it keeps averages',
+        ),
+        (
+            {"sharding": "fsdp", "compile": True},
+            {},
+            'learner.compile = true does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {"sharding": "fsdp", "comm_hook": "fp16"},
+            {},
+            'learner.comm_hook = "fp16" does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {"sharding": "fsdp", "precision": "fp16"},
+            {},
+            'learner.precision = "fp16" does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {"sharding": "fsdp", "replay_ratio": "auto"},
+            {},
+            'learner.replay_ratio = "auto" does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {"sharding": "fsdp"},
+            {"sampling": "similar"},
+            'replay.sampling = "similar" does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {"sharding": "fsdp"},
+            {"admission": "diverse"},
+            'replay.admission = "diverse" does not go with learner.sharding = "fsdp"',
+        ),
+        (
+            {},
+            {"sampling": "auto"},
+            'replay.sampling = "auto" does not go with learner.replay_ratio = 1.0: which sampler does best is found by',
+        ),
+        ({"replicas": 2, "deterministic": True}, {}, "learner.replicas = 2 does not go with learner.deterministic"),
+        ({"standby": True, "replicas": 2}, {}, "learner.standby = true does not go with learner.replicas = 2: what st"),
+        (
+            {"standby": True, "hosts": 2, "rendezvous": "h:1", "interface": "lo"},
+            {},
+            "learner.standby = true does not go with learner.hosts = 2: what stands by",
+        ),
+        (
+            {"compile": True},
+            {"admission": "diverse"},
+            'learner.compile = true does not go with replay.admission = "div',
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(
+    learner: dict[str, Any], replay: dict[str, Any], sentence: str
+) -> None:
+    chosen = point(LearnerSettings.model_validate(learner), ReplaySettings.model_validate(replay))
+    ((key, said),) = refused(chosen)
+    assert said.startswith(sentence)
+    assert said.startswith(key)
+    assert any(f"; {verb} " in said for verb in ("set", "take", "write"))
+
+
+def test_compiled_code_has_no_layers_to_give_way_between() -> None:
+    share = ShareSettings.model_validate({"yield_at": "layer"})
+    assert list(refused(point(LearnerSettings(), ReplaySettings(), share=share))) == []
+    chosen = point(LearnerSettings.model_validate({"compile": True}), ReplaySettings(), share=share)
+    ((key, said),) = refused(chosen)
+    assert key == "share.yield_at"
+    assert said == (
+        'share.yield_at = "layer" does not go with learner.compile = true: '
+        'compiled code runs across the borders of layers; write "micro-batch"'
+    )
+
+
+def test_the_kind_of_replay_may_be_measured_where_its_amount_is() -> None:
+    chosen = LearnerSettings.model_validate({"replay_ratio": "auto", "deterministic": True})
+    assert list(refused(point(chosen, ReplaySettings(sampling="auto")))) == []
+
+
+def test_each_rule_is_of_keys_that_there_are() -> None:
+    known = set(point(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",)), ShareSettings()))
+    assert {key for rule in RULES for key in (rule.key, rule.other)} <= known
+    assert list(refused(point(LearnerSettings(), ReplaySettings()))) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("sharding", "fsdp"), ("sync_every", 4)])
+def test_a_device_that_makes_auto_fp16_is_refused_where_losses_would_be_scaled_differently(
+    schema: Schema, key: str, value: str | int
+) -> None:
+    settings = LearnerSettings.model_validate({"replicas": 2, key: value})
+    half, strategy = Precision("fp16", torch.float16), STRATEGIES["er"]()
+    bench = Workbench(
+        *(schema, Classification(), nn.Linear(3, 3), None, half, CPU, strategy, settings), output_shape=(3,)
+    )
+    with pytest.raises(SettingsError, match=rf'learner.precision = "auto" is fp16 here.*{key}.*{value}.*"fp32"'):
+        _trainer(bench, cast("Channel", object()), None)

@@ -1,0 +1,78 @@
+"""Learning rates along a stream without an end."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import LearnerSettings, ScheduleSettings
+from learner.model.device import choose_precision
+from learner.model.task import Classification
+from learner.strategies.registry import STRATEGIES
+from learner.training.lr_schedule import Schedule
+from learner.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def rates(schedule: Schedule, steps: range) -> list[float]:
+    return [round(schedule.rate(step), 6) for step in steps]
+
+
+def test_without_settings_the_rate_is_constant() -> None:
+    schedule = Schedule(ScheduleSettings())
+    schedule.drifted(3)
+    assert rates(schedule, range(5)) == [1] * 5
+
+
+def test_a_warm_up_rises_to_the_rate_of_the_config_and_stays() -> None:
+    assert rates(Schedule(ScheduleSettings(warmup_steps=4)), range(6)) == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_after_a_drift_it_warms_up_again() -> None:
+    schedule = Schedule(ScheduleSettings(warmup_steps=2, restart="drift"))
+    assert rates(schedule, range(3)) == [0.5, 1, 1]
+    schedule.drifted(10)
+    assert rates(schedule, range(10, 13)) == [0.5, 1, 1]
+
+
+def test_a_scale_multiplies_the_rate() -> None:
+    schedule = Schedule(ScheduleSettings(warmup_steps=2))
+    schedule.scale = 3.0
+    assert rates(schedule, range(3)) == [1.5, 3, 3]
+
+
+def test_a_restart_that_would_do_nothing_is_refused() -> None:
+    with pytest.raises(ValidationError, match="has nothing to do again"):
+        ScheduleSettings(restart="drift")
+
+
+def test_a_cut_keeps_where_the_schedule_is_and_the_config_sets_the_rate(schema: Schema) -> None:
+    def make(lr: float) -> Trainer:
+        options = {"schedule": {"warmup_steps": 10, "restart": "drift"}, "optimizer": {"name": "sgd", "lr": lr}}
+        settings = LearnerSettings.model_validate(options)
+        torch.manual_seed(0)
+        precision = choose_precision("fp32", CPU)
+        return Trainer(nn.Linear(3, 3), Classification(), STRATEGIES["none"](), schema, settings, CPU, precision)
+
+    first = make(1.0)
+    examples = first.examples(fake_columns(schema, range(8)))
+    for _ in range(3):
+        first.step(examples)
+    first.drifted()
+    for _ in range(4):
+        first.step(examples)
+    second = make(0.5)
+    second.restore(first.tensors(), first.state())
+    for trainer, expected in ((first, 0.5), (second, 0.25)):
+        trainer.step(examples)
+        assert trainer.update.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+
+
+def test_a_restart_on_drift_wants_drift_to_be_looked_for() -> None:
+    schedule = {"warmup_steps": 10, "restart": "drift"}
+    LearnerSettings.model_validate({"schedule": schedule})
+    with pytest.raises(ValidationError, match=r"drift\.actions is empty"):
+        LearnerSettings.model_validate({"schedule": schedule, "drift": {"actions": []}})

@@ -1,0 +1,78 @@
+"""Micro-batches: nothing is left out, and the gradient is that of the whole step."""
+
+import inspect
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import LearnerSettings
+from learner.model.device import choose_precision
+from learner.model.embedding import Embedding
+from learner.model.task import Classification
+from learner.strategies.base import Examples, Strategy
+from learner.strategies.registry import STRATEGIES
+from learner.training.micro_batches import micro_batches
+from learner.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def numbered(n: int) -> Examples:
+    return Examples({"x": torch.arange(float(n))}, torch.arange(n), torch.ones(n))
+
+
+@given(st.integers(0, 40), st.lists(st.integers(0, 40), max_size=2), st.none() | st.integers(2, 30))
+def test_every_event_is_in_one_part_in_order_and_none_is_alone(n: int, drawn: list[int], most: int | None) -> None:
+    parts = micro_batches(numbered(n), [numbered(each) for each in drawn], most)
+    assert torch.cat([new.label_B for new, _ in parts]).tolist() == list(range(n))
+    for place, each in enumerate(drawn):
+        if len(parts) == 1 or each:
+            index = place if len(parts) == 1 else sum(1 for before in drawn[:place] if before)
+            assert torch.cat([old[index].label_B for _, old in parts]).tolist() == list(range(each))
+    sizes = [len(new) + sum(map(len, old)) for new, old in parts]
+    assert len(sizes) == 1 or min(sizes) > 1
+    assert len(sizes) == 1 or all(abs(a - b) <= 1 + len(drawn) for a, b in pairwise(sizes))
+    if most is not None and most >= 4 * (1 + len(drawn)):
+        assert max(sizes) <= most
+
+
+def often(kind: type[Strategy]) -> Strategy:
+    """Make a strategy that looks back after each step, if it does so at all."""
+    return kind(every=1) if "every" in inspect.signature(kind).parameters else kind()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("most", [2, 5, 7])
+def test_the_gradient_of_micro_batches_is_that_of_the_large_batch(schema: Schema, strategy: str, most: int) -> None:
+    weights = []
+    for micro in (None, most):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        kind = STRATEGIES[strategy]
+        settings = LearnerSettings.model_validate(
+            {"optimizer": {"name": "sgd", "lr": 0.1}, "micro_batch_size": micro, "max_grad_norm": float("inf")}
+        )
+        trainer = Trainer(
+            *(model, Classification(), often(kind), schema, settings, CPU, choose_precision("fp32", CPU)),
+            Embedding(model, "1") if kind.embeds else None,
+        )
+        model.double()
+        batches = []
+        for begin, n in ((0, 11), (50, 9)):
+            columns = fake_columns(schema, range(begin, begin + n), label=[0, 1, 2])
+            columns["weight"][::3] = 2.5
+            found = trainer.examples(columns)
+            said = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
+            batches.append(Examples({"x": found.features["x"].double()}, found.label_B, found.weight_B.double(), said))
+        new, old = batches
+        draws = len(trainer.strategy.draws(len(old)))
+        for _ in range(3):
+            assert trainer.step(new, [old[place::draws] for place in range(draws)]).finite
+        weights.append(torch.cat([each.reshape(-1) for each in trainer.snapshot().values()]))
+    assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-6)

@@ -1,0 +1,62 @@
+"""Optimizers by name: each learns, and goes on from a cut as if nothing had happened."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import LearnerSettings, OptimizerSettings
+from learner.model.device import choose_precision
+from learner.model.task import Classification
+from learner.strategies.registry import STRATEGIES
+from learner.training.optimizers import OPTIMIZERS, build_optimizer
+from learner.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def make_trainer(schema: Schema, **optimizer: object) -> Trainer:
+    torch.manual_seed(0)
+    settings = LearnerSettings.model_validate({"optimizer": optimizer})
+    precision = choose_precision("fp32", CPU)
+    return Trainer(nn.Linear(3, 3), Classification(), STRATEGIES["none"](), schema, settings, CPU, precision)
+
+
+def test_the_config_knows_the_names() -> None:
+    assert set(get_args(OptimizerSettings.model_fields["name"].annotation)) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("arguments", [*({"name": name} for name in OPTIMIZERS), {"name": "sgd", "momentum": 0.9}])
+def test_it_learns_and_goes_on_from_a_cut_bit_for_bit(schema: Schema, arguments: dict[str, object]) -> None:
+    first = make_trainer(schema, **arguments, lr=0.01)
+    examples = first.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+    losses = [first.step(examples).loss for _ in range(5)]
+    assert losses[-1] < losses[0]
+    second = make_trainer(schema, **arguments, lr=0.01)
+    second.restore(first.tensors(), first.state())
+    for trainer in (first, second):
+        for _ in range(3):
+            trainer.step(examples)
+    expected = first.snapshot()
+    assert all(torch.equal(value, expected[name]) for name, value in second.snapshot().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fused"),
+    [
+        ({"name": "adamw"}, True),
+        ({"name": "adamw", "foreach": True}, None),
+        ({"name": "sgd"}, None),
+        ({"name": "sgd", "momentum": 0.9}, True),
+        ({"name": "adafactor"}, None),
+    ],
+)
+def test_the_fused_form_is_taken_where_it_is_faster_and_the_user_says_nothing(
+    arguments: dict[str, object], fused: bool | None
+) -> None:
+    settings = OptimizerSettings.model_validate(arguments)
+    optimizer = build_optimizer(settings, [nn.Parameter(torch.ones(3))])
+    assert optimizer.param_groups[0].get("fused") is fused

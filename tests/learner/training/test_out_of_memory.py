@@ -1,0 +1,284 @@
+"""Less memory: micro-batches that halve when it runs out, activations that are computed again."""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import out_of_memory
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import LearnerSettings
+from learner.evaluation.scorer import Scorer
+from learner.model.device import Precision, choose_precision
+from learner.model.task import Classification
+from learner.strategies.registry import STRATEGIES
+from learner.training.activation_checkpointing import checkpoint_activations
+from learner.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+FP32 = choose_precision("fp32", CPU)
+
+
+class Narrow(nn.Module):
+    """Throws dice, keeps statistics, and runs out of memory with more than so many events at once."""
+
+    def __init__(self, most: int, error: Callable[[], RuntimeError]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        self.most = most
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.body(x)
+        if len(x) > self.most:
+            raise self.error()
+        return output
+
+
+def kinds() -> list[Callable[[], RuntimeError]]:
+    return [
+        lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+    ]
+
+
+class Failing(Narrow):
+    """Runs out of memory in one of its passes."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(1000, kinds()[0])
+        self.left = at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if not self.left:
+            raise self.error()
+        return super().forward(x)
+
+
+def make_trainer(
+    schema: Schema, model: nn.Module, strategy: str = "none", precision: Precision = FP32, **settings: object
+) -> Trainer:
+    options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}, **settings})
+    return Trainer(*(model, Classification(), STRATEGIES[strategy](), schema, options, CPU, precision))
+
+
+def learn(trainer: Trainer, schema: Schema, steps: Sequence[int]) -> None:
+    for step in steps:
+        columns = fake_columns(schema, range(step * 16, step * 16 + 16), label=[0, 1, 2])
+        trainer.step(trainer.examples(columns))
+
+
+@pytest.mark.parametrize("error", kinds())
+def test_out_of_memory_halves_the_micro_batch_and_the_result_is_that_of_the_smaller_one(
+    schema: Schema, error: Callable[[], RuntimeError], caplog: pytest.LogCaptureFixture
+) -> None:
+    small = make_trainer(schema, Narrow(16, error), micro_batch_size=4)
+    torch.manual_seed(1)
+    learn(small, schema, range(3))
+    narrow = make_trainer(schema, Narrow(5, error))
+    torch.manual_seed(1)
+    with caplog.at_level(logging.ERROR):
+        learn(narrow, schema, range(3))
+    assert narrow.micro_batch_size == 4
+    assert narrow.note is not None
+    assert "learner.micro_batch_size = 4" in narrow.note
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"learner.micro_batch_size = {most}" in text for most, text in zip((8, 4), said, strict=True)] == [True] * 2
+    expected = small.snapshot()
+    assert all(torch.equal(value, expected[name]) for name, value in narrow.snapshot().items())
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_who_picks_old_events_does_so_again_in_smaller_parts_and_the_virtual_step_is_undone(
+    schema: Schema, at: int
+) -> None:
+    """The passes of MIR: old events before it, new ones for its gradient, old ones after it."""
+    found = []
+    for most, fails in ((10, 0), (None, at)):
+        trainer = make_trainer(schema, Failing(fails), "mir", micro_batch_size=most)
+        new, old = (
+            trainer.examples(fake_columns(schema, range(begin, begin + n), label=[0, 1, 2]))
+            for begin, n in ((0, 4), (50, 20))
+        )
+        torch.manual_seed(1)
+        result = trainer.step(new, [old])
+        assert result.finite
+        assert trainer.micro_batch_size == 10
+        found.append(trainer.snapshot())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("precision", [FP32, Precision("fp16", torch.float16)], ids=lambda each: each.name)
+def test_memory_that_runs_out_after_the_gradient_was_unscaled_halves_too(
+    schema: Schema, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A-GEM makes copies of the gradient once all of it is there."""
+    trainer, whole = (make_trainer(schema, nn.Linear(3, 3), "agem", precision) for _ in range(2))
+    whole.model.load_state_dict(trainer.snapshot())
+    for each in (trainer, whole):
+        # So low that nothing overflows: at the limit of fp16 the two sums differ in who does.
+        each.update.scaler.load_state_dict({**each.update.scaler.state_dict(), "scale": 64.0})
+    adjust, errors = trainer.strategy.adjust, [kinds()[0]()]
+
+    def adjusted(scale: float) -> None:
+        if errors:
+            raise errors.pop()
+        adjust(scale)
+
+    monkeypatch.setattr(trainer.strategy, "adjust", adjusted)
+    examples = trainer.examples(fake_columns(schema, range(16), label=[0, 1, 2]))
+    assert trainer.step(examples, [examples]).finite
+    assert whole.step(examples, [examples]).finite
+    assert not errors
+    assert trainer.micro_batch_size == 16
+    assert trainer.update.scaler.state_dict() == whole.update.scaler.state_dict()
+    torch.testing.assert_close(trainer.snapshot(), whole.snapshot(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("error", kinds())
+def test_an_optimizer_whose_tensors_do_not_fit_is_told_by_its_name(
+    schema: Schema, error: Callable[[], RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error()
+
+    trainer, whole = (make_trainer(schema, nn.Linear(3, 3), optimizer={"name": "adam"}) for _ in range(2))
+    learn(whole, schema, [0])
+    resumed = make_trainer(schema, nn.Linear(3, 3), optimizer={"name": "adam"})
+    resumed.restore(whole.tensors(), whole.state())
+    for each in (trainer, whole, resumed):
+        monkeypatch.setattr(each.update.optimizer, "step", fail)
+    with pytest.raises(SettingsError, match=r"^learner.optimizer: cpu runs out of memory with what adam keeps") as told:
+        learn(trainer, schema, [0])
+    assert str(error()) in str(told.value)
+    for each in (whole, resumed):  # which had room for them: others have taken it, and may give it back
+        with pytest.raises(RuntimeError) as caught:
+            learn(each, schema, [1])
+        assert out_of_memory(caught.value)
+
+
+def test_where_not_even_a_few_events_fit_one_sentence_says_so(schema: Schema) -> None:
+    trainer = make_trainer(schema, Narrow(1, kinds()[0]))
+    with pytest.raises(SettingsError, match=r"model.factory: cpu runs out of memory with 2 events at once"):
+        learn(trainer, schema, [0])
+
+
+@pytest.mark.parametrize("error", kinds())
+def test_a_probe_that_does_not_fit_scores_in_smaller_parts(schema: Schema, error: Callable[[], RuntimeError]) -> None:
+    columns = fake_columns(schema, range(16), label=[0, 1, 2])
+    columns["weight"][:] = range(16)
+    narrow, whole = make_trainer(schema, Narrow(5, error)), make_trainer(schema, Narrow(16, error))
+    before = narrow.snapshot()
+    rows, score = narrow.probe(narrow.examples(columns))
+    assert (rows, score) == pytest.approx(whole.probe(whole.examples(columns)))
+    assert narrow.micro_batch_size == 4
+    assert narrow.model.training
+    assert all(torch.equal(value, before[name]) for name, value in narrow.snapshot().items())
+
+
+def test_a_probe_is_cut_into_micro_batches_as_a_step_is(schema: Schema) -> None:
+    trainer = make_trainer(schema, Narrow(4, kinds()[0]), micro_batch_size=4)
+    assert trainer.probe(trainer.examples(fake_columns(schema, range(16), label=[0, 1, 2])))[0] == 16
+    assert trainer.note is None
+
+
+@pytest.mark.parametrize("error", kinds())
+def test_held_out_events_that_do_not_fit_are_scored_fewer_at_once(
+    schema: Schema, error: Callable[[], RuntimeError], caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = fake_columns(schema, range(50), label=[0, 1, 2])
+    narrow, whole = Narrow(5, error), Narrow(50, error)
+    scorer, other = (Scorer(model, Classification(), schema, CPU) for model in (narrow, whole))
+    expected = other.score(whole.state_dict(), columns)
+    for _ in range(2):
+        assert np.array_equal(scorer.score(narrow.state_dict(), columns), expected)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["cpu ran out of memory: from now on 3 held-out events are scored at once"]
+
+
+def test_where_not_even_one_held_out_event_fits_the_error_is_told(schema: Schema) -> None:
+    model = Narrow(0, kinds()[0])
+    scorer = Scorer(model, Classification(), schema, CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        scorer.score(model.state_dict(), fake_columns(schema, range(50), label=[0]))
+
+
+def test_other_errors_are_no_want_of_memory(schema: Schema) -> None:
+    trainer = make_trainer(schema, Narrow(1, lambda: RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        learn(trainer, schema, [0])
+    assert trainer.micro_batch_size is None
+
+
+def test_what_the_allocator_of_the_cpu_says_is_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert out_of_memory(caught.value)
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh())
+    return nn.Sequential(nn.Linear(3, 8), block, nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("which", [True, ["1"], ["1.0", "2"]])
+def test_checkpointed_activations_change_neither_gradient_nor_statistics(
+    schema: Schema, which: bool | list[str]
+) -> None:
+    found = []
+    for chosen in (False, which):
+        trainer = make_trainer(schema, deep(), activation_checkpointing=chosen)
+        torch.manual_seed(1)
+        learn(trainer, schema, range(4))
+        found.append(trainer.snapshot())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_a_checkpointed_module_keeps_less_and_a_copy_of_it_is_its_own() -> None:
+    kept: list[int] = []
+
+    def passes(model: nn.Module) -> int:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            model(torch.ones(64, 3)).sum()
+        return sum(kept)
+
+    plain, less = deep(), deep()
+    checkpoint_activations(less, ["1"])
+    assert passes(less) < passes(plain)
+    other = copy.deepcopy(less)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.zero_()
+    assert other.eval()(torch.ones(2, 3)).abs().sum() == 0
+    assert less.eval()(torch.ones(2, 3)).abs().sum() > 0
+
+
+def test_a_graph_that_is_kept_may_be_gone_through_twice() -> None:
+    model = deep()
+    checkpoint_activations(model, True)
+    loss = model(torch.ones(4, 3)).square().sum()
+    found = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(once, again) for once, again in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "which", "message"),
+    [
+        (nn.Linear(3, 3), True, "the model has no nn.Sequential"),
+        (deep(), ["7"], 'the model has no module "7", but 0, 1, 1.0'),
+    ],
+)
+def test_a_module_that_is_not_there_is_named(model: nn.Module, which: bool | list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        checkpoint_activations(model, which)
