@@ -22,9 +22,9 @@ from anabranch.core.net import is_loopback
 from learner.state_dir.version import RegistryState, Versions
 from serving.config import ServingSettings
 from serving.errors import RequestError
-from serving.health import SILENT
-from serving.orders import ORDERS
-from serving.report import REPORT, STOPPED, ServingReport, read_report
+from serving.reporting.health import SILENT
+from serving.rollout.commands import ORDERS
+from serving.reporting.report import REPORT, STOPPED, ServingReport, read_report
 
 _PATIENCE_SECONDS = 60
 

@@ -16,9 +16,9 @@ from anabranch.console import PlainConsole
 from anabranch.daemon import stop_on_signals
 from learner.state_dir.report import LAG_STALE, LearnerReport, ShareReport
 from learner.state_dir.report import read_report as read_learner
-from serving.health import SILENT
-from serving.report import ServingReport, ShadowReport
-from serving.report import read_report as read_serving
+from serving.reporting.health import SILENT
+from serving.reporting.report import ServingReport, ShadowReport
+from serving.reporting.report import read_report as read_serving
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, number_of, read_file
 from anabranch.daemon import Exit
 from learner.state_dir.report import REPORT as LEARNER_REPORT
-from serving.report import REPORT as SERVING_REPORT
+from serving.reporting.report import REPORT as SERVING_REPORT
 
 _LOOK_SECONDS = 0.1
 _BEYOND_STOP_TIMEOUT = timedelta(seconds=5)

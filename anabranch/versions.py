@@ -192,7 +192,7 @@ def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted
 
 
 def _refusal(manifest: Manifest, verdict: Verdict | None, wanted: _Wanted, state: RegistryState) -> str | None:
-    """Say why serving does not take a version whose files are whole, as `serving.swap` decides it."""
+    """Say why serving does not take a version whose files are whole, as `serving.rollout.hot_swap` decides it."""
     if manifest.number in state.rolled_back:
         return "it was rolled back, or left out by a rollback"
     if verdict is None:

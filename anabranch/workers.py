@@ -15,9 +15,9 @@ from anabranch.config import Config
 from anabranch.core.failures import state_errors
 from anabranch.daemon import Exit
 from anabranch.supervisor import Part, Supervisor
-from serving.crew import COUNTS_VARIABLE, Crew
-from serving.listener import address_of, check_tls, listen_patiently
-from serving.report import STOPPED, ServingReport, write_report
+from serving.reporting.worker_pool import COUNTS_VARIABLE, Crew
+from serving.http.listening_socket import address_of, check_tls, listen_patiently
+from serving.reporting.report import STOPPED, ServingReport, write_report
 
 _LOOK_SECONDS = 0.05
 _REPORT_EVERY = timedelta(seconds=1)

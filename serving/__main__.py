@@ -15,7 +15,7 @@ from serving.allocator import return_freed_memory
 
 if TYPE_CHECKING:
     from anabranch.config import Config
-    from serving.served import Deployment
+    from serving.model.loaded_version import Deployment
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) -> None:
     """Be one of several workers."""
     gc.disable()  # as above
-    from serving.crew import Crew, Worker
-    from serving.listener import inherited
+    from serving.reporting.worker_pool import Crew, Worker
+    from serving.http.listening_socket import inherited
     from serving.server import serve
 
     settings = config.pipeline.serving
@@ -59,7 +59,7 @@ def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) 
 
 def _deployment(config: "Config") -> "Deployment":
     from ingest.events.schema import Schema
-    from serving.served import Deployment, pick_device
+    from serving.model.loaded_version import Deployment, pick_device
 
     pipeline = config.pipeline
     return Deployment(

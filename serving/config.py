@@ -9,7 +9,7 @@ from pydantic import ByteSize, Field, SecretStr, model_validator
 from anabranch.core.durations import Duration, PositiveDuration
 from anabranch.core.net import is_loopback
 from anabranch.core.settings import DeviceName, Section
-from serving.request_log import RequestLogLevel
+from serving.http.access_log import RequestLogLevel
 
 
 class Tokens(Section):

@@ -8,7 +8,7 @@ from time import monotonic
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from serving.freshness import Ages
+from serving.rollout.freshness import Ages
 
 WINDOW = timedelta(seconds=60)
 """How far back the percentiles of the report look."""

@@ -17,19 +17,19 @@ from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import SettingsError
 from learner.device_sharing.lease import hold_server
-from serving.app import HttpServer, build_app
-from serving.batcher import Batcher
+from serving.http.app import HttpServer, build_app
+from serving.inference.batcher import Batcher
 from serving.config import ServingSettings
-from serving.crew import Worker
-from serving.listener import address_of, listen
-from serving.log_limit import limited_lines
+from serving.reporting.worker_pool import Worker
+from serving.http.listening_socket import address_of, listen
+from serving.http.log_limit import limited_lines
 from serving.metrics import Metrics
-from serving.overview import Overview
-from serving.report import STOPPED, ServingReport, write_report
-from serving.served import Deployment, ServedVersion
-from serving.service import Service
-from serving.shadow import Shadow
-from serving.swap import Swap
+from serving.dashboard.status import Overview
+from serving.reporting.report import STOPPED, ServingReport, write_report
+from serving.model.loaded_version import Deployment, ServedVersion
+from serving.inference.service import Service
+from serving.inference.shadow import Shadow
+from serving.rollout.hot_swap import Swap
 
 log = logging.getLogger("anabranch.serving")
 

@@ -53,7 +53,7 @@ _LOADED = (
     "learner.distributed.launcher",
     "learner.run_follower",
     "learner.run",
-    "serving.app",
+    "serving.http.app",
 )
 _MOST_DESCRIPTORS = 32
 _SPARE = 300

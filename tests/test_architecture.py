@@ -23,7 +23,7 @@ def words(text: str) -> list[str]:
 HOME = {
     "confluent_kafka": {"ingest"},
     "faiss": {"replay/embedding_index/faiss_lists.py"},
-    "fastapi": {"serving/app.py"},
+    "fastapi": {"serving/http/app.py"},
     "kafka": {"ingest"},
     "pyarrow": {
         "ingest/formats/arrow_writer.py",
@@ -35,7 +35,7 @@ HOME = {
     "rich": {"anabranch"},
     "safetensors": {"learner/state_dir/version.py", "learner/state_dir/checkpoint.py", "learner/distributed/leader.py"},
     "sklearn": {"anabranch/demo"},
-    "starlette": {"serving/app.py"},
+    "starlette": {"serving/http/app.py"},
     "torch": {
         "learner",
         "replay",
@@ -46,7 +46,7 @@ HOME = {
         "anabranch/template",
     },
     "typer": {"anabranch"},
-    "uvicorn": {"serving/app.py", "serving/connection.py", "serving/httptools_connection.py", "serving/server.py"},
+    "uvicorn": {"serving/http/app.py", "serving/http/connection.py", "serving/http/httptools_connection.py", "serving/server.py"},
 }
 """Where each third party may be imported; those that are not listed may be anywhere."""
 
@@ -68,11 +68,11 @@ WALL_CLOCK = {
     "learner/publishing/publisher.py": "a version's time, for display",
     "learner/reporter.py": "a report's time",
     "replay/erasure/erasure_log.py": "a record's time, for display",
-    "serving/crew.py": "a report's time",
-    "serving/health.py": "how old the first report is that a process reads of another",
-    "serving/overview.py": "the times of a chart",
+    "serving/reporting/worker_pool.py": "a report's time",
+    "serving/reporting/health.py": "how old the first report is that a process reads of another",
+    "serving/dashboard/status.py": "the times of a chart",
     "serving/server.py": "a report's time",
-    "serving/swap.py": "compares with the record times of the stream",
+    "serving/rollout/hot_swap.py": "compares with the record times of the stream",
 }
 """Who may ask for the time of day, and what for. What lasts is measured by `time.monotonic`: this clock may be set."""
 
@@ -220,7 +220,7 @@ def test_tests_are_no_packages():
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("serving.app", ["kafka", "confluent_kafka", "redis", "faiss"]),
+        ("serving.http.app", ["kafka", "confluent_kafka", "redis", "faiss"]),
         ("anabranch.cli", ["torch", "kafka", "confluent_kafka", "sklearn", "fastapi", "uvicorn", "numpy"]),
         ("anabranch.versions", ["torch", "kafka"]),
         ("anabranch.orders", ["torch", "kafka", "fastapi"]),

@@ -53,11 +53,11 @@ from learner.stream.outcome_counters import LetterCounters, OutcomeCounters
 from learner.stream.record_times import RecordTimes
 from replay.erasure.erasure_log import ForgottenLog
 from replay.erasure.log_file import Applied
-from serving.history import History
-from serving.log_limit import RateLimit
+from serving.dashboard.time_series import History
+from serving.http.log_limit import RateLimit
 from serving.metrics import Metrics
-from serving.registry import Registry
-from serving.swap import Swap
+from serving.rollout.version_list import Registry
+from serving.rollout.hot_swap import Swap
 from tests.memory_storage import MemoryStorage
 
 YEAR = 365 * 86_400.0
@@ -357,10 +357,10 @@ def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
         ("replay.erasure.erasure_log._SMALL_BYTES", 20_000),
         ("serving.metrics._WINDOW_SAMPLES", 50),
         ("serving.metrics._WINDOW_SWAPS", 50),
-        ("serving.swap._MOST_ROLLED_BACK", 20),
+        ("serving.rollout.hot_swap._MOST_ROLLED_BACK", 20),
     ):
         monkeypatch.setattr(name, bound)
-    monkeypatch.setattr("serving.swap.load_version", lambda _deployment, manifest, _most: Loaded(manifest))
+    monkeypatch.setattr("serving.rollout.hot_swap.load_version", lambda _deployment, manifest, _most: Loaded(manifest))
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
     with monkeypatch.context() as clocks:
         clocks.setattr(time, "monotonic", lambda: made.now)

@@ -10,8 +10,8 @@ from anabranch.demo.freshness import Freshness
 from anabranch.demo.prober import Prober
 from learner.state_dir.report import LearnerReport
 from learner.state_dir.report import read_report as read_learner
-from serving.report import ServingReport
-from serving.report import read_report as read_serving
+from serving.reporting.report import ServingReport
+from serving.reporting.report import read_report as read_serving
 
 _PATIENCE_SECONDS = 60.0
 

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 from harness.pipeline import BrokenRunError
-from serving.report import ServingReport, read_report
+from serving.reporting.report import ServingReport, read_report
 
 _PATIENCE_SECONDS = 60.0
 _LOOK_SECONDS = 0.05

@@ -11,7 +11,7 @@ from anabranch.demo.figures import Completion, Figures
 from anabranch.demo.panel import LivePanel, plain_line, sparkline
 from anabranch.demo.report import make_report, percent, seconds, summary, to_json
 from learner.state_dir.report import LearnerReport
-from serving.report import ServingReport
+from serving.reporting.report import ServingReport
 
 KEYS = [
     "events_produced",

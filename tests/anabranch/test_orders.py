@@ -18,7 +18,7 @@ from ingest.events.schema import Schema
 from learner.state_dir.trained_through import Trained
 from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 from serving.config import ServingSettings
-from serving.report import ServingReport, read_report, write_report
+from serving.reporting.report import ServingReport, read_report, write_report
 from tests.pipelines import Part
 
 CONFIG = """

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 import learner.state_dir.report
-import serving.report
+import serving.reporting.report
 from anabranch.command import show
 from anabranch.config import load_config
 from anabranch.status import read_status, render
 from learner.state_dir.report import LearnerReport, PartitionReport, ShareReport
-from serving.report import ServingReport
+from serving.reporting.report import ServingReport
 
 PARTITION = PartitionReport(
     start=0, end=1000, finished=958, passed=0, gaps=0, removed=0, pending=42, trained_through=957
@@ -149,7 +149,7 @@ def test_lag_is_told_with_its_age_and_old_lag_is_not_told_as_that_of_now(config,
 
 def test_the_screen_has_every_figure(config):
     learner.state_dir.report.write_report(config.state_dir, learner_report())
-    serving.report.write_report(config.state_dir, serving_report())
+    serving.reporting.report.write_report(config.state_dir, serving_report())
     text = screen(config)
     for figure in (
         f"learner running pid {os.getpid()}",
@@ -181,7 +181,7 @@ def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
     rows = {"device": 50, "disk": 700}
     report = learner_report(replay_rows=rows, replay_bytes={"device": 50_000, "disk": 700_000}, replay_lost=3)
     learner.state_dir.report.write_report(config.state_dir, report)
-    serving.report.write_report(config.state_dir, serving_report(freshness_p99_seconds=7 * 86400.0))
+    serving.reporting.report.write_report(config.state_dir, serving_report(freshness_p99_seconds=7 * 86400.0))
     text = screen(config)
     assert "replay device cache 50 (0.1 MB), disk 700 (0.7 MB) 3 events were lost by a tier" in text
     assert "freshness p50 0.31 s, p99 7 days, 0:00:00 from append" in text
@@ -193,7 +193,7 @@ def test_a_hold_and_a_pin_are_told(config):
         time=now, held_since=now - 75, held_reasons=["worse on old", "worse on new"], verdict="fail"
     )
     learner.state_dir.report.write_report(config.state_dir, report)
-    serving.report.write_report(config.state_dir, serving_report(pinned=16))
+    serving.reporting.report.write_report(config.state_dir, serving_report(pinned=16))
     text = screen(config)
     assert "gate versions are held back, for 0:01:15: worse on old; worse on new" in text
     assert "version 16, pinned" in text
@@ -208,7 +208,7 @@ def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid):
 
 
 def test_a_living_part_that_says_nothing_is_silent(config):
-    serving.report.write_report(config.state_dir, serving_report(time=time.time() - 25))
+    serving.reporting.report.write_report(config.state_dir, serving_report(time=time.time() - 25))
     assert "serving silent" in screen(config)
 
 

@@ -480,14 +480,14 @@ def test_a_second_ctrl_c_kills_at_once(part, spawn, until, noted, is_gone):
 
 def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(example):
     import learner.state_dir.report
-    import serving.report
+    import serving.reporting.report
 
     config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STOP_TIMEOUT": "7s"})
     parts = pipeline_parts(config)
     assert [part.command[3] for part in parts] == ["learner", "serving"]
     assert [part.report for part in parts] == [
         config.state_dir / learner.state_dir.report.REPORT,
-        config.state_dir / serving.report.REPORT,
+        config.state_dir / serving.reporting.report.REPORT,
     ]
     assert all(part.stop_timeout > timedelta(seconds=7) for part in parts)
     assert [part.standby for part in parts] == [None, None]

@@ -13,7 +13,7 @@ import torch
 
 from anabranch.core.atomic_files import replace_file
 from learner.state_dir.report import LearnerReport, PartitionReport, write_report
-from serving.overview import SERIES
+from serving.dashboard.status import SERIES
 
 Served = Callable[..., Any]
 

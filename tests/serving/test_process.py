@@ -15,8 +15,8 @@ import pytest
 from anabranch.config import load_config
 from anabranch.daemon import Exit
 from ingest.events.schema import Schema
-from serving.listener import listen
-from serving.report import read_report
+from serving.http.listening_socket import listen
+from serving.reporting.report import read_report
 from tests import forkserver
 
 pytestmark = pytest.mark.process

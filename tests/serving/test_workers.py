@@ -18,7 +18,7 @@ from anabranch.config import load_config
 from anabranch.daemon import Exit
 from anabranch.orders import order
 from learner.state_dir.version import RegistryState
-from serving.report import STOPPED, ServingReport, ShadowReport, read_report
+from serving.reporting.report import STOPPED, ServingReport, ShadowReport, read_report
 from tests import forkserver
 
 ROOT = Path(__file__).parents[2]

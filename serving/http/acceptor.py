@@ -1,0 +1,187 @@
+"""Takes connections from the listening socket, at most as many as there are descriptors and memory for.
+
+When all places are taken, the connection that has waited longest for its next request is closed for the new one; where
+every connection has a request in hand, new ones wait in the kernel's backlog. Belongs to the event loop's thread.
+"""
+
+import asyncio
+import functools
+import logging
+import resource
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from serving.http.connection import HEAD_PATIENCE, Connection
+
+log = logging.getLogger("anabranch.serving")
+
+MOST_CONNECTIONS = 4096
+MOST_TLS_CONNECTIONS = 1024
+"""Each has 275 kB of buffers in Python's TLS."""
+
+_SPARE_DESCRIPTORS = 128
+"""For files, and whatever else the process opens."""
+_LEAST_CONNECTIONS = 16
+_GRACE = timedelta(milliseconds=100)
+"""In which a connection is not closed for another one: a client needs a while to send its request."""
+_RETRY = timedelta(seconds=1)
+_WARN_EVERY = timedelta(minutes=1)
+_TLS_SHUTDOWN = timedelta(seconds=5)
+
+_Connecting = asyncio.Task[tuple[asyncio.Transport, asyncio.BaseProtocol]]
+
+
+def most_connections(*, tls: bool) -> int:
+    """Return how many connections this process may have open."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_TLS_CONNECTIONS if tls else MOST_CONNECTIONS
+    if descriptors == resource.RLIM_INFINITY:
+        return most
+    return max(_LEAST_CONNECTIONS, min(most, descriptors - _SPARE_DESCRIPTORS))
+
+
+class Acceptor:
+    """Accepts connections and knows all that are open; it is the `owner` that they report to."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[[], Connection],
+        most: int,
+        at_once: int,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        """Prepare to accept.
+
+        Args:
+            listener: listens already; closed by the caller, after `stop`.
+            make: returns the protocol of a new connection.
+            most: connections that may be open.
+            at_once: connections accepted in one turn of the loop: 1 where other processes share the listener.
+            context: of TLS; None without.
+        """
+        self._listener = listener
+        self._make = make
+        self._most = most
+        self._at_once = at_once
+        self._tls: dict[str, Any] = {}
+        if context is not None:
+            self._tls = {
+                "ssl": context,
+                "ssl_handshake_timeout": HEAD_PATIENCE.total_seconds(),
+                "ssl_shutdown_timeout": _TLS_SHUTDOWN.total_seconds(),
+            }
+        self._open: dict[Connection, _Connecting] = {}
+        self._waiting: dict[Connection, float] = {}
+        """Since when those without a request in hand wait for one, the longest waiting first."""
+        self._accepts = False
+        self._warned = float("-inf")
+
+    def start(self) -> None:
+        """Begin to accept, in the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        self._running = True
+        self._resume()
+
+    def stop(self) -> None:
+        """Accept no more, and end the handshakes that are not done."""
+        self._running = False
+        self._pause()
+        for task in self._open.values():
+            task.cancel()
+
+    def answering(self, connection: Connection) -> None:
+        """Note that a connection has a request in hand, and is not to be closed for another."""
+        self._waiting.pop(connection, None)
+
+    def waiting(self, connection: Connection) -> None:
+        """Note that a connection waits for its next request."""
+        if connection in self._open:
+            self._waiting[connection] = self._loop.time()
+            self._resume()
+
+    def lost(self, connection: Connection) -> None:
+        """Note that a connection is closed."""
+        self._waiting.pop(connection, None)
+        if self._open.pop(connection, None) is not None:
+            self._resume()
+
+    def _accept(self) -> None:
+        for _ in range(self._at_once):
+            if len(self._open) >= self._most and not self._may_close_one():
+                return
+            try:
+                accepted, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as exc:  # out of descriptors or of memory
+                self._warn("cannot accept a connection (%s); trying again", exc.strerror)
+                self._pause()
+                self._loop.call_later(_RETRY.total_seconds(), self._resume)
+                return
+            if len(self._open) >= self._most:
+                self._close_longest_waiting()
+            self._connect(accepted)
+
+    def _connect(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        connection = self._make()
+        connection.owner = self
+        connecting = self._loop.connect_accepted_socket(lambda: connection, accepted, **self._tls)
+        task = self._loop.create_task(connecting)
+        self._waiting[connection] = self._loop.time()
+        self._open[connection] = task
+        task.add_done_callback(functools.partial(self._connected, connection, accepted))
+
+    def _connected(self, connection: Connection, accepted: socket.socket, task: _Connecting) -> None:
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            accepted.close()
+            self.lost(connection)
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        # An OSError, which ssl.SSLError is, comes of clients that do not speak TLS, or leave before they have spoken.
+
+    def _may_close_one(self) -> bool:
+        """Whether a connection has waited long enough to be closed; else accept no more until one may have."""
+        if not self._waiting:
+            self._pause()
+            return False
+        due = next(iter(self._waiting.values())) + _GRACE.total_seconds()
+        if due > self._loop.time():
+            self._pause()
+            self._loop.call_at(due, self._resume)
+            return False
+        return True
+
+    def _close_longest_waiting(self) -> None:
+        self._warn("%d connections are open; closing the one that waits longest for a request", len(self._open))
+        longest = next(iter(self._waiting))
+        del self._waiting[longest]
+        task = self._open.pop(longest)
+        if not task.done():
+            task.cancel()
+        else:
+            longest.abort()
+
+    def _pause(self) -> None:
+        if self._accepts:
+            self._accepts = False
+            self._loop.remove_reader(self._listener.fileno())
+
+    def _resume(self) -> None:
+        if self._running and not self._accepts:
+            self._accepts = True
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _warn(self, sentence: str, *args: object) -> None:
+        """Log a sentence, at most once a minute."""
+        now = time.monotonic()
+        if now - self._warned >= _WARN_EVERY.total_seconds():
+            self._warned = now
+            log.warning(sentence, *args)

@@ -1,0 +1,1 @@
+"""From a request to a reply: batching, prediction, shadow traffic."""

@@ -1,0 +1,1 @@
+"""A version in memory, loaded and warmed up."""

@@ -1,0 +1,365 @@
+"""Requests and replies of the Open Inference Protocol v2: bytes to arrays, and arrays to bytes.
+
+Legend: B rows of a request. Nothing here knows of HTTP beyond the one header that splits JSON from binary data.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from ingest.events.schema import Feature, Schema
+from learner.state_dir.trained_through import parse_trained_through
+from serving.errors import BadRequestError, TooLargeError, shorten
+from serving.protocol.tensors import DATATYPES, Array, TensorSpec, read_binary, read_json, write_binary, write_json
+
+HEADER_LENGTH = "inference-header-content-length"
+"""The HTTP header that tells how many bytes of a body are JSON; binary tensors follow them."""
+
+EMBEDDING = "embedding"
+"""The output that the request parameter `return_embedding` asks for, FP32 `[-1, D]`."""
+
+_LONGEST_TIMEOUT_MS = 86_400_000
+"""`serving.timeout` decides long before; this keeps numbers of any length out of the clock's arithmetic."""
+
+_MOST_PARAMETERS = 64
+_LONGEST_PARAMETERS = 131_072
+_LONGEST_THROUGH = 65_536
+"""Bytes, or characters, of JSON: what is longer is refused before objects are made of it."""
+_LONGEST_DIMENSION = 24
+"""Characters of one number of a shape, with the blanks around it."""
+_LONGEST_OUTPUT = 1024
+"""Bytes of JSON that ask for one output."""
+_LONGEST_ID = 1024
+_MOST_OTHER_BYTES = 1_000_000
+"""Bytes of a request's JSON beside the elements of its inputs."""
+_NONE = (b"", b"null")
+
+_T = TypeVar("_T")
+_Text = bytes | memoryview | msgspec.Raw
+
+Scalar = bool | int | float | str | None
+Parameters = dict[str, Scalar]
+
+
+class InputTensor(msgspec.Struct, frozen=True, gc=False):
+    """One element of a request's `inputs`."""
+
+    name: str
+    shape: msgspec.Raw
+    datatype: str
+    parameters: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
+    data: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
+
+
+class WantedOutput(msgspec.Struct, frozen=True, gc=False):
+    """One element of a request's `outputs`."""
+
+    name: str
+    parameters: Parameters | None = None
+
+
+class InferBody(msgspec.Struct, frozen=True, gc=False):
+    """The JSON of a request; members that the protocol does not know are ignored, as it asks.
+
+    What may have any number of elements stays text until its length is known.
+    """
+
+    inputs: list[InputTensor]
+    id: str | None = None
+    parameters: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
+    outputs: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
+
+
+class OutputTensor(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One element of a reply's `outputs`."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: Parameters | None = None
+    data: list[Any] | None = None
+
+
+class ReplyBody(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """The JSON of a reply."""
+
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+    parameters: Parameters
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that fits the model.
+
+    Attributes:
+        features: one array `[rows, *shape]` for each feature of the schema, of the feature's dtype (int64 ids for
+            strings), finite.
+        outputs: the wanted outputs by name, each with whether it goes out as binary data.
+        min_trained_through: offsets, by `topic:partition`, that the answering version must have learned.
+        timeout_ms: how long to wait for such a version; None for as long as a request may take.
+        embed: whether EMBEDDING is wanted beside what the model predicts.
+    """
+
+    features: dict[str, Array]
+    rows: int
+    id: str | None
+    outputs: dict[str, bool]
+    min_trained_through: dict[str, int]
+    timeout_ms: float | None
+    embed: bool = False
+
+
+class Signature:
+    """The inputs and outputs of the served model, and the codec between them and bytes."""
+
+    def __init__(self, schema: Schema, outputs: Sequence[TensorSpec], max_rows: int, embeds: bool = False) -> None:
+        """`embeds` says whether the model has an embedding."""
+        self.features = {feature.name: feature for feature in schema.features}
+        self.inputs = {feature.name: input_spec(feature) for feature in schema.features}
+        self.outputs = {spec.name: spec for spec in outputs}
+        self._max_rows = max_rows
+        self._embeds = embeds
+        self._decoder = msgspec.json.Decoder(InferBody)
+        self._shape_decoder = msgspec.json.Decoder(list[int])
+        self._outputs_decoder = msgspec.json.Decoder(list[WantedOutput])
+        self._encoder = msgspec.json.Encoder()
+
+    def decode(self, body: bytes, header_length: int | None) -> Request:
+        """Read a request's body; `header_length` is the value of `HEADER_LENGTH`, None without one.
+
+        Raises:
+            BadRequestError: it does not fit the protocol or the model; the sentence says where.
+            TooLargeError: it has more rows than may ever wait.
+        """
+        if header_length == 0:
+            return self._decode_raw(body)
+        if header_length is not None and not 0 <= header_length <= len(body):
+            raise BadRequestError(f"{HEADER_LENGTH} is {header_length}, but the body has {len(body)} bytes")
+        view = memoryview(body)
+        text_bytes = len(body) if header_length is None else header_length
+        document = self._parse(view[:text_bytes])
+        _check_sizes(document, text_bytes)
+        rows = self._rows(document)
+        arrays = _read_tensors(self.inputs, document.inputs, rows, view[text_bytes:])
+        return self._request(arrays, rows, document)
+
+    def encode(
+        self, request: Request, answers: Mapping[str, Array], name: str, version: str, trained_through: str
+    ) -> tuple[bytes, int | None]:
+        """Write a reply; return its body and the value of `HEADER_LENGTH`, None when all of it is JSON."""
+        blobs: list[bytes] = []
+        outputs = [self._output(answers[output], output, binary, blobs) for output, binary in request.outputs.items()]
+        parameters: Parameters = {"trained_through": trained_through}
+        header = self._encoder.encode(ReplyBody(name, version, outputs, parameters, request.id))
+        return (b"".join((header, *blobs)), len(header)) if blobs else (header, None)
+
+    def _decode_raw(self, body: bytes) -> Request:
+        """Read a body without JSON: all of it is the one input, and the outputs go back as binary data."""
+        if len(self.inputs) != 1:
+            raise BadRequestError(f"a body without JSON needs a model with one input; this one has {len(self.inputs)}")
+        (spec,) = self.inputs.values()
+        if spec.dtype is None:
+            raise BadRequestError(f"a body without JSON cannot carry input {spec.name!r}, which has strings")
+        rows, rest = divmod(len(body), spec.row_elements * spec.dtype.itemsize)
+        if rest:
+            raise BadRequestError(f"a body of {len(body)} bytes is no whole number of rows of input {spec.name!r}")
+        self._check_rows(rows)
+        features = {spec.name: _column(self.features[spec.name], read_binary(spec, memoryview(body), rows))}
+        return Request(features, rows, None, dict.fromkeys(self.outputs, True), {}, None)
+
+    def _parse(self, text: memoryview) -> InferBody:
+        return _decode(self._decoder, text, "the body is not an inference request")
+
+    def _rows(self, document: InferBody) -> int:
+        """Check names, datatypes and shapes, and return the rows that the inputs agree on."""
+        rows: int | None = None
+        seen: set[str] = set()
+        for tensor in document.inputs:
+            spec = self.inputs.get(tensor.name)
+            if spec is None:
+                name = shorten(tensor.name)
+                raise BadRequestError(f"there is no input {name!r}; inputs are {', '.join(self.inputs)}")
+            if tensor.name in seen:
+                raise BadRequestError(f"input {tensor.name!r} is given twice")
+            seen.add(tensor.name)
+            if tensor.datatype != spec.datatype:
+                found = shorten(tensor.datatype)
+                raise BadRequestError(f"input {tensor.name!r} has datatype {spec.datatype}, not {found!r}")
+            own = self._own_rows(spec, tensor)
+            if rows is not None and own != rows:
+                raise BadRequestError(f"input {tensor.name!r} has {own} rows, but another has {rows}")
+            rows = own
+        if rows is None:
+            raise BadRequestError(f"the request has no inputs; inputs are {', '.join(self.inputs)}")
+        self._check_rows(rows)
+        for name, feature in self.features.items():
+            if name not in seen and feature.default is None:
+                raise BadRequestError(f"input {name!r} is missing")
+        return rows
+
+    def _own_rows(self, spec: TensorSpec, tensor: InputTensor) -> int:
+        """Check a tensor's shape, and return its rows."""
+        text = bytes(tensor.shape)
+        if len(text) > _LONGEST_DIMENSION * (2 + len(spec.shape)):
+            found = text[:_LONGEST_DIMENSION].decode("ascii", "replace")
+            raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {found}...")
+        shape: list[int] = _decode(self._shape_decoder, text, f"the shape of input {spec.name!r} is not one")
+        if tuple(shape[1:]) != spec.shape or not shape:
+            raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {shape}")
+        return shape[0]
+
+    def _check_rows(self, rows: int) -> None:
+        if rows < 1:
+            raise BadRequestError(f"the request has {rows} rows; it needs one at least")
+        if rows > self._max_rows:
+            raise TooLargeError(f"the request has {rows} rows; this server takes {self._max_rows} at once")
+
+    def _request(self, arrays: Mapping[str, Array], rows: int, document: InferBody) -> Request:
+        parameters = _parameters(document.parameters)
+        features = {
+            name: _column(feature, arrays[name]) if name in arrays else _default(feature, rows)
+            for name, feature in self.features.items()
+        }
+        embed = self._embed(parameters)
+        outputs = self._wanted(document.outputs, parameters.get("binary_data_output") is True, embed)
+        through, timeout_ms = _freshness(parameters) if parameters else ({}, None)
+        embed = embed and EMBEDDING not in self.outputs  # else the model predicts it anyway
+        return Request(features, rows, document.id, outputs, through, timeout_ms, embed)
+
+    def _embed(self, parameters: Parameters) -> bool:
+        embed = parameters.get("return_embedding", False)
+        if not isinstance(embed, bool):
+            raise BadRequestError(f"return_embedding is {shorten(repr(embed))}; write true or false")
+        if embed and not self._embeds and EMBEDDING not in self.outputs:
+            raise BadRequestError(
+                "return_embedding: this model has no embedding; name one of its modules in model.embedding, "
+                "or give its task a method embed"
+            )
+        return embed
+
+    def _wanted(self, text: msgspec.Raw, binary: bool, embed: bool) -> dict[str, bool]:
+        outputs = {EMBEDDING: binary} if embed else {}
+        if bytes(text) in _NONE:
+            return dict.fromkeys(self.outputs, binary) | outputs
+        if len(text) > _LONGEST_OUTPUT * (2 + len(self.outputs)):
+            raise BadRequestError(f"outputs has {len(text)} bytes, for a model that has {len(self.outputs)} outputs")
+        wanted = _decode(self._outputs_decoder, text, "outputs is not a list of outputs")
+        if not wanted:
+            return dict.fromkeys(self.outputs, binary) | outputs
+        for output in wanted:
+            if output.name not in self.outputs and output.name not in outputs:
+                name = shorten(output.name)
+                raise BadRequestError(f"there is no output {name!r}; outputs are {', '.join(self.outputs)}")
+            outputs[output.name] = bool((output.parameters or {}).get("binary_data", binary))
+        return outputs
+
+    def _output(self, array: Array, name: str, binary: bool, blobs: list[bytes]) -> OutputTensor:
+        shape = list(array.shape)
+        datatype = self.outputs[name].datatype if name in self.outputs else DATATYPES[array.dtype.name]
+        if not binary:
+            return OutputTensor(name, datatype, shape, data=write_json(array))
+        blobs.append(write_binary(array))
+        return OutputTensor(name, datatype, shape, {"binary_data_size": len(blobs[-1])})
+
+
+def input_spec(feature: Feature) -> TensorSpec:
+    """Return the input that takes a feature: strings are encoded here, not by the client."""
+    return TensorSpec(feature.name, None if feature.is_string else feature.dtype, feature.shape)
+
+
+_PARAMETERS = msgspec.json.Decoder(Parameters)
+
+
+def _parameters(text: msgspec.Raw) -> Parameters:
+    """Read the parameters of a request or of one input; none where there are none."""
+    if bytes(text) in _NONE:
+        return {}
+    if len(text) > _LONGEST_PARAMETERS:
+        raise BadRequestError(f"parameters has {len(text)} bytes; it may have {_LONGEST_PARAMETERS}")
+    parameters = _decode(_PARAMETERS, text, "the body is not an inference request: parameters are not scalars by name")
+    if len(parameters) > _MOST_PARAMETERS:
+        raise BadRequestError(f"there are {len(parameters)} parameters; there may be {_MOST_PARAMETERS}")
+    return parameters
+
+
+def _check_sizes(document: InferBody, text_bytes: int) -> None:
+    """Check what a request says beside its data."""
+    other = text_bytes - sum(len(tensor.data) for tensor in document.inputs)
+    if other > _MOST_OTHER_BYTES:
+        raise TooLargeError(f"the request's JSON has {other} bytes beside its data; it may have {_MOST_OTHER_BYTES}")
+    if document.id is not None and len(document.id) > _LONGEST_ID:
+        raise BadRequestError(f"id has {len(document.id)} characters; it may have {_LONGEST_ID}")
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], text: _Text, otherwise: str) -> _T:
+    """Decode JSON, or raise BadRequestError with the sentence that begins with `otherwise`."""
+    try:
+        return decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadRequestError(f"{otherwise}: {shorten(str(exc))}") from exc
+    except RecursionError as exc:
+        raise BadRequestError(f"{otherwise}: it is nested too deeply") from exc
+
+
+def _read_tensors(
+    specs: Mapping[str, TensorSpec], tensors: Sequence[InputTensor], rows: int, binary: memoryview
+) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    place = 0
+    for tensor in tensors:
+        spec = specs[tensor.name]
+        data = bytes(tensor.data)
+        size = _parameters(tensor.parameters).get("binary_data_size")
+        if size is None:
+            if not data:
+                raise BadRequestError(f"input {tensor.name!r} has neither data nor binary_data_size")
+            arrays[tensor.name] = read_json(spec, data, rows)
+            continue
+        if data:
+            raise BadRequestError(f"input {tensor.name!r} has both data and binary_data_size")
+        if type(size) is not int or not 0 <= size <= len(binary) - place:
+            raise BadRequestError(
+                f"input {tensor.name!r} has binary_data_size {shorten(repr(size))}, but {len(binary) - place} bytes "
+                f"are left after the JSON (whose length {HEADER_LENGTH} tells)"
+            )
+        arrays[tensor.name] = read_binary(spec, binary[place : place + size], rows)
+        place += size
+    if place != len(binary):
+        raise BadRequestError(f"{len(binary) - place} bytes of binary data belong to no input")
+    return arrays
+
+
+def _column(feature: Feature, array: Array) -> Array:
+    if feature.encoder is None:
+        if feature.outside(array) is not None:
+            raise BadRequestError(f"input {feature.name!r} has a value that is not {feature.allowed}")
+        return array
+    return feature.encoder.encode(array.reshape(-1).tolist()).reshape(array.shape)
+
+
+def _default(feature: Feature, rows: int) -> Array:
+    assert feature.default is not None
+    return np.broadcast_to(feature.default, (rows, *feature.shape))
+
+
+def _freshness(parameters: Parameters) -> tuple[dict[str, int], float | None]:
+    through = parameters.get("min_trained_through")
+    timeout_ms = parameters.get("timeout_ms")
+    if through is not None and not isinstance(through, str):
+        raise BadRequestError(f'min_trained_through is {shorten(repr(through))}; write it like "events:0=4711"')
+    if through is not None and len(through) > _LONGEST_THROUGH:
+        raise BadRequestError(f"min_trained_through has {len(through)} characters; it may have {_LONGEST_THROUGH}")
+    if timeout_ms is not None and (isinstance(timeout_ms, bool | str) or timeout_ms < 0):
+        raise BadRequestError(f"timeout_ms is {shorten(repr(timeout_ms))}; write a number of milliseconds")
+    if timeout_ms is not None:
+        timeout_ms = min(timeout_ms, _LONGEST_TIMEOUT_MS)
+    try:
+        return parse_trained_through(through) if through is not None else {}, timeout_ms
+    except ValueError as exc:
+        raise BadRequestError(f"min_trained_through: {shorten(str(exc))}") from exc

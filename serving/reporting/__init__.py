@@ -1,0 +1,1 @@
+"""What serving reports about itself, also over several workers."""

@@ -1,0 +1,1 @@
+"""Which version is served: eligibility, commands, the hot swap."""

@@ -1,0 +1,342 @@
+"""The hot swap: the version that is to be served takes the place of the one that is.
+
+A thread of its own watches the versions directory, loads, checks and warms up; then one reference is assigned.
+Requests that hold the old version are answered by it, and with the last of them it is freed.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from learner.errors import VersionError
+from learner.state_dir.version import Manifest, RegistryState
+from serving.rollout.eligibility import Choice, lowered
+from serving.errors import ConflictError
+from serving.rollout.freshness import Unserved
+from serving.metrics import Metrics
+from serving.rollout.directory_watcher import Notices
+from serving.rollout.commands import Order, pin, promote
+from serving.rollout.load_retry import Retries, may_pass
+from serving.model.loaded_version import Deployment, ServedVersion, load_version
+
+log = logging.getLogger("anabranch.serving")
+
+_REMEMBERED = 20
+_MOST_ROLLED_BACK = 1000
+
+
+class Swap:
+    """Keeps `current` the newest version that may be served; a context manager around its thread.
+
+    A version may be served when its verdict is pass or abstain, its schema is ours, its learner had not lost its lock,
+    and it lowers `trained_through` on no partition of the same incarnation that its learner reads. When the served one
+    fails, is rolled back or turns out to be a stale learner's, the newest that may be served takes its place, whatever
+    that lowers. Orders go before all this.
+
+    A version that does not fit or is damaged is refused until its files change. One that cannot be read for now, or for
+    which there is not enough memory, is tried again with a back-off, for ever.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        max_batch: int,
+        metrics: Metrics,
+        taken: Callable[[], object],
+        fail: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Both are called in the swap's thread: `taken` after each swap, `fail` with a bug that ended it.
+
+        `clock` says when to try again a version that could not be loaded for now.
+        """
+        self.current: ServedVersion | None = None
+        self.since: float | None = None
+        """When `current` was taken."""
+        self.taken: deque[int] = deque(maxlen=5 * _REMEMBERED)
+        """The newest versions that were taken."""
+        self.refused: dict[int, str] = {}
+        """The newest versions that were refused, with the reason; replaced, never changed."""
+        self._deployment = deployment
+        self._versions = deployment.versions
+        self._max_batch = max_batch
+        self._unserved = Unserved(deployment.versions)
+        self._metrics = metrics
+        self._notify = taken
+        self._fail = fail
+        self._choice = Choice(self._versions)
+        self._state = RegistryState()
+        self._passed_over: dict[int, object] = {}
+        self._retries = Retries(clock)
+        self._stale: set[int] = set()
+        self._lock = threading.Lock()
+        self._holds_state = False
+        self._complaints: dict[str, str] = {}
+        self._notices = Notices(self._versions.path)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._watch, name="serving-swap", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._notices.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping = True
+        self._notices.wake()
+        self._thread.join()
+        self._notices.__exit__(kind, error, trace)
+
+    @property
+    def ill(self) -> list[str]:
+        """One sentence for each thing that is wrong with the versions; empty when all is well."""
+        return list(self._complaints.values())
+
+    @property
+    def state(self) -> RegistryState:
+        """What `state.json` said at the last look."""
+        return self._state
+
+    def look(self) -> bool:
+        """Take the version that is to be served now, if it is another than the served one; whether one was taken.
+
+        Called by the swap's thread; by a test that has not started it.
+        """
+        with self._lock:
+            return self._look()
+
+    def order(self, order: Order, number: int) -> None:
+        """Do what a person ordered, at once; any thread but the event loop's may call.
+
+        Raises:
+            UnknownError: there is no such version.
+            ConflictError: another order stands against it, or the version cannot be served; nothing has changed then.
+        """
+        with self._lock:
+            try:
+                with self._changing_state():
+                    before = self._versions.state()
+                    after = order(before, number, self._versions.numbers())
+                    self._versions.write_state(after)
+                    self._look()
+                    served = self.current.number if self.current else None
+                    if order in (promote, pin) and served != number:
+                        why = self._retries.reason_of(number) or self.refused.get(number, "see the log")
+                        self._versions.write_state(before)
+                        self._look()
+                        raise ConflictError(f"version {number} cannot be served: {why}")
+            except (OSError, VersionError) as exc:
+                raise ConflictError(f"the order cannot be written down: {exc}") from exc
+        log.info("ordered: %s version %d; %s is served", order.__name__.replace("_", " "), number, served)
+
+    @contextlib.contextmanager
+    def _changing_state(self) -> Iterator[None]:
+        """Hold off other workers while `state.json` is read and written; may be nested."""
+        if self._holds_state:
+            yield
+            return
+        with self._versions.changing_state():
+            self._holds_state = True
+            try:
+                yield
+            finally:
+                self._holds_state = False
+
+    def _look(self) -> bool:
+        taken = self._choose()
+        if (reason := self._retries.reason) is None:
+            self._complaints.pop("away", None)
+        else:
+            self._complain("away", f"a version cannot be loaded for now, and is tried again: {reason}")
+        return taken
+
+    def _choose(self) -> bool:
+        served = self.current.number if self.current else -1
+        numbers = self._versions.numbers()
+        self._unserved.hear(numbers)
+        self._passed_over = {number: self._passed_over[number] for number in numbers if number in self._passed_over}
+        self._read_state()
+        self._stale = self._versions.stale(numbers) - {self._state.promoted, self._state.pinned}
+        if (pinned := self._state.pinned) is not None:
+            self._retries.keep(lambda number: number == pinned and number in numbers)
+            taken = served != pinned and self._try(pinned, back=True)
+            if not taken and served != pinned:
+                self._complain("pinned", f"version {pinned} is pinned, and cannot be served")
+            return taken
+        self._complaints.pop("pinned", None)
+        stays = served == -1 or self._stays(served)
+        if stays:
+            self._complaints.pop("withdrawn", None)
+        self._retries.keep(lambda number: number in numbers and (number > served or not stays))
+        for number in reversed(numbers):
+            if stays and number <= served:
+                return False
+            if number != served and self._try(number, back=number < served or served in self._stale):
+                return True
+        if not stays:
+            self._complain("withdrawn", f"version {served} is withdrawn, and there is no other that may be served")
+        return False
+
+    def _try(self, number: int, *, back: bool) -> bool:
+        """Take a version if it may be taken and can be; one that could not is tried again when its files change.
+
+        One that cannot be loaded for now is tried again when its time comes. `back` says that it may have learned less
+        than what is served.
+        """
+        if self._retries.waits(number):
+            return False
+        version, stamp = None, None
+        try:
+            stamp = self._versions.stamp(number)
+            if self._passed_over.get(number, ()) == stamp:
+                self._retries.drop(number)
+                return False
+            version = self._load(number, back=back)
+        except (VersionError, OSError, RuntimeError, MemoryError) as exc:
+            if may_pass(exc):
+                self._retries.failed(number, str(exc) if isinstance(exc, VersionError) else f"version {number}: {exc}")
+                return False
+            self._refuse(number, str(exc))
+        self._retries.drop(number)
+        if version is None:
+            self._passed_over[number] = stamp
+            return False
+        self._take(version)
+        return True
+
+    def _stays(self, served: int) -> bool:
+        try:
+            return served not in self._stale and self._choice.may_stay(served, self._state)
+        except (VersionError, OSError):  # a verdict that cannot be read says nothing against it
+            return True
+
+    def _read_state(self) -> None:
+        try:
+            state = self._choice.state()
+        except (OSError, VersionError):  # which is told of when it is to be written
+            return
+        if (state.pinned, state.promoted, state.rolled_back) != (
+            *(self._state.pinned, self._state.promoted, self._state.rolled_back),
+        ):
+            self._passed_over.clear()
+            self._retries.clear()
+        self._state = state
+
+    def _watch(self) -> None:
+        """Look until the end; the body of the swap's thread."""
+        try:
+            while not self._stopping:
+                try:
+                    self._notices.follow()
+                    self.look()
+                    self._complaints.pop("directory", None)
+                    with self._lock:
+                        pause = self._retries.next()
+                except OSError as exc:
+                    self._complain("directory", f"cannot look for versions in {self._versions.path}: {exc}")
+                    pause = None
+                if not self._stopping:
+                    self._notices.wait(pause)
+        except Exception as exc:
+            log.exception("the swap's thread ended")
+            self._fail(exc)
+
+    def _load(self, number: int, *, back: bool) -> ServedVersion | None:
+        """Load a version; None when it may not be taken."""
+        if number != self._state.pinned and not self._choice.may_take(number, self._state):
+            return None
+        manifest = self._versions.manifest(number)
+        self._check(manifest, number, back=back)
+        return load_version(self._deployment, manifest, self._max_batch)
+
+    def _check(self, manifest: Manifest, number: int, *, back: bool) -> None:
+        if manifest.number != number:
+            raise VersionError(f"version {number}: its manifest is that of version {manifest.number}")
+        if manifest.schema != self._deployment.schema.digest:
+            raise VersionError(f"version {number}: it was learned under another schema than [schema] describes")
+        if number in self._stale:
+            raise VersionError(f"version {number}: its learner's epoch {manifest.epoch} is over, a later one has begun")
+        if self.current is None or back:
+            return
+        if (lower := lowered(self.current.manifest, manifest)) is not None:
+            name, before, after = lower
+            raise VersionError(f"version {number}: it has learned {name} up to {after}, but {before} is served")
+
+    def _take(self, version: ServedVersion) -> None:
+        """Make a version the served one. A crash before step 3 costs a stale `state.json` until the next swap.
+
+        1. one reference assignment: requests that come from now on are answered by it;
+        2. wake those that wait for it;
+        3. write `state.json`, by which the learner knows what not to delete.
+        """
+        self.since = time.time()
+        previous, self.current = self.current, version
+        self.taken.append(version.number)
+        self._notify()
+        self._complaints.pop("version", None)
+        for about in ("withdrawn", "pinned"):
+            self._complaints.pop(about, None)
+        back = previous is not None and version.number < previous.number
+        self._passed_over = {
+            number: stamp for number, stamp in self._passed_over.items() if number > version.number and not back
+        }
+        self._retries.keep(lambda number: number > version.number)
+        self._metrics.swap("rolled_back" if back else "swapped")
+        self._metrics.version.set(version.number)
+        self._metrics.learned(*self._unserved.served(version.number, self.since))
+        log.info("serving version %d, trained through %s", version.number, version.trained_through or "nothing")
+        self._write_state(previous, version)
+
+    def _write_state(self, previous: ServedVersion | None, version: ServedVersion) -> None:
+        try:
+            with self._changing_state():
+                before = self._versions.state()
+                state = _served(before, previous.number if previous else None, version.number)
+                if state != before:
+                    self._versions.write_state(state)
+            self._state = state
+            self._complaints.pop("state", None)
+        except (OSError, VersionError) as exc:
+            self._complain("state", f"cannot write {self._versions.path}/state.json: {exc}")
+
+    def _refuse(self, number: int, reason: str) -> None:
+        """Tell of a refusal and remember it, and forget the oldest of many."""
+        if number not in self._versions.numbers():  # the learner has just deleted it
+            return
+        self._metrics.swap("refused")
+        self._complain("version", f"a version is refused: {reason}")
+        self.refused = dict([*self.refused.items(), (number, reason)][-_REMEMBERED:])
+
+    def _complain(self, about: str, sentence: str) -> None:
+        """Note a sentence for the report; log it once."""
+        if self._complaints.get(about) != sentence:
+            self._complaints[about] = sentence
+            log.warning("%s", sentence)
+
+
+def _served(state: RegistryState, previous: int | None, number: int) -> RegistryState:
+    """Return the state once a process has gone from `previous` (None: it has just started) to a version.
+
+    Another worker may have written the same before, or be ahead.
+    """
+    forward = previous is not None and number > previous
+    if forward and state.serving is not None and state.serving > number and state.pinned is None:
+        return state
+    back = previous is not None and number < previous and state.pinned is None
+    rolled_back = sorted({*state.rolled_back, previous}) if back and previous is not None else state.rolled_back
+    if state.serving == number:  # written already, or a restart
+        previous = state.previous
+    elif previous is None:
+        previous = state.serving
+    return msgspec.structs.replace(
+        state, serving=number, previous=previous, rolled_back=rolled_back[-_MOST_ROLLED_BACK:]
+    )

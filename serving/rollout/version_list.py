@@ -1,0 +1,97 @@
+"""The newest versions, and what became of each."""
+
+from typing import Literal
+
+import msgspec
+
+from learner.errors import VersionError
+from learner.state_dir.version import Manifest, Verdict
+from serving.model.loaded_version import Deployment
+from serving.rollout.hot_swap import Swap
+
+NEWEST = 20
+"""How many are listed."""
+
+Fate = Literal["served", "pinned", "swapped", "rolled back", "refused", "superseded", "waiting", "unknown"]
+
+
+class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One version."""
+
+    number: int
+    time: float | None = None
+    step: int | None = None
+    metrics: dict[str, float] = {}
+    verdict: str | None = None
+    fate: Fate
+    """Served now, or pinned; swapped in before and replaced since; rolled back, or left out by a rollback; refused;
+    superseded by a newer one before its turn; waiting for its turn or its verdict; unknown for those from before this
+    process."""
+    reason: str | None = None
+    """Why it was refused, or what the gate said."""
+
+
+class Registry:
+    """Reads the versions directory; a manifest never changes, so each is read once. Used by one thread at a time."""
+
+    def __init__(self, deployment: Deployment, swap: Swap, started: float) -> None:
+        self._versions = deployment.versions
+        self._swap = swap
+        self._started = started
+        self._manifests: dict[int, Manifest | str] = {}
+
+    def newest(self) -> list[VersionLine]:
+        """Return the newest versions, the newest first."""
+        numbers = self._versions.numbers()[-NEWEST:]
+        known = self._manifests
+        found = {number: known[number] if number in known else self._manifest(number) for number in numbers}
+        self._manifests = {number: manifest for number, manifest in found.items() if manifest is not None}
+        taken, refused = set(self._swap.taken.copy()), self._swap.refused
+        served = self._swap.current.number if self._swap.current else None
+        lines = (self._line(number, served, taken, refused) for number in reversed(self._manifests))
+        return [line for line in lines if line is not None]
+
+    def _line(self, number: int, served: int | None, taken: set[int], refused: dict[int, str]) -> VersionLine | None:
+        manifest = self._manifests[number]
+        if isinstance(manifest, str):
+            return VersionLine(number=number, fate="refused", reason=manifest)
+        try:
+            verdict = self._versions.verdict(number)
+        except VersionError as exc:
+            return VersionLine(number=number, fate="refused", reason=str(exc))
+        except OSError as exc:
+            return VersionLine(number=number, fate="unknown", reason=f"its verdict cannot be read for now: {exc}")
+        fate, reason = self._fate(manifest, verdict, served, taken), refused.get(number)
+        if fate not in ("served", "pinned", "rolled back") and number not in taken and reason is not None:
+            fate = "refused"
+        return VersionLine(
+            number=number,
+            time=manifest.time,
+            step=manifest.step,
+            metrics=manifest.metrics,
+            verdict=verdict.verdict if verdict else None,
+            fate=fate,
+            reason=reason or (", ".join(verdict.reasons) if verdict else None) or None,
+        )
+
+    def _fate(self, manifest: Manifest, verdict: Verdict | None, served: int | None, taken: set[int]) -> Fate:
+        if manifest.number == served:
+            return "pinned" if self._swap.state.pinned == served else "served"
+        if manifest.number in self._swap.state.rolled_back:
+            return "rolled back"
+        if manifest.number in taken:
+            return "swapped"
+        if verdict is not None and verdict.verdict == "fail":
+            return "refused"
+        if served is None or manifest.number > served:
+            return "waiting"
+        return "superseded" if manifest.time >= self._started else "unknown"
+
+    def _manifest(self, number: int) -> Manifest | str | None:
+        """Return a manifest, why there is none, or None where that cannot be told for now."""
+        try:
+            return self._versions.manifest(number)
+        except VersionError as exc:
+            return str(exc)
+        except OSError:
+            return None

@@ -1,0 +1,95 @@
+"""Requests have names, of which the log tells; what goes wrong inside is told there and not to the client."""
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.http import access_log as request_log
+from serving.http.access_log import RequestLog, name_of
+from serving.inference.service import Service
+
+Served = Callable[..., Any]
+Body = Callable[..., dict[str, Any]]
+LATE = {"min_trained_through": "events:0=11", "timeout_ms": 0}
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [json.loads(record.message) for record in caplog.records if record.name == "anabranch.requests"]
+
+
+@pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/v2", "/", "/nowhere", "/metrics"])
+def test_every_answer_carries_the_name_of_its_request(numbers: Any, served: Served, path: str) -> None:
+    with served(numbers, ready=False, tokens={"read": "a", "admin": "b"}) as server:
+        for headers in ({}, {"Authorization": "Bearer a"}):
+            answer = httpx.get(server.url + path, headers={**headers, "X-Request-ID": "order-17:a/b"})
+            assert answer.headers.get_list("x-request-id") == ["order-17:a/b"]
+            assert answer.headers.get_list("x-content-type-options") == ["nosniff"]
+            names = {httpx.get(server.url + path, headers=headers).headers["x-request-id"] for _ in range(3)}
+            assert len(names) == 3
+
+
+@pytest.mark.parametrize("given", [b"", b"a b", b'"', b"a\nb", b"\xff", b"x" * 129])
+def test_a_name_that_could_forge_a_line_or_a_header_is_replaced(given: bytes) -> None:
+    assert name_of(given) not in (given, name_of(given))
+    assert len(name_of(given)) == 16
+
+
+def test_failures_are_told_with_their_names_and_successes_when_that_is_asked_for(
+    numbers: Any, served: Served, body_of: Body, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers.publish(1)
+    expected = {"none": [], "errors": [504], "all": [200, 400, 504]}
+    for level, statuses in expected.items():
+        caplog.clear()
+        with caplog.at_level(logging.INFO), served(numbers, request_log=level) as server:
+            httpx.post(server.infer, json=body_of(1))
+            httpx.post(server.infer, content=b"{")
+            httpx.post(server.infer, json=body_of(1, parameters=LATE), headers={"X-Request-ID": "late"})
+        lines = told(caplog)
+        assert [line["status"] for line in lines] == statuses
+        if lines:
+            assert lines[-1].keys() == {"request", "method", "path", "status", "seconds"}
+            assert lines[-1]["request"] == "late"
+            assert lines[-1]["path"] == "/v2/models/tiny/infer"
+
+
+def test_a_bug_is_told_to_the_log_with_the_requests_name_and_not_to_the_client(
+    numbers: Any, served: Served, body_of: Body, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a secret of the inside")
+
+    numbers.publish(1)
+    with caplog.at_level(logging.INFO), served(numbers) as server:
+        monkeypatch.setattr(Service, "check_name", fail)
+        for answer in (
+            httpx.post(server.infer, json=body_of(1), headers={"X-Request-ID": "one"}),
+            httpx.get(server.url + "/v2/models/tiny", headers={"X-Request-ID": "two"}),
+        ):
+            assert answer.status_code == 500
+            assert answer.json() == {"error": "the server failed; its log says how"}
+        monkeypatch.undo()
+        assert httpx.post(server.infer, json=body_of(1)).status_code == 200
+    bugs = [record for record in caplog.records if record.exc_info]
+    assert [record.getMessage() for record in bugs] == ["request one failed", "request two failed"]
+    assert [line["request"] for line in told(caplog)] == ["one", "two"]
+
+
+def test_an_overload_writes_a_hundred_lines_a_second_and_says_how_many_are_left_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(request_log.time, "monotonic", lambda: now[0])
+    requests = RequestLog("errors")
+    with caplog.at_level(logging.INFO):
+        for _ in range(250):
+            requests.answered(b"x", "POST", "/infer", 503, 0.1)
+        assert len(told(caplog)) == 100
+        now[0] += 1
+        requests.answered(b"x", "POST", "/infer", 503, 0.1)
+        requests.answered(b"x", "POST", "/infer", 503, 0.1)
+    assert [line.get("left_out") for line in told(caplog)[100:]] == [150, None]

@@ -1,0 +1,340 @@
+"""Connections are bounded before a token is compared, whichever library parses them."""
+
+import asyncio
+import contextlib
+import gc
+import http.client
+import socket
+import ssl
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import serving.http.acceptor
+import serving.http.connection
+from serving.http.app import HttpServer
+from serving.config import ServingSettings
+from serving.http.connection import H11Connection
+from serving.http.httptools_connection import HttpToolsConnection
+from serving.http.listening_socket import listen
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+Serve = Callable[..., AbstractContextManager[int]]
+
+SOON = timedelta(milliseconds=200)
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    """Read the body and answer with its length."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size, more = size + len(message["body"]), message["more_body"]
+    await reply(send, str(size).encode())
+
+
+async def reply(send: Any, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [length, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture(params=[H11Connection, HttpToolsConnection], ids=["h11", "httptools"])
+def serve(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Serve:
+    """Serve an ASGI application on a free port, which is what the context returns."""
+    monkeypatch.setattr("serving.http.app.connection_class", lambda: request.param)
+
+    @contextmanager
+    def serving_(app: App = answer, **settings: Any) -> Iterator[int]:
+        chosen = ServingSettings.model_validate({"timeout": "1s", **settings})
+        server = HttpServer(app, chosen, tmp_path)
+        server.load()
+        with listen("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            thread = threading.Thread(target=lambda: asyncio.run(server.serve(listener)))
+            thread.start()
+            try:
+                yield port
+            finally:
+                server.stop()
+                thread.join(30)
+                assert not thread.is_alive()
+
+    return serving_
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Wait until the server closes a connection; it sends nothing before."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def received(client: socket.socket) -> bytes:
+    """Return all that comes until the connection ends."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := client.recv(65536):
+            found += piece
+    return found
+
+
+def reply_of(client: socket.socket) -> tuple[int, bytes]:
+    """Read one whole reply, with the length of its body told."""
+    response = http.client.HTTPResponse(client)
+    response.begin()
+    return response.status, response.read()
+
+
+def status(port: int) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as client:
+        client.request("GET", "/")
+        return client.getresponse().status
+
+
+@pytest.mark.parametrize("begin", [b"", GET[:20]], ids=["silent", "half a head"])
+def test_a_connection_without_a_whole_head_is_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", SOON)
+    with serve() as port, connect(port) as client:
+        client.sendall(begin)
+        assert is_closed(client)
+        with connect(port) as other:
+            other.sendall(GET)
+            assert reply_of(other) == (200, b"0")
+            other.sendall(GET[:20])
+            assert is_closed(other)
+
+
+def test_a_connection_may_rest_between_requests(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", SOON)
+    with serve() as port, connect(port) as client:
+        client.sendall(GET)
+        assert reply_of(client) == (200, b"0")
+        client.settimeout(2 * SOON.total_seconds())
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        client.settimeout(10)
+        client.sendall(GET)
+        assert reply_of(client) == (200, b"0")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [b"x: " + b"y" * 1000 + b"\r\n", b"a:b\r\n" * 200, b"y" * 1000],
+    ids=["long fields", "short fields", "one field"],
+)
+def test_a_head_without_end_is_cut_off(serve: Serve, piece: bytes) -> None:
+    with serve() as port, connect(port) as client:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            client.sendall(GET[:-2] + b"z: ")
+            while sent < 50_000_000:
+                client.sendall(piece)
+                sent += len(piece)
+        assert sent < 50_000_000  # the kernel's buffers take several MB
+        assert status(port) == 200
+
+
+def test_a_body_of_tiny_chunks_is_refused_and_one_of_fair_chunks_is_not(serve: Serve) -> None:
+    with serve() as port:
+        with connect(port) as client:
+            client.sendall(CHUNKED + b"1\r\na\r\n" * 1000)
+            assert received(client).startswith(b"HTTP/1.1 400")
+        with connect(port) as client:
+            client.sendall(CHUNKED + b"1\r\na\r\n" * 100 + (b"800\r\n" + b"a" * 2048 + b"\r\n") * 1000 + b"0\r\n\r\n")
+            assert reply_of(client) == (200, b"2048100")
+
+
+def test_an_early_answer_is_read_by_a_client_that_goes_on_sending_and_then_the_connection_ends(serve: Serve) -> None:
+    async def refuse(_scope: Any, _receive: Any, send: Any) -> None:
+        await reply(send, b"no", (b"connection", b"close"))
+
+    with serve(refuse) as port, connect(port) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 16000000\r\n\r\n")
+        client.sendall(b"a" * 8_000_000)  # more than the kernel's buffers take
+        assert received(client).endswith(b"\r\n\r\nno")
+
+
+def test_what_follows_an_early_answer_is_not_parsed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[int] = []
+    add = serving.http.connection.ChunkBudget.add
+
+    def counted(self: Any, chunks: int, size: int) -> bool:
+        parsed.append(size)
+        return add(self, chunks, size)
+
+    async def refuse(_scope: Any, _receive: Any, send: Any) -> None:
+        await reply(send, b"no", (b"connection", b"close"))
+
+    monkeypatch.setattr(serving.http.connection.ChunkBudget, "add", counted)
+    with serve(refuse) as port, connect(port) as client:
+        client.sendall(CHUNKED)
+        assert b"\r\n\r\n" in client.recv(65536)
+        client.sendall((b"1000\r\n" + b"a" * 4096 + b"\r\n") * 10)
+        client.shutdown(socket.SHUT_WR)
+        received(client)
+    assert parsed == []
+
+
+@pytest.mark.slow
+def test_replies_that_nobody_reads_end_their_connection_and_slow_readers_get_theirs(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = threading.Event()
+    size = 30_000_000
+
+    async def large(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a" * size, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        lost.set()
+
+    monkeypatch.setattr(serving.http.connection, "_REPLY_PATIENCE", timedelta(seconds=1))
+    with serve(large) as port:
+        with connect(port) as client:
+            client.sendall(GET)
+            assert lost.wait(10)
+            assert len(received(client)) < size
+        with connect(port) as client:
+            client.sendall(GET)
+            found = 0
+            client.sendall(GET[:-2] + b"Connection: close\r\n\r\n" + GET)  # of which the last is not answered
+            while piece := client.recv(1_000_000):
+                found += len(piece)
+                threading.Event().wait(len(piece) / 20_000_000)  # for longer than a look takes
+            assert 2 * size < found < 2.1 * size
+
+
+def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.http.app.most_connections", lambda tls: 4)
+    with serve() as port, contextlib.ExitStack() as stack:
+        polite = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        stack.callback(polite.close)
+        polite.request("GET", "/")
+        assert polite.getresponse().read() == b"0"
+        polite_socket = polite.sock
+        silent = [stack.enter_context(connect(port)) for _ in range(3)]
+        assert status(port) == 200  # whom the polite one, which rested longest, had to give its place
+        assert is_closed(polite_socket)
+        more = [stack.enter_context(connect(port)) for _ in range(10)]
+        assert all(map(is_closed, [*silent, *more[:6]]))
+
+
+def test_requests_in_hand_are_not_closed_for_new_connections_which_wait(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.http.app.most_connections", lambda tls: 2)
+    arrived = threading.Semaphore(0)
+    go_on = threading.Event()
+
+    async def held(_scope: Any, _receive: Any, send: Any) -> None:
+        arrived.release()
+        await asyncio.to_thread(go_on.wait, 20)
+        await reply(send, b"late", (b"connection", b"close"))
+
+    with serve(held) as port, contextlib.ExitStack() as stack:
+        clients = []
+        for arrives in (True, True, False, False, False):
+            clients.append(stack.enter_context(connect(port)))
+            clients[-1].sendall(GET)
+            assert arrived.acquire(timeout=10 if arrives else 0.1) is arrives
+        go_on.set()
+        assert all(received(client).endswith(b"late") for client in clients)
+
+
+def test_many_requests_at_once_on_one_connection_are_bounded(serve: Serve) -> None:
+    go_on = threading.Event()
+
+    async def held(_scope: Any, _receive: Any, send: Any) -> None:
+        await asyncio.to_thread(go_on.wait, 20)
+        await reply(send, b"late")
+
+    with serve(held) as port, connect(port) as client:
+        client.sendall(GET * 200)
+        client.settimeout(0.3)
+        try:
+            assert is_closed(client)  # httptools would parse them all
+        except TimeoutError:  # h11 parses one at a time
+            go_on.set()
+            client.settimeout(10)
+            client.shutdown(socket.SHUT_WR)
+            assert received(client).count(b"late") >= 1
+        finally:
+            go_on.set()
+
+
+def test_connections_wait_while_there_are_no_descriptors(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.http.acceptor, "_RETRY", SOON)
+    accept, failures = socket.socket.accept, [OSError(24, "Too many open files")]
+
+    def failing(self: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    with serve() as port:
+        monkeypatch.setattr(socket.socket, "accept", failing)
+        assert status(port) == 200
+    assert not failures
+
+
+def test_a_handshake_of_tls_has_its_time_and_what_does_not_finish_it_is_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, certificate: Any
+) -> None:
+    monkeypatch.setattr(serving.http.acceptor, "HEAD_PATIENCE", SOON)
+    monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", SOON)
+    cert, key = certificate(days=3)
+    context = ssl.create_default_context(cafile=str(cert))
+    with serve(tls={"cert": str(cert), "key": str(key)}) as port:
+        with connect(port) as client:
+            assert is_closed(client)
+        with connect(port) as client, context.wrap_socket(client, server_hostname="localhost") as secure:
+            assert is_closed(secure)
+        with connect(port) as client, context.wrap_socket(client, server_hostname="localhost") as secure:
+            secure.sendall(GET)
+            assert reply_of(secure) == (200, b"0")
+
+
+def test_tls_stops_with_handshakes_under_way(serve: Serve, certificate: Any) -> None:
+    cert, key = certificate(days=3)
+    with contextlib.ExitStack() as stack:
+        with serve(tls={"cert": str(cert), "key": str(key)}) as port:
+            clients = [stack.enter_context(connect(port)) for _ in range(3)]
+        assert all(map(is_closed, clients))
+
+
+def test_what_a_connection_of_tls_took_is_let_go_of_when_it_ends(serve: Serve, certificate: Any) -> None:
+    """It has buffers of 256 kB, for which no search for garbage is to be waited for."""
+    cert, key = certificate(days=3)
+    context = ssl.create_default_context(cafile=str(cert))
+    gc.collect()
+    gc.disable()
+    try:
+        with serve(tls={"cert": str(cert), "key": str(key)}) as port:
+            for asks in (False, True) * 3:
+                with connect(port) as client, context.wrap_socket(client, server_hostname="localhost") as secure:
+                    if asks:
+                        secure.sendall(GET)
+                        assert reply_of(secure) == (200, b"0")
+        left = [each for each in gc.get_objects() if type(each) is asyncio.sslproto.SSLProtocol]
+    finally:
+        gc.enable()
+    assert not left

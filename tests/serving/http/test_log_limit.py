@@ -1,0 +1,31 @@
+"""What comes over the network does not fill the log."""
+
+import logging
+
+import pytest
+
+import serving.http.log_limit
+from serving.http.log_limit import limited_lines
+
+
+def test_ten_lines_a_second_are_written_and_the_next_one_tells_how_many_were_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("serving.http.log_limit.time.monotonic", lambda: now[0])
+    logger = logging.getLogger("test.limited")
+    with limited_lines((logger.name,)):
+        for number in range(50):
+            logger.warning("line %d", number)
+        assert caplog.messages == [f"line {number}" for number in range(10)]
+        now[0] += 1
+        logger.warning("line %d", 50)
+        logger.warning("line %d", 51)
+    assert caplog.messages[10:] == ["line 50 (40 lines before this one were left out)", "line 51"]
+    for number in range(50):
+        logger.warning("free %d", number)
+    assert len(caplog.messages) == 62
+
+
+def test_the_servers_library_and_asyncio_are_limited() -> None:
+    assert serving.http.log_limit.LIMITED == ("uvicorn.error", "asyncio")

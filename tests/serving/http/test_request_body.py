@@ -1,0 +1,103 @@
+"""Bodies are read within bounds, and what is held is known."""
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from serving.http.request_body import Bodies, HangUp, HungUpError, Receive
+from serving.config import ServingSettings
+from serving.errors import BadRequestError, CrowdedError, TooLargeError
+
+SETTINGS = ServingSettings.model_validate({"max_body_bytes": 2000, "max_held_bytes": 3000})
+
+
+def sending(*chunks: bytes, hangs_up: bool = False) -> Receive:
+    messages: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": c, "more_body": True} for c in chunks]
+    messages.append({"type": "http.disconnect"} if hangs_up else {"type": "http.request", "body": b""})
+
+    async def receive() -> MutableMapping[str, Any]:
+        return messages.pop(0)
+
+    return receive
+
+
+def read(bodies: Bodies, receive: Receive, content_length: bytes | None = None) -> bytes:
+    return asyncio.run(bodies.read(receive, content_length))
+
+
+def test_a_body_is_held_until_it_is_released() -> None:
+    bodies = Bodies(SETTINGS)
+    body = read(bodies, sending(b"abc", b"def"), b"6")
+    assert body == b"abcdef"
+    assert bodies.held_bytes == 6
+    bodies.add(-len(body))
+    assert bodies.held_bytes == 0
+
+
+def test_a_body_beyond_what_may_be_held_is_busy_until_another_is_released() -> None:
+    bodies = Bodies(SETTINGS)
+    first = read(bodies, sending(b"x" * 1900))
+    with pytest.raises(CrowdedError, match=r"holds \d+ bytes"):
+        read(bodies, sending(b"x" * 1000, b"x" * 900))
+    assert bodies.held_bytes == 1900
+    bodies.add(-len(first))
+    read(bodies, sending(b"x" * 1900))
+
+
+def test_a_body_that_is_too_long_is_not_read_to_its_end() -> None:
+    bodies = Bodies(SETTINGS)
+    endless = [0]
+
+    async def receive() -> MutableMapping[str, Any]:
+        endless[0] += 1
+        return {"type": "http.request", "body": b"x" * 500, "more_body": True}
+
+    with pytest.raises(TooLargeError, match="more than 2000 bytes"):
+        read(bodies, receive)
+    assert endless == [5]
+    with pytest.raises(TooLargeError):
+        read(bodies, receive, b"2001")
+    assert endless == [5]
+    with pytest.raises(BadRequestError, match="Content-Length"):
+        read(bodies, receive, b"-1")
+    assert bodies.held_bytes == 0
+
+
+def test_a_client_that_hangs_up_within_its_body_holds_nothing() -> None:
+    bodies = Bodies(SETTINGS)
+    with pytest.raises(HungUpError):
+        read(bodies, sending(b"abc", hangs_up=True))
+    assert bodies.held_bytes == 0
+
+
+def test_a_client_that_hangs_up_later_ends_the_wait_for_its_answer() -> None:
+    async def wait() -> None:
+        async with asyncio.timeout(20), HangUp(sending(hangs_up=True)):
+            await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(HungUpError):
+        asyncio.run(wait())
+
+
+def test_an_answer_in_time_and_its_errors_pass_through() -> None:
+    async def wait(answer: asyncio.Future[int]) -> int:
+        async with HangUp(sending()):
+            return await answer
+
+    async def main() -> None:
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(7)
+        assert await wait(answer) == 7
+        failure = asyncio.get_running_loop().create_future()
+        failure.set_exception(CrowdedError("full"))
+        with pytest.raises(CrowdedError):
+            await wait(failure)
+        task = asyncio.ensure_future(wait(asyncio.get_running_loop().create_future()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())

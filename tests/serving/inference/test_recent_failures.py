@@ -1,0 +1,54 @@
+"""Peers whose requests made the model raise are noted for a while, and in bounded memory."""
+
+from serving.inference.recent_failures import RecentFailures
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_peer_is_forgotten_ten_seconds_after_its_last_failure() -> None:
+    clock = Clock()
+    failures = RecentFailures(clock)
+    failures.add("a")
+    clock.now += 6
+    failures.add("a")
+    clock.now += 9
+    assert "a" in failures
+    clock.now += 1
+    assert "a" not in failures
+
+
+def test_who_was_never_noted_or_has_no_name_is_not_in_it() -> None:
+    failures = RecentFailures()
+    failures.add("a")
+    failures.add(None)
+    assert "b" not in failures
+    assert None not in failures
+    assert len(failures) == 1
+
+
+def test_those_that_are_over_leave_when_another_comes() -> None:
+    clock = Clock()
+    failures = RecentFailures(clock)
+    for peer in range(100):
+        failures.add(peer)
+    clock.now += 10
+    failures.add("new")
+    assert len(failures) == 1
+
+
+def test_the_oldest_make_room_for_newer_ones() -> None:
+    failures = RecentFailures(Clock())
+    failures.add("again")
+    for peer in range(4095):
+        failures.add(peer)
+    failures.add("again")
+    failures.add("one more")
+    assert len(failures) == 4096
+    assert 0 not in failures
+    assert all(peer in failures for peer in ("again", 1, "one more"))

@@ -1,0 +1,204 @@
+"""A candidate answers a part of the live requests, and whatever it does touches none of them."""
+
+import errno
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from learner.state_dir.folders import LocalStorage
+from learner.state_dir.version import Versions
+from serving.metrics import Metrics
+from serving.model.loaded_version import ServedVersion, load_version
+from serving.inference.shadow import Shadow, _Asked
+
+UNITS = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0]])
+
+
+def tensor(rows: list[list[float]]) -> dict[str, Any]:
+    data = [number for row in rows for number in row]
+    return {"inputs": [{"name": "x", "shape": [len(rows), 4], "datatype": "FP32", "data": data}]}
+
+
+def ask(server: Any, body: dict[str, Any]) -> None:
+    reply = httpx.post(server.infer, json=body, timeout=30)
+    assert (reply.status_code, reply.json().get("model_version")) == (200, "1"), reply.text
+
+
+def count(server: Any, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"anabranch_serving_shadow_{name}"))
+
+
+def test_a_failed_version_is_compared_with_the_served_one(deploy: Any, served: Any, eventually: Any) -> None:
+    publisher = deploy("linear")
+    publisher.publish(1, weights={"weight": UNITS, "bias": torch.zeros(3)})
+    # It predicts the same for the first unit vector, and takes the other two for each other.
+    publisher.publish(2, weights={"weight": UNITS[[0, 2, 1]], "bias": torch.zeros(3)}, verdict="fail")
+    with served(publisher, shadow=1.0) as server:
+        eventually(lambda: (shadow := server.report().shadow) and shadow.version == 2)
+        for requests in range(1, 4):
+            ask(server, tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [2, 0, 0, 0]]))
+            eventually(lambda requests=requests: count(server, "rows_total") == 4 * requests)
+        compared = count(server, 'rows_total{outcome="compared"}')
+        assert compared > 0
+        assert count(server, "disagreement_total") == compared / 2
+        eventually(lambda: server.report().shadow.rows == compared)
+        assert server.report().shadow.disagreement == 0.5
+        assert httpx.get(f"{server.url}/api/status").json()["serving"]["shadow"]["version"] == 2
+        # What is older than the served one is no candidate any more.
+        publisher.publish(3, weights={"weight": UNITS, "bias": torch.zeros(3)})
+        eventually(lambda: server.report().version == 3 and server.report().shadow is None)
+
+
+def test_a_stale_learners_version_is_no_candidate(numbers: Any, served: Any, eventually: Any) -> None:
+    numbers.publish(1, epoch=2)
+    numbers.publish(2, epoch=2, verdict="fail")
+    numbers.publish(3, epoch=1, verdict="fail")
+    with served(numbers, shadow=1.0) as server:
+        eventually(lambda: server.report().shadow)
+        assert server.report().shadow.version == 2
+
+
+def test_for_regression_the_disagreement_is_the_mean_absolute_difference(
+    numbers: Any, served: Any, body_of: Any, eventually: Any
+) -> None:
+    numbers.publish(1)
+    numbers.publish(5, verdict="fail")
+    with served(numbers, shadow=1.0) as server:
+        eventually(lambda: server.report().shadow)
+        ask(server, body_of(3))
+        eventually(lambda: server.report().shadow.rows == 3)
+        assert server.report().shadow.disagreement == 4.0
+        assert count(server, "disagreement_total") == 12.0
+
+
+def test_only_the_fraction_is_compared(numbers: Any, served: Any, body_of: Any, eventually: Any) -> None:
+    numbers.publish(1)
+    numbers.publish(2, verdict="fail")
+    with served(numbers, shadow=0.25) as server:
+        eventually(lambda: server.report().shadow)
+        for _ in range(60):
+            ask(server, body_of(1))
+        assert 0 < count(server, "rows_total") < 40
+    with served(numbers) as server:
+        ask(server, body_of(1))
+        assert server.report().shadow is None
+        assert count(server, "rows_total") == 0
+
+
+def test_a_candidate_that_cannot_be_loaded_touches_no_request(
+    deploy: Any, served: Any, body_of: Any, eventually: Any
+) -> None:
+    publisher = deploy("linear")
+    publisher.publish(1, weights={"weight": UNITS, "bias": torch.zeros(3)})
+    publisher.publish(2, weights={"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, verdict="fail")
+    with served(publisher, shadow=1.0) as server:
+        eventually(lambda: (shadow := server.report().shadow) and shadow.failed)
+        assert "size mismatch" in server.report().shadow.failed
+        ask(server, body_of(1))
+        assert (server.report().ready, server.report().ill) == (True, [])
+        assert count(server, "rows_total") == 0
+
+
+class Looking:
+    """A shadow whose thread is not started, beside a served version 1; its looks are half a minute apart."""
+
+    def __init__(self, publisher: Any) -> None:
+        publisher.publish(1)
+        self.served = load_version(publisher.deployment, publisher.versions.manifest(1), 8)
+        self.now = 0.0
+        metrics = Metrics(CollectorRegistry())
+        self.shadow = Shadow(publisher.deployment, 1.0, 8, metrics, lambda: self.served, lambda: True, lambda: self.now)
+
+    def look(self) -> int | None:
+        self.now += 30
+        self.shadow._look()
+        return self.shadow._candidate.number if self.shadow._candidate else None
+
+    def failed(self) -> str | None:
+        assert self.shadow.report is not None
+        return self.shadow.report.failed
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ESTALE, "Stale file handle"), MemoryError("none left"), torch.OutOfMemoryError("none left")],
+    ids=repr,
+)
+def test_a_candidate_that_is_away_or_finds_no_memory_is_tried_again(numbers: Any, error: Exception) -> None:
+    looking = Looking(numbers)
+    numbers.publish(2, verdict="fail")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Versions, "weights", raises(error))
+        assert [looking.look() for _ in range(5)] == [None] * 5
+        assert str(error) in str(looking.failed())
+    assert looking.look() == 2
+    assert looking.failed() is None
+    row = {"x": np.zeros((1, 4), np.float32)}
+    asked = _Asked(looking.served, row, looking.served.run(row), looking.now)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServedVersion, "run", raises(error))
+        assert looking.shadow._candidate is not None
+        looking.shadow._compare(asked, looking.shadow._candidate)
+        assert str(error) in str(looking.failed())
+    assert looking.look() == 2, "it is given up for good"
+
+
+def test_a_candidate_that_does_not_fit_is_given_up_for_good(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looking = Looking(numbers)
+    numbers.publish(2, verdict="fail", weights={"number": torch.zeros(3)})
+    assert looking.look() is None
+    monkeypatch.setattr("serving.inference.shadow.load_version", raises(AssertionError("it was tried again")))
+    assert [looking.look() for _ in range(5)] == [None] * 5
+
+
+def test_a_directory_of_versions_that_is_away_for_a_while_does_not_end_the_shadow(numbers: Any) -> None:
+    looking = Looking(numbers)
+    numbers.publish(2, verdict="fail")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStorage, "numbers", raises(OSError(errno.EIO, "Input/output error")))
+        assert looking.look() is None
+    assert looking.look() == 2
+
+
+def test_a_candidate_that_hangs_delays_nobody_and_what_it_misses_is_dropped(
+    deploy: Any, served: Any, body_of: Any, eventually: Any
+) -> None:
+    publisher = deploy("sluggish")
+    publisher.publish(1)
+    publisher.publish(100, verdict="fail")
+    with served(publisher, shadow=1.0) as server:
+        eventually(lambda: server.report().shadow)
+        models = sys.modules[publisher.deployment.model.factory.partition(":")[0]]
+        models.go_on.clear()  # for which it would wait for 30 seconds
+        try:
+            began = time.monotonic()
+            for _ in range(20):
+                ask(server, body_of(1))
+            assert time.monotonic() - began < 15
+            # One is at work, and four wait.
+            eventually(lambda: count(server, 'rows_total{outcome="dropped"}') == 15)
+        finally:
+            models.go_on.set()
+        eventually(lambda: count(server, 'rows_total{outcome="compared"}') >= 1)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1])
+def test_a_fraction_is_between_0_and_1(numbers: Any, served: Any, fraction: float) -> None:
+    with pytest.raises(ValueError, match="shadow"):
+        with served(numbers, shadow=fraction):
+            pass

@@ -1,0 +1,48 @@
+"""The sentence on how a pipeline does."""
+
+import msgspec
+import pytest
+
+from learner.state_dir.report import LearnerReport
+from serving.reporting.health import ReportAge, judge
+from serving.reporting.report import ServingReport
+
+LEARNER = LearnerReport(pid=1, epoch=1, started=0, time=1000, steps=7)
+SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8000", ready=True, version=3)
+
+
+@pytest.mark.parametrize(
+    ("learner", "serving", "state", "sentence"),
+    [
+        ({}, {}, "well", "All is well."),
+        (None, {}, "starting", "No learner has reported yet"),
+        ({}, {"version": None, "ill": ["no version can be served yet"]}, "starting", "The first version is on its way"),
+        ({"ill": ["the broker is gone"]}, {}, "ill", "Learner: the broker is gone"),
+        ({"time": 960}, {}, "ill", "The learner does not report"),
+        ({"ill": ["a"]}, {"ill": ["b"]}, "ill", "2 things are wrong."),
+    ],
+)
+def test_it_is_told_in_one_sentence(learner, serving, state, sentence):
+    report = None if learner is None else msgspec.structs.replace(LEARNER, **learner)
+    silent = report is not None and ReportAge(wall=lambda: 1000.0).is_silent(report)
+    health = judge(report, msgspec.structs.replace(SERVING, **serving), silent=silent)
+    assert health.state == state
+    assert health.sentence.startswith(sentence)
+    assert bool(health.ill) == (state == "ill")
+    assert health.silent == ("does not report" in sentence)
+
+
+def test_a_part_is_silent_by_how_long_nothing_new_was_read_whatever_is_done_to_the_wall_clock():
+    now, wall = [50.0], [1000.0]
+    age = ReportAge(lambda: now[0], lambda: wall[0])
+    assert not age.is_silent(LEARNER)
+    wall[0] += 3600
+    now[0] += 9
+    assert not age.is_silent(LEARNER), "the clock was set forward"
+    report = msgspec.structs.replace(LEARNER, time=wall[0])
+    wall[0] -= 86400
+    assert not age.is_silent(report)
+    now[0] += 10
+    assert age.is_silent(report), "the clock was set back, and the learner is gone"
+    assert not age.is_silent(msgspec.structs.replace(LEARNER, time=wall[0]))
+    assert ReportAge(lambda: now[0], lambda: wall[0] + 100).is_silent(msgspec.structs.replace(LEARNER, time=wall[0]))

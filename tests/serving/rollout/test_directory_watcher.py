@@ -1,0 +1,157 @@
+"""What is noticed in the versions directory, and how soon: each test waits for the kernel's word, or polls."""
+
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from anabranch.core.atomic_files import replace_file
+from serving.rollout import directory_watcher as notice
+from serving.rollout.directory_watcher import Notices, file_system
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")
+PATIENCE = 30
+
+
+@pytest.fixture(autouse=True)
+def no_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the kernel tells, or another thread, ends a wait."""
+    monkeypatch.setattr(notice, "LOOK_ANYWAY", timedelta(hours=1))
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Path:
+    (tmp_path / "versions" / "1").mkdir(parents=True)
+    return tmp_path / "versions"
+
+
+@pytest.fixture
+def notices(versions: Path) -> Iterator[Notices]:
+    with Notices(versions) as notices:
+        notices.follow()
+        yield notices
+
+
+@pytest.fixture
+def waits() -> Iterator[Callable[[Notices], "Future[None]"]]:
+    """Wait in a thread."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda notices: pool.submit(notices.wait)
+
+
+def a_version(versions: Path) -> None:
+    (versions / ".tmp-1-2").mkdir()
+    (versions / ".tmp-1-2").rename(versions / "2")
+
+
+def a_verdict(versions: Path) -> None:
+    replace_file(versions / "1" / "verdict.json", b"{}")
+
+
+def a_state(versions: Path) -> None:
+    replace_file(versions / "state.json", b"{}")
+
+
+@linux
+@pytest.mark.parametrize("change", [a_version, a_verdict, a_state])
+def test_the_kernel_tells_of_a_change_at_once(
+    versions: Path, notices: Notices, waits: Callable[[Notices], "Future[None]"], change: Callable[[Path], None]
+) -> None:
+    assert notices.by_the_kernel
+    waiting = waits(notices)
+    change(versions)
+    waiting.result(PATIENCE)
+
+
+@linux
+def test_a_change_between_following_and_waiting_is_not_missed(versions: Path, notices: Notices) -> None:
+    a_version(versions)
+    notices.wait()
+    notices.follow()
+    replace_file(versions / "2" / "verdict.json", b"{}")
+    notices.wait()
+
+
+@linux
+def test_a_directory_that_comes_later_or_comes_anew_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "versions"
+    with Notices(path) as notices:
+        notices.follow()
+        assert not notices.by_the_kernel
+        for _ in range(2):
+            path.mkdir()
+            notices.follow()
+            assert notices.by_the_kernel
+            shutil.rmtree(path)
+            notices.wait()
+            notices.follow()
+            assert not notices.by_the_kernel
+
+
+@linux
+def test_versions_that_are_gone_are_no_longer_followed(versions: Path, notices: Notices) -> None:
+    watches = Path(f"/proc/self/fdinfo/{notices._inotify.descriptor}")  # type: ignore[union-attr]
+    for number in range(2, 40):
+        (versions / str(number)).mkdir()
+        notices.follow()
+        shutil.rmtree(versions / str(number - 1))
+        notices.follow()
+    assert watches.read_text().count("inotify wd:") == 2
+
+
+def test_another_thread_ends_a_wait(notices: Notices, waits: Callable[[Notices], "Future[None]"]) -> None:
+    waiting = waits(notices)
+    threading.Thread(target=notices.wake).start()
+    waiting.result(PATIENCE)
+    for _ in range(100_000):
+        notices.wake()
+
+
+@pytest.mark.parametrize("why", ["nfs", "no inotify", "no watches left"])
+def test_where_the_kernel_does_not_tell_it_is_looked_again_and_again(
+    versions: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "nfs":
+        monkeypatch.setattr(notice, "file_system", lambda path: "nfs4")
+    elif why == "no inotify":
+        monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
+    else:
+        monkeypatch.setattr(notice._Inotify, "_add", _no_space)
+    open_files = len(list(Path("/dev/fd").iterdir()))
+    with Notices(versions) as notices:
+        for _ in range(3):
+            notices.follow()
+            assert not notices.by_the_kernel
+            notices.wait()
+    assert len(list(Path("/dev/fd").iterdir())) == open_files
+
+
+def _no_space(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_path_lies_on_the_innermost_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 0 8:1 / / rw - ext4 /dev/a rw\n"
+        "2 1 0:4 / /data rw,relatime shared:1 - nfs4 host:/x rw\n"
+        "3 1 0:5 / /data/my\\040models rw - tmpfs none rw\n"
+        "4 1 0:6 / /twice rw - ext4 /dev/b rw\n"
+        "5 1 0:7 / /twice rw - fuse.sshfs host: rw\n"
+    )
+    monkeypatch.setattr(notice, "_MOUNTS", mounts)
+    for path, kind in {
+        "/database/var": "ext4",
+        "/data": "nfs4",
+        "/data/var/versions": "nfs4",
+        "/data/my models/var": "tmpfs",
+        "/twice/var": "fuse.sshfs",
+    }.items():
+        assert file_system(Path(path)) == kind
+    mounts.unlink()
+    assert file_system(Path("/data")) == ""
