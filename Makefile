@@ -75,7 +75,7 @@ fmt: .venv/.dev
 	.venv/bin/ruff format
 
 screenshot: .venv/.dev
-	@.venv/bin/python -m anabranch.demo.screenshot docs/images
+	@.venv/bin/python -m tools.dashboard_screenshots docs/images
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info

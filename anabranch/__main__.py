@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from anabranch.intruders import refuse_intruders
+from anabranch.runtime.package_check import refuse_intruders
 
 
 def main() -> int:
@@ -15,7 +15,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     refuse_intruders()
     # Not before, since it imports the packages whose place an intruder may have taken.
-    from anabranch import cli
+    from anabranch.cli import app as cli
 
     return cli.main()
 

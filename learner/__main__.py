@@ -1,7 +1,7 @@
-"""`python -m learner -c pipeline.toml`: the learner by itself. Exit codes are those of `anabranch.daemon.Exit`.
+"""`python -m learner -c pipeline.toml`: the learner by itself.
 
-With `learner.replicas` or `learner.hosts` it launches ranks of itself, each of which is told a folder that says where
-they meet.
+Exit codes are those of `anabranch.runtime.lifecycle.Exit`. With `learner.replicas` or `learner.hosts` it launches
+ranks of itself, each of which is told a folder that says where they meet.
 """
 
 import argparse
@@ -13,10 +13,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.entry import enter, leave
+from anabranch.runtime.daemon import enter, leave
 
 if TYPE_CHECKING:
-    from anabranch.config import Config
+    from anabranch.config.loader import Config
     from learner.build import Deployment
 
 log = logging.getLogger("learner")

@@ -1,4 +1,4 @@
-"""`python -m serving -c pipeline.toml`: the serving daemon. Exit codes are those of `anabranch.daemon.Exit`.
+"""`python -m serving -c pipeline.toml`: the serving daemon. Exit codes are those of `anabranch.runtime.lifecycle.Exit`.
 
 With `serving.workers` it starts so many of itself, each of which is told its place among them.
 """
@@ -10,11 +10,11 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.entry import enter, leave
+from anabranch.runtime.daemon import enter, leave
 from serving.allocator import return_freed_memory
 
 if TYPE_CHECKING:
-    from anabranch.config import Config
+    from anabranch.config.loader import Config
     from serving.model.loaded_version import Deployment
 
 
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.worker is not None:
             _work(config, stop, options)
         elif config.pipeline.serving.workers > 1:
-            from anabranch.workers import serve_by_workers
+            from anabranch.runtime.serving_workers import serve_by_workers
 
             codes.append(serve_by_workers(config, stop))
         else:
@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) -> None:
     """Be one of several workers."""
     gc.disable()  # as above
-    from serving.reporting.worker_pool import Crew, Worker
     from serving.http.listening_socket import inherited
+    from serving.reporting.worker_pool import Crew, Worker
     from serving.server import serve
 
     settings = config.pipeline.serving

@@ -17,18 +17,18 @@ from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import SettingsError
 from learner.device_sharing.lease import hold_server
-from serving.http.app import HttpServer, build_app
-from serving.inference.batcher import Batcher
 from serving.config import ServingSettings
-from serving.reporting.worker_pool import Worker
+from serving.dashboard.status import Overview
+from serving.http.app import HttpServer, build_app
 from serving.http.listening_socket import address_of, listen
 from serving.http.log_limit import limited_lines
-from serving.metrics import Metrics
-from serving.dashboard.status import Overview
-from serving.reporting.report import STOPPED, ServingReport, write_report
-from serving.model.loaded_version import Deployment, ServedVersion
+from serving.inference.batcher import Batcher
 from serving.inference.service import Service
 from serving.inference.shadow import Shadow
+from serving.metrics import Metrics
+from serving.model.loaded_version import Deployment, ServedVersion
+from serving.reporting.report import STOPPED, ServingReport, write_report
+from serving.reporting.worker_pool import Worker
 from serving.rollout.hot_swap import Swap
 
 log = logging.getLogger("anabranch.serving")

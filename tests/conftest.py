@@ -40,8 +40,8 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
 from kafka.errors import KafkaError
 
-from anabranch.broker import EmbeddedBroker
 from anabranch.core.errors import AnabranchError
+from anabranch.runtime.embedded_broker import EmbeddedBroker
 from tests import pipelines
 
 START = "ANABRANCH_TEST_KAFKA_START"

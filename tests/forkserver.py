@@ -46,7 +46,7 @@ _LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.distributed.optim",
     "torch.nn.parallel",
-    "anabranch.cli",
+    "anabranch.cli.app",
     "ingest.formats.arrow",
     "ingest.kafka.kafka_python",
     "ingest.worker.worker",

@@ -18,10 +18,10 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from prometheus_client import CollectorRegistry
 
-from anabranch import reference
-from anabranch.config import load_config
+from anabranch.config.loader import load_config
 from anabranch.core.durations import parse_duration
 from learner.runtime.status_server import serve_status
+from tools import reference
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -151,7 +151,7 @@ class TestCompose:
     @pytest.mark.parametrize("name", OURS)
     def test_its_environment_makes_valid_settings(self, name):
         baked = dict(re.findall(r"^ENV (ANABRANCH__\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
-        config = load_config(ROOT / "anabranch/template/pipeline.toml", baked | SERVICES[name]["environment"])
+        config = load_config(ROOT / "anabranch/commands/template/pipeline.toml", baked | SERVICES[name]["environment"])
         assert config.pipeline.stream.bootstrap_servers == "kafka:19092"
         assert f"state:{config.state_dir}" in SERVICES[name]["volumes"]
         assert f":{config.pipeline.serving.port}" in SERVICES["serving"]["ports"][0]
@@ -165,7 +165,7 @@ class TestCompose:
         assert given == {name: set() for name in SERVICES} | {"learner": {"READ_TOKEN"}, "serving": set(REQUIRED)}
 
     def test_time_to_stop_is_longer_than_what_stopping_may_take(self):
-        pipeline = load_config(ROOT / "anabranch/template/pipeline.toml", {}).pipeline
+        pipeline = load_config(ROOT / "anabranch/commands/template/pipeline.toml", {}).pipeline
         for name, longest in (("learner", pipeline.learner.stop_timeout), ("serving", pipeline.serving.timeout)):
             assert parse_duration(SERVICES[name]["stop_grace_period"]) >= longest + timedelta(seconds=5)
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch import reference
-from anabranch.config import Pipeline, load_config
-from anabranch.source import open_source
+from anabranch.commands.event_files import open_source
+from anabranch.config.loader import Pipeline, load_config
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import row_dtype
@@ -24,6 +23,7 @@ from learner.model.device import Precision
 from learner.model.factory import build_model, check_model, make_task
 from learner.strategies.base import NoReplay
 from learner.training.trainer import Trainer
+from tools import reference
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -239,7 +239,8 @@ def test_what_strategies_are_worth_is_what_was_measured():
 
 
 @pytest.mark.process
-def test_the_worked_example_learns(tmp_path):
+def test_the_worked_example_learns(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])  # where the factory's folder is put
     write_files("docs/model.md", tmp_path)
     run((tmp_path / "make_events.py").read_text(), tmp_path)
     config = load_config(tmp_path / "pipeline.toml", {})

@@ -56,8 +56,8 @@ from replay.erasure.log_file import Applied
 from serving.dashboard.time_series import History
 from serving.http.log_limit import RateLimit
 from serving.metrics import Metrics
-from serving.rollout.version_list import Registry
 from serving.rollout.hot_swap import Swap
+from serving.rollout.version_list import Registry
 from tests.memory_storage import MemoryStorage
 
 YEAR = 365 * 86_400.0

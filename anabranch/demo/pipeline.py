@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from anabranch.broker import free_port
-from anabranch.child_environment import without_admin_token
-from anabranch.config import ENVIRONMENT_PREFIX, Config, load_config
-from anabranch.init import write_example
-from anabranch.supervisor import Part, pipeline_parts
+from anabranch.commands.init import write_example
+from anabranch.config.loader import ENVIRONMENT_PREFIX, Config, load_config
+from anabranch.runtime.child_environment import without_admin_token
+from anabranch.runtime.embedded_broker import free_port
+from anabranch.runtime.supervisor import Part, pipeline_parts
 from learner.state_dir.report import REPORT as LEARNER_REPORT
 
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

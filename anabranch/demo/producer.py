@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from anabranch.config import load_config
-from anabranch.daemon import configure_logging, run, stop_on_signals, stop_with_parent
-from anabranch.demo.digits import Message, load_digits, messages
-from anabranch.pacing import Pacer
+from anabranch.config.loader import load_config
+from anabranch.demo.dataset import Message, load_digits, messages
+from anabranch.runtime.lifecycle import configure_logging, run, stop_on_signals, stop_with_parent
+from anabranch.runtime.rate_limiter import Pacer
 from ingest.kafka.producer import EventProducer
 
 SAMPLE_EVERY = 10

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from anabranch.demo.figures import Figures
+from anabranch.demo.snapshot import Figures
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,18 +12,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from anabranch.broker import EmbeddedBroker, free_port
 from anabranch.core.errors import AnabranchError, SettingsError
-from anabranch.daemon import Exit, stop_on_signals
-from anabranch.demo.digits import Digits, load_digits
-from anabranch.demo.feed import Feed, Stream
-from anabranch.demo.figures import Completion, Figures, Sources
+from anabranch.demo.dataset import Digits, load_digits
+from anabranch.demo.display import Display, LivePanel, PlainLines
 from anabranch.demo.freshness import Freshness
-from anabranch.demo.panel import Display, LivePanel, PlainLines
+from anabranch.demo.load_generator import Prober, answers, request_body
 from anabranch.demo.pipeline import DemoPipeline, lay_out
-from anabranch.demo.prober import Prober, answers, request_body
+from anabranch.demo.producer_process import Feed, Stream
 from anabranch.demo.report import make_report, summary, to_json
-from anabranch.supervisor import Supervisor
+from anabranch.demo.snapshot import Completion, Figures, Sources
+from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
+from anabranch.runtime.lifecycle import Exit, stop_on_signals
+from anabranch.runtime.supervisor import Supervisor
 from ingest.config import StreamSettings
 from ingest.kafka.producer import create_topics, delete_topics
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from anabranch.core.errors import SettingsError
-from anabranch.doctor.model import Asked, Said, Size, Step
+from anabranch.doctor.model_process import Asked, Said, Size, Step
 from learner.config import LearnerSettings, ShareSettings
 from replay.config import ReplaySettings
 
@@ -45,7 +45,7 @@ def look(asked: Asked, say: Callable[[Step | Said | Size], None]) -> None:
         say(Said("install.torch", f"torch cannot be imported: {exc}."))
         return
     say(Said("", f"torch {torch.__version__} can be imported."))
-    from anabranch.doctor.trial import try_device, try_model
+    from anabranch.doctor.model_checks import try_device, try_model
     from serving.model.loaded_version import pick_device
 
     learner = LearnerSettings.model_validate_json(asked.learner)

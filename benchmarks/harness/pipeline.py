@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 from torch import nn
 
-from anabranch.broker import EmbeddedBroker, free_port
+from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
 from harness import models
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.block import Array

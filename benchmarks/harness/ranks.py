@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anabranch.broker import EmbeddedBroker, free_port
+from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
 from harness.turns import in_turns
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from anabranch.broker import free_port
+from anabranch.runtime.embedded_broker import free_port
 from harness.cores import split
 from harness.load import Load
 from harness.pipeline import BrokenRunError

@@ -16,7 +16,11 @@ from ingest.events.schema import Label, Schema
 from learner.errors import ModelError
 from learner.model.task import METHODS, TASKS, Task
 
-_OTHERS = ("<frozen", *(f"{Path(str(file)).parent}/" for file in (__file__, torch.__file__, importlib.__file__)))
+_OTHERS = (
+    "<frozen",
+    f"{Path(__file__).parents[1]}/",
+    *(f"{Path(str(module.__file__)).parent}/" for module in (torch, importlib)),
+)
 """What the files of frames begin with that are ours, torch's or of the import itself."""
 _CHECK_ROWS = 3
 """Events of the check at start: more than one, so that an output without the batch dimension is noticed."""

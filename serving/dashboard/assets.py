@@ -8,7 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-_FOLDER = Path(__file__).with_name("dashboard")
+_FOLDER = Path(__file__).with_name("static")
 
 
 @dataclass(frozen=True)

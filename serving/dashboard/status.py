@@ -6,13 +6,13 @@ from threading import Lock
 from typing import Any
 
 from learner.state_dir.report import LAG_STALE, LearnerReport, read_report
-from serving.reporting.worker_pool import Worker
-from serving.reporting.health import ReportAge, judge
 from serving.dashboard.time_series import RESOLUTIONS, History
-from serving.rollout.version_list import Registry
-from serving.reporting.report import ServingReport
 from serving.model.loaded_version import Deployment
+from serving.reporting.health import ReportAge, judge
+from serving.reporting.report import ServingReport
+from serving.reporting.worker_pool import Worker
 from serving.rollout.hot_swap import Swap
+from serving.rollout.version_list import Registry
 
 _WINDOWS = ("now", "worst", "old")
 _RATES = ("steps", "rows_new", "rows_replay")

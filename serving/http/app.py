@@ -25,11 +25,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.http.acceptor import Acceptor, most_connections
-from serving.http.auth import check_host, check_order
-from serving.http.request_body import Bodies, HangUp, Held, HungUpError
 from serving.config import ServingSettings, TlsSettings, Tokens
-from serving.http.connection import Connection, H11Connection
+from serving.dashboard.assets import load_page
+from serving.dashboard.status import Overview
 from serving.errors import (
     BadRequestError,
     EncodedError,
@@ -40,15 +38,17 @@ from serving.errors import (
     TokenError,
     shorten,
 )
+from serving.http.acceptor import Acceptor, most_connections
+from serving.http.access_log import HEADER, RequestLog, name_of
+from serving.http.auth import check_host, check_order
+from serving.http.connection import Connection, H11Connection
 from serving.http.listening_socket import tls_errors
-from serving.metrics import Metrics
 from serving.http.openapi import whole
-from serving.dashboard.status import Overview
-from serving.dashboard.assets import load_page
+from serving.http.request_body import Bodies, HangUp, Held, HungUpError
+from serving.inference.service import Service
+from serving.metrics import Metrics
 from serving.protocol.codec import HEADER_LENGTH
 from serving.reporting.report import ServingReport
-from serving.http.access_log import HEADER, RequestLog, name_of
-from serving.inference.service import Service
 
 log = logging.getLogger("anabranch.serving")
 

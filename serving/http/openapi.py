@@ -1,6 +1,7 @@
 """The description of serving's HTTP interface, OpenAPI 3.1: what the web framework knows of its routes, made whole.
 
-The framework knows paths and methods. Bodies are those that `serving.protocol.codec` reads and writes, for the served model.
+The framework knows paths and methods. Bodies are those that `serving.protocol.codec` reads and writes, for the served
+model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,9 +10,9 @@ from typing import Any
 import msgspec
 
 from learner.state_dir.version import RegistryState
-from serving.rollout.commands import ORDERS
 from serving.protocol.codec import HEADER_LENGTH, InferBody, ReplyBody, Signature
 from serving.protocol.tensors import TensorSpec
+from serving.rollout.commands import ORDERS
 
 Document = dict[str, Any]
 

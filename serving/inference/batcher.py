@@ -24,9 +24,9 @@ import numpy as np
 from learner.device_sharing.lease import ServerMark
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, CrowdedError, FailedError, RequestError
-from serving.protocol.codec import EMBEDDING
 from serving.inference.recent_failures import RecentFailures
 from serving.model.loaded_version import ServedVersion, is_finite
+from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
 
 log = logging.getLogger("anabranch.serving")

@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import ParamSpec, TypeVar
 
 from learner.state_dir.version import RegistryState
-from serving.inference.batcher import Batcher
 from serving.config import ServingSettings
-from serving.reporting.worker_pool import Worker
 from serving.errors import BadRequestError, BusyError, CrowdedError, LateError, UnknownError, shorten
-from serving.rollout.commands import ORDERS
-from serving.protocol.codec import Request, Signature
-from serving.model.loaded_version import Deployment, ServedVersion
+from serving.inference.batcher import Batcher
 from serving.inference.shadow import Shadow
+from serving.model.loaded_version import Deployment, ServedVersion
+from serving.protocol.codec import Request, Signature
+from serving.reporting.worker_pool import Worker
+from serving.rollout.commands import ORDERS
 from serving.rollout.hot_swap import Swap
 
 log = logging.getLogger("anabranch.serving")

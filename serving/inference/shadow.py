@@ -26,10 +26,10 @@ import numpy as np
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
 from serving.metrics import Metrics
-from serving.reporting.report import ShadowReport
-from serving.rollout.load_retry import Retries, may_pass
 from serving.model.loaded_version import Deployment, ServedVersion, load_version
 from serving.protocol.tensors import Array
+from serving.reporting.report import ShadowReport
+from serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
 

@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from learner.state_dir.version import RegistryState
-from serving.reporting.health import ReportAge
 from serving.metrics import Metrics
+from serving.reporting.health import ReportAge
 from serving.reporting.report import REPORT, ServingReport, ShadowReport, read_report, write_report
 
 COUNTS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"

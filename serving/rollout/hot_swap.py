@@ -17,14 +17,14 @@ import msgspec
 
 from learner.errors import VersionError
 from learner.state_dir.version import Manifest, RegistryState
-from serving.rollout.eligibility import Choice, lowered
 from serving.errors import ConflictError
-from serving.rollout.freshness import Unserved
 from serving.metrics import Metrics
-from serving.rollout.directory_watcher import Notices
-from serving.rollout.commands import Order, pin, promote
-from serving.rollout.load_retry import Retries, may_pass
 from serving.model.loaded_version import Deployment, ServedVersion, load_version
+from serving.rollout.commands import Order, pin, promote
+from serving.rollout.directory_watcher import Notices
+from serving.rollout.eligibility import Choice, lowered
+from serving.rollout.freshness import Unserved
+from serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
 

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from anabranch.init import write_example
+from anabranch.commands.init import write_example
 from tests import forkserver
 
 PATIENCE_SECONDS = 60.0

@@ -6,8 +6,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from anabranch.config import load_config
-from anabranch.demo.digits import CLASSES, MALFORMED_EVERY, load_digits, messages, vary
+from anabranch.config.loader import load_config
+from anabranch.demo.dataset import CLASSES, MALFORMED_EVERY, load_digits, messages, vary
 from ingest.events.schema import Schema
 from ingest.formats.json import JsonFormat
 
@@ -47,7 +47,7 @@ def test_a_short_stream_has_as_many_messages_as_were_asked_for(digits):
 
 
 def test_without_an_end_it_goes_round(digits, monkeypatch):
-    monkeypatch.setattr("anabranch.demo.digits.ENDLESS_PHASE", 20)
+    monkeypatch.setattr("anabranch.demo.dataset.ENDLESS_PHASE", 20)
     phases = [message.phase for message in islice(messages(digits, 0, None), 10 * 20 + 1)]
     assert (phases[0], phases[20], phases[-2], phases[-1]) == (0, 1, 9, 0)
 

@@ -30,16 +30,16 @@ import torch
 from confluent_kafka import Producer
 from kafka import KafkaAdminClient
 
-import anabranch.doctor.state
-from anabranch import cli
-from anabranch.config import load_config
-from anabranch.daemon import Exit
-from anabranch.doctor import examine as examination
-from anabranch.doctor.examine import CHECKS, examine, exit_code, summary
-from anabranch.doctor.finding import FINDINGS, Patient, found, ok
-from anabranch.doctor.machine import check_install
-from anabranch.doctor.model import Asked, Told, check_model
+import anabranch.doctor.state_dir_checks
+from anabranch.cli import app as cli
+from anabranch.config.loader import load_config
+from anabranch.doctor import runner as examination
+from anabranch.doctor.environment_checks import check_install
+from anabranch.doctor.findings import FINDINGS, Patient, found, ok
+from anabranch.doctor.model_process import Asked, Told, check_model
 from anabranch.doctor.probe import _share, look
+from anabranch.doctor.runner import CHECKS, examine, exit_code, summary
+from anabranch.runtime.lifecycle import Exit
 from ingest.events.schema import Schema
 from learner.config import ShareSettings
 from learner.model.device import Precision
@@ -733,7 +733,7 @@ class TestStateDirectory:
     def test_one_that_lies_on_a_network(self, diagnose, example, monkeypatch, tmp_path):
         mounts = f"/dev/vda / ext4 rw 0 0\nfiler:/home {example} nfs4 rw 0 0\n"
         (tmp_path / "mounts").write_text(mounts)
-        monkeypatch.setattr(anabranch.doctor.state, "MOUNTS", tmp_path / "mounts")
+        monkeypatch.setattr(anabranch.doctor.state_dir_checks, "MOUNTS", tmp_path / "mounts")
         assert kinds(diagnose("state")) == ["state.network"]
 
     @pytest.mark.finds("state.sync", "state.lock")
@@ -741,13 +741,13 @@ class TestStateDirectory:
         def refuse(*_):
             raise OSError(22, "Invalid argument")
 
-        monkeypatch.setattr(anabranch.doctor.state.os, "fsync", refuse)
-        monkeypatch.setattr(anabranch.doctor.state.fcntl, "flock", refuse)
+        monkeypatch.setattr(anabranch.doctor.state_dir_checks.os, "fsync", refuse)
+        monkeypatch.setattr(anabranch.doctor.state_dir_checks.fcntl, "flock", refuse)
         assert kinds(diagnose("state")) == ["state.sync", "state.lock"]
 
     @pytest.mark.finds("clock.files")
     def test_one_whose_clock_is_off(self, diagnose, monkeypatch):
-        monkeypatch.setattr(anabranch.doctor.state, "time", SimpleNamespace(time=lambda: time.time() - 60))
+        monkeypatch.setattr(anabranch.doctor.state_dir_checks, "time", SimpleNamespace(time=lambda: time.time() - 60))
         assert "+60 s" in only(diagnose("state"), "clock.files").matter
 
     @pytest.mark.finds("state.exposed")

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from anabranch.demo.figures import Completion, Figures
-from anabranch.demo.panel import LivePanel, plain_line, sparkline
+from anabranch.demo.display import LivePanel, plain_line, sparkline
 from anabranch.demo.report import make_report, percent, seconds, summary, to_json
+from anabranch.demo.snapshot import Completion, Figures
 from learner.state_dir.report import LearnerReport
 from serving.reporting.report import ServingReport
 

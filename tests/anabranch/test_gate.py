@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from anabranch.config import load_config
+from anabranch.config.loader import load_config
 from learner.errors import VersionError
 from learner.state_dir.report import read_report
 from learner.state_dir.trained_through import parse_trained_through

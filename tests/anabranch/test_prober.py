@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from anabranch.demo.digits import Digits
+from anabranch.demo.dataset import Digits
 from anabranch.demo.freshness import Freshness
-from anabranch.demo.prober import Prober, answers
+from anabranch.demo.load_generator import Prober, answers
 
 
 class Server(http.server.ThreadingHTTPServer):

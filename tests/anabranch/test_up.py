@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.demo.prober import request_body
+from anabranch.demo.load_generator import request_body
 from learner.state_dir.trained_through import parse_trained_through
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]

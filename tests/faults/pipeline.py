@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import psutil
 
-from anabranch.broker import EmbeddedBroker, free_port
-from anabranch.config import load_config
-from anabranch.supervisor import Backoff, Supervisor, pipeline_parts
+from anabranch.config.loader import load_config
+from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
+from anabranch.runtime.supervisor import Backoff, Supervisor, pipeline_parts
 from ingest.config import StreamSettings
 from ingest.kafka.producer import EventProducer, create_topics
 from learner.state_dir.report import LearnerReport, read_report

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from anabranch.broker import free_port
+from anabranch.runtime.embedded_broker import free_port
 from tests.faults.figures import Figures
 from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
 from tests.pipelines import LINEAR

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from anabranch.broker import free_port
+from anabranch.runtime.embedded_broker import free_port
 from tests.faults.figures import Figures
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.faults.serving_kills import BODY, TEXT

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from anabranch.broker import free_port
+from anabranch.runtime.embedded_broker import free_port
 from learner.state_dir.version import Versions
 from tests.faults.pipeline import LOOK_SECONDS, Pipeline, make_topic, send
 from tests.faults.serving_kills import TEXT, Clients, ready

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.config import load_config
+from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from learner.__main__ import deployment_of
 from learner.config import OptimizerSettings

@@ -24,10 +24,10 @@ from anabranch.core.errors import SettingsError
 from learner.errors import ModelError
 from learner.state_dir.report import LearnerReport
 from learner.state_dir.report import write_report as write_learner_report
-from serving.http.app import _Infer
-from serving.inference.batcher import Batcher
 from serving.config import ServingSettings
+from serving.http.app import _Infer
 from serving.http.listening_socket import listen
+from serving.inference.batcher import Batcher
 from serving.metrics import Metrics
 from serving.model.loaded_version import ServedVersion
 from serving.server import serve

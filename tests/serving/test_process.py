@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from anabranch.config import load_config
-from anabranch.daemon import Exit
+from anabranch.config.loader import load_config
+from anabranch.runtime.lifecycle import Exit
 from ingest.events.schema import Schema
 from serving.http.listening_socket import listen
 from serving.reporting.report import read_report
@@ -51,7 +51,9 @@ def daemon(path: Path, eventually: Callable[..., Any], *arguments: str) -> Itera
 
 
 def test_import_serving_app_loads_neither_kafka_nor_redis_nor_faiss() -> None:
-    code = "import sys, serving.app; print(sorted({'kafka', 'confluent_kafka', 'redis', 'faiss'} & set(sys.modules)))"
+    code = (
+        "import sys, serving.http.app; print(sorted({'kafka', 'confluent_kafka', 'redis', 'faiss'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -14,10 +14,10 @@ import torch
 
 from learner.device_sharing.lease import hold_server
 from learner.errors import ModelError
-from serving.inference.batcher import Batcher
 from serving.config import ServingSettings
-from serving.protocol.codec import EMBEDDING
+from serving.inference.batcher import Batcher
 from serving.model.loaded_version import load_version
+from serving.protocol.codec import EMBEDDING
 
 Served = Callable[..., Any]
 SIZES = [[1.0, 2.0], [-3.0, 0.5], [0.0, 1.0]]

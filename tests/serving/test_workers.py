@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from anabranch.config import load_config
-from anabranch.daemon import Exit
-from anabranch.orders import order
+from anabranch.commands.rollout import order
+from anabranch.config.loader import load_config
+from anabranch.runtime.lifecycle import Exit
 from learner.state_dir.version import RegistryState
 from serving.reporting.report import STOPPED, ServingReport, ShadowReport, read_report
 from tests import forkserver

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import redis
 
-from anabranch.config import Config, load_config
+from anabranch.commands.erase import Answer, forget
+from anabranch.commands.replay_store import draw_sample, read_stats
+from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
-from anabranch.forget import Answer, forget
-from anabranch.replay import draw_sample, read_stats
 from learner.state_dir.report import LearnerReport
 from replay.erasure.erasure_log import ForgottenLog
 from tests import forkserver

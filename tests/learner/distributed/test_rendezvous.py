@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from torch.distributed import HashStore
 
-from anabranch.broker import free_port
+from anabranch.runtime.embedded_broker import free_port
 from ingest.config import StreamSettings
 from learner.config import LearnerSettings
 from learner.distributed import membership as voice

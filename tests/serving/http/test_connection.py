@@ -17,8 +17,8 @@ import pytest
 
 import serving.http.acceptor
 import serving.http.connection
-from serving.http.app import HttpServer
 from serving.config import ServingSettings
+from serving.http.app import HttpServer
 from serving.http.connection import H11Connection
 from serving.http.httptools_connection import HttpToolsConnection
 from serving.http.listening_socket import listen

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from serving.http.request_body import Bodies, HangUp, HungUpError, Receive
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, CrowdedError, TooLargeError
+from serving.http.request_body import Bodies, HangUp, HungUpError, Receive
 
 SETTINGS = ServingSettings.model_validate({"max_body_bytes": 2000, "max_held_bytes": 3000})
 

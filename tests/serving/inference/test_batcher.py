@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from learner.device_sharing.lease import ServerMark, hold_server
-from serving.inference.batcher import Batcher
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, CrowdedError, FailedError
+from serving.inference.batcher import Batcher
 
 
 class FakeVersion:

@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from learner.state_dir.folders import LocalStorage
 from learner.state_dir.version import Versions
+from serving.inference.shadow import Shadow, _Asked
 from serving.metrics import Metrics
 from serving.model.loaded_version import ServedVersion, load_version
-from serving.inference.shadow import Shadow, _Asked
 
 UNITS = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0]])
 

@@ -31,13 +31,13 @@ from anabranch.core.atomic_files import replace_file
 from learner.state_dir.folders import MANIFEST, LocalFolder
 from learner.state_dir.trained_through import Learned
 from learner.state_dir.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
-from serving.rollout import directory_watcher as notice
-from serving.rollout import load_retry as retry
-from serving.model import loaded_version as served
 from serving.errors import ConflictError, UnknownError
 from serving.metrics import Metrics
-from serving.rollout.commands import pin, promote, roll_back, unpin
+from serving.model import loaded_version as served
 from serving.model.loaded_version import ServedVersion, pick_device
+from serving.rollout import directory_watcher as notice
+from serving.rollout import load_retry as retry
+from serving.rollout.commands import pin, promote, roll_back, unpin
 from serving.rollout.hot_swap import Swap
 
 Publish = Callable[..., Any]
@@ -463,7 +463,9 @@ def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom
     numbers.publish(1)
     tries: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serving.rollout.hot_swap.load_version", lambda *_: tries.append(watched.now) or raises(TRANSIENT[0])())
+        patch.setattr(
+            "serving.rollout.hot_swap.load_version", lambda *_: tries.append(watched.now) or raises(TRANSIENT[0])()
+        )
         for tenth in range(1200):
             watched.now = tenth / 10
             assert watched.look() is None

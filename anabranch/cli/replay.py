@@ -1,0 +1,95 @@
+"""`anabranch replay`: the commands that look into the store."""
+
+from typing import Annotated
+
+import typer
+
+from anabranch.cli.common import PIPELINE, ConfigPath, run_command, say, show
+
+replay = typer.Typer(
+    help="Look into what is kept for rehearsal, and forget some of it.",
+    epilog="Example: anabranch replay stats",
+    no_args_is_help=True,
+)
+
+
+@replay.command("stats", epilog="Example: anabranch replay stats --json")
+def replay_stats(
+    config: ConfigPath = PIPELINE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as a JSON object.")] = False,
+) -> int:
+    """Show what the newest cut holds: events by tier, class and age, how they are kept and drawn, what is forgotten."""
+
+    def start() -> None:
+        from anabranch.commands.replay_store import read_stats, render_stats
+        from anabranch.config.loader import load_config
+
+        stats = read_stats(load_config(config))
+        show(stats.document() if as_json else None, lambda: render_stats(stats))
+
+    return run_command(start)
+
+
+@replay.command("sample", epilog="Example: anabranch replay sample 5 --where label=3")
+def replay_sample(
+    count: Annotated[int, typer.Argument(min=1, metavar="N", help="How many events.")] = 10,
+    config: ConfigPath = PIPELINE,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT=VALUE", help="Only events with this label, key, topic or partition; repeatable."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Draw the same events again.")] = None,
+) -> int:
+    """Print stored events of the newest cut, drawn uniformly, as JSON lines."""
+
+    def start() -> None:
+        import json
+
+        from anabranch.commands.replay_store import draw_sample
+        from anabranch.config.loader import load_config
+
+        for event in draw_sample(load_config(config), count, where or [], seed):
+            typer.echo(json.dumps(event))
+
+    return run_command(start)
+
+
+@replay.command("forget", epilog="Example: anabranch replay forget --key customer-17")
+def replay_forget(
+    config: ConfigPath = PIPELINE,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Forget the events of this \\[schema.key] so far; repeatable."),
+    ] = None,
+    offsets: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANGE", help="Forget these offsets, such as events[3]@100..200; repeatable."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for the learner to say that it is done.")
+    ] = 15.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as a JSON object.")] = False,
+) -> int:
+    """Forget events: they leave store, guard set and cuts, and do not come back. Weights are not unlearned."""
+    if not key and not offsets:
+        raise typer.BadParameter("name what to forget by --key or --offsets")
+
+    def start() -> None:
+        from datetime import timedelta
+
+        from anabranch.commands.erase import forget
+        from anabranch.config.loader import load_config
+        from anabranch.runtime.private_state import private_state
+
+        loaded = load_config(config)
+        with private_state(loaded):
+            answer = forget(loaded, key or [], offsets or [], timedelta(seconds=timeout))
+        if as_json:
+            import json
+
+            typer.echo(json.dumps(answer.document()))
+        else:
+            for sentence in answer.sentences():
+                say(sentence)
+
+    return run_command(start)

@@ -1,0 +1,167 @@
+"""`anabranch replay forget`: writes down what is to be forgotten, and sees that nothing of it is left."""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from anabranch.config.loader import Config
+from anabranch.core.errors import SettingsError
+from ingest.errors import SecondLearnerError, StateBusyError
+from ingest.events.block import TopicPartition
+from ingest.events.identity import partition_name
+from ingest.events.schema import Schema
+from learner.state_dir.lock import hold_state_directory, is_held
+from learner.state_dir.report import PartitionReport, read_report
+from replay.erasure.erased_events import ByKey, ByRange, Record, hash_of_key
+from replay.erasure.erasure_log import COMMAND, NAME, ForgottenLog, now
+
+_RANGE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:#(\d+))?\[(\d+)\]@(\d+)(?:\.\.(\d+))?")
+_PAUSE_SECONDS = 0.05
+_COMMAND = "anabranch replay forget"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a command.
+
+    Attributes:
+        log: the path of the log.
+        records: the numbers of the records that were written.
+        up_to: for each partition, the first offset that forgetting by key does not cover.
+        missing: what is not done yet; None when nothing of it is left anywhere.
+        store: events that were in the store.
+        guard: held-out events that were in the guard set.
+    """
+
+    log: str
+    records: list[int]
+    up_to: dict[str, int]
+    missing: str | None
+    store: int
+    guard: int
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {**asdict(self), "applied": self.applied}
+
+    @property
+    def applied(self) -> bool:
+        """Whether nothing of it is left."""
+        return self.missing is None
+
+    def sentences(self) -> list[str]:
+        """Return it for a person."""
+        noted = f"record {self.records[-1]}" if len(self.records) == 1 else f"records up to {self.records[-1]}"
+        said = [] if self.missing is None else [self.missing]
+        if self.applied or self.store or self.guard:
+            said.insert(0, f"forgot {self.store:,} events of the store and {self.guard:,} of the guard set")
+        if self.up_to:
+            ends = ", ".join(f"{name}@{end}" for name, end in self.up_to.items())
+            said.append(f"later events of the key are new: those from {ends} on")
+        return [*said, f"written down as {noted} in {self.log}; weights that have learned from it are not changed"]
+
+
+def forget(config: Config, keys: Sequence[str], ranges: Sequence[str], patience: timedelta) -> Answer:
+    """Forget the events of some keys and of some ranges of offsets.
+
+    1. Append to the log: from here on it is forgotten, whatever crashes.
+    2. A learner at work applies it, which this waits for. Without one, cuts and disk tier are rewritten here.
+
+    Raises:
+        SettingsError: a range or a key cannot be meant, or something cannot be written.
+    """
+    known = _known(config)
+    records = [*_by_key(config, keys, known), *(_by_range(text, known) for text in ranges)]
+    if not config.state_dir.is_dir():
+        raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be forgotten")
+    log = ForgottenLog(config.state_dir / NAME)
+    try:
+        numbers = [record.number for record in log.append(records)]
+    except OSError as exc:
+        raise SettingsError(f"{log.path} cannot be written: {exc.strerror}; nothing is forgotten") from exc
+    store, guard = log.store, log.guard
+    missing = _missing(config, log, numbers[-1], patience)
+    return Answer(
+        log=str(log.path),
+        records=numbers,
+        up_to=next((dict(record.up_to) for record in records if isinstance(record, ByKey)), {}),
+        missing=missing,
+        store=log.store - store,
+        guard=log.guard - guard,
+    )
+
+
+def _missing(config: Config, log: ForgottenLog, through: int, patience: timedelta) -> str | None:
+    """Wait until a learner has applied a record, or do it where there is none; return what is not done in time."""
+    deadline = time.monotonic() + patience.total_seconds()
+    while log.through < through:
+        if not is_held(config.state_dir):
+            try:
+                return _erase(config, log, through)
+            except (SecondLearnerError, StateBusyError):  # it was there before this
+                pass
+        if time.monotonic() > deadline:
+            return "the learner has not said in time that nothing is left; it lets none of it in from now on"
+        time.sleep(_PAUSE_SECONDS)
+        log.refresh()
+    return None
+
+
+def _erase(config: Config, log: ForgottenLog, through: int) -> str | None:
+    """Erase what is left of all up to a record, under the lock; return what is not done."""
+    # Loads torch, which takes seconds: before the lock, for which a learner that starts meanwhile waits.
+    from learner.checkpointing.erase_offline import ERASED, erase
+    from replay.tiers.registry import TIERS
+
+    left = [name for name in TIERS if name != ERASED and getattr(config.pipeline.replay, name) is not None]
+    digest = Schema(config.pipeline.events).digest
+    with hold_state_directory(config.state_dir, command=_COMMAND):
+        log.refresh()  # a learner that has ended may have done it
+        if log.through >= through:
+            return None
+        erase(config.state_dir, digest, log, whole=not left)
+    if not left:
+        return None
+    return f"rows in replay.{left[0]} are removed by the next start of the learner, before anything is drawn"
+
+
+def _known(config: Config) -> Mapping[TopicPartition, PartitionReport]:
+    """Return the partitions that the learner has last told of."""
+    report = read_report(config.state_dir)
+    found = {}
+    for name, each in report.partitions.items() if report is not None else ():
+        topic, _, number = name.rpartition(":")
+        found[TopicPartition(topic, int(number), each.incarnation)] = each
+    return found
+
+
+def _by_key(config: Config, keys: Sequence[str], known: Mapping[TopicPartition, PartitionReport]) -> list[Record]:
+    if not keys:
+        return []
+    if config.pipeline.events.key is None:
+        raise SettingsError(
+            "--key needs [schema.key], without which events have none; name them by --offsets, such as events[0]@7..9"
+        )
+    if not known:
+        raise SettingsError(f"no learner has read anything yet in {config.state_dir}: there is nothing to forget")
+    up_to = {partition_name(name): each.end for name, each in known.items()}
+    return [ByKey(time=now(), by=COMMAND, key_hash=hash_of_key(os.fsencode(key)), up_to=up_to) for key in keys]
+
+
+def _by_range(text: str, known: Mapping[TopicPartition, PartitionReport]) -> ByRange:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise SettingsError(f'--offsets "{text}" is not of the form events[3]@100..200')
+    topic, incarnation, number, first, last = match.groups()
+    same = [name.incarnation for name in known if (name.topic, name.partition) == (topic, int(number))]
+    if known and not same:
+        there = ", ".join(f"{name.topic}[{name.partition}]" for name in known)
+        raise SettingsError(f'--offsets "{text}" is of no partition that was read; there are {there}')
+    if last is not None and int(last) < int(first):
+        raise SettingsError(f'--offsets "{text}" ends before it begins; write the smaller offset first')
+    name = TopicPartition(topic, int(number), int(incarnation) if incarnation is not None else max(same, default=0))
+    return ByRange(time=now(), by=COMMAND, partition=partition_name(name), first=int(first), last=int(last or first))

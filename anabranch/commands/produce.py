@@ -1,0 +1,237 @@
+"""`anabranch produce`: events from JSON lines, CSV or Parquet into a topic."""
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from anabranch.commands.event_files import STDIN, Record, Source, SourceFormat, open_source
+from anabranch.config.loader import Config
+from anabranch.core.errors import SettingsError
+from anabranch.runtime.rate_limiter import Pacer
+from ingest.events.schema import Schema
+from ingest.formats.registry import FORMATS
+from ingest.formats.rows import pack_rows
+from ingest.kafka.producer import EventProducer, create_topics
+
+__all__ = ["STDIN", "OnError", "Produced", "produce"]
+
+OnError = Literal["stop", "skip"]
+
+_BATCH = 256
+"""Events that are checked together; from stdin each goes at once."""
+_NAMED_FAULTS = 10
+
+
+@dataclass
+class Produced:
+    """What was sent."""
+
+    topic: str
+    events: int = 0
+    last_offsets: dict[str, int] = field(default_factory=dict)
+    """By `topic:partition`."""
+    interrupted: bool = False
+    """Whether Ctrl-C ended it before the source did."""
+    skipped: int = 0
+    """Events that the pipeline could not use, and that were left out."""
+    unknown_fields: int = 0
+    """Events with fields that the schema does not know."""
+    columns_left_out: list[str] = field(default_factory=list)
+    """Columns that the schema does not know."""
+
+    def offsets(self) -> str:
+        """Return the last offsets as replies write `trained_through`: `events:0=4711,events:1=4698`."""
+        return ",".join(f"{partition}={offset}" for partition, offset in self.last_offsets.items())
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What is sent for a record, or the fault that keeps it from being sent."""
+
+    place: str
+    value: bytes = b""
+    key: bytes | None = None
+    fault: str = ""
+
+
+def produce(
+    config: Config,
+    path: Path,
+    *,
+    topic: str | None,
+    rate: float | None,
+    partitions: int | None,
+    checked: bool,
+    kind: SourceFormat | None = None,
+    delimiter: str | None = None,
+    on_error: OnError = "stop",
+) -> Produced:
+    """Send each event of `path` (`-` is stdin), until it ends or Ctrl-C; those before a bad one are sent.
+
+    Events with one `[schema.key]` go to one partition, as Kafka's own clients choose it; others to each in turn.
+
+    Args:
+        topic: by default the pipeline's first.
+        rate: events a second; None is as fast as possible.
+        partitions: when given, the topic is made with so many, and the dead-letter topic too, where they are missing.
+        checked: whether an event that the pipeline would dead-letter is a fault.
+        kind: format of the file; by default its suffix tells.
+        delimiter: of CSV.
+        on_error: whether a fault ends it, or is named and passed over.
+
+    Raises:
+        SettingsError: the file cannot be read, or an event is not what it should be.
+        BrokerError: the broker cannot be reached, has no such topic, or takes no events.
+    """
+    stream = config.pipeline.stream
+    produced = Produced(topic or stream.topics[0])
+    encoder = _Encoder(config, checked=checked)
+    producer, pacer = EventProducer(stream, produced.topic), Pacer(rate)
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(open_source(path, kind, delimiter, encoder.schema, checked=checked))
+        produced.columns_left_out = source.left_out
+        if partitions is not None:
+            assert stream.dead_letter_topic is not None
+            made = create_topics(stream, {produced.topic: partitions, stream.dead_letter_topic: 1})
+            if made:
+                sys.stderr.write(f"created {' and '.join(made)}\n")
+        stack.callback(producer.close)
+        producer.open()
+        advance = stack.enter_context(_progress(source))
+        fault = None
+        try:
+            for message in encoder.messages(source, 1 if path == STDIN else _BATCH):
+                if not message.fault:
+                    pacer.pace()
+                    producer.send(message.value, key=message.key)
+                elif on_error == "stop":
+                    fault = message
+                    break
+                else:
+                    _tell(message, produced)
+                advance()
+        except KeyboardInterrupt:
+            produced.interrupted = True
+        except SettingsError:
+            producer.flush()
+            raise
+        producer.flush()
+    if fault is not None:
+        raise SettingsError(
+            f"{'stdin' if path == STDIN else path}, {fault.place}: {fault.fault}; the {producer.acknowledged:,} events "
+            "before it were sent"
+        )
+    produced.events, produced.last_offsets = producer.acknowledged, producer.last_offsets
+    produced.unknown_fields = encoder.unknown_fields
+    return produced
+
+
+class _Encoder:
+    """Makes messages of records in `stream.format`, and finds those that the pipeline would dead-letter."""
+
+    def __init__(self, config: Config, *, checked: bool) -> None:
+        stream = config.pipeline.stream
+        self.schema = Schema(config.pipeline.events)
+        self._format = FORMATS[stream.format](self.schema)
+        self._pack = _packer(stream.format)
+        self._most_bytes = int(stream.max_message_bytes)
+        self._checked = checked
+        self.unknown_fields = 0
+
+    def messages(self, records: Iterable[Record], batch: int) -> Iterator[_Message]:
+        """Yield a message for each record, checked `batch` at a time."""
+        unread = iter(records)
+        while some := [self._message(record) for record in itertools.islice(unread, batch)]:
+            yield from self._check(some) if self._checked else some
+
+    def _message(self, record: Record) -> _Message:
+        if record.fault:
+            return _Message(record.place, fault=record.fault)
+        content = record.content
+        try:
+            if isinstance(content, bytes) and (not self._checked or not (self._pack or self.schema.key)):
+                return _Message(record.place, content)
+            event = _object(content) if isinstance(content, bytes) else self._labelled(content)
+            key = event.get(self.schema.key) if self.schema.key else None
+            if self._pack:
+                value = self._pack(self.schema, [event])
+            else:
+                value = content if isinstance(content, bytes) else _json(event)
+        except (SettingsError, TypeError, ValueError) as exc:
+            return _Message(record.place, fault=str(exc).removeprefix("event 0: "))
+        return _Message(record.place, value, None if key is None else str(key).encode())
+
+    def _labelled(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Leave out a label of NaN, which is how tables of numbers say that there is none."""
+        label = event.get(self.schema.label.name)
+        return {k: v for k, v in event.items() if k != self.schema.label.name} if label != label else event
+
+    def _check(self, messages: list[_Message]) -> list[_Message]:
+        good = [place for place, message in enumerate(messages) if not message.fault]
+        decoded = self._format.decode([messages[place].value for place in good])
+        self.unknown_fields += decoded.unknown_fields
+        for reject in decoded.rejects:
+            place = good[reject.message]
+            messages[place] = _Message(messages[place].place, fault=reject.reason)
+        for place, message in enumerate(messages):
+            if len(message.value) > self._most_bytes:
+                fault = f"oversized: {len(message.value)} bytes, and stream.max_message_bytes = {self._most_bytes}"
+                messages[place] = _Message(message.place, fault=fault)
+        return messages
+
+
+def _packer(name: str) -> Callable[[Schema, Sequence[Mapping[str, Any]]], bytes] | None:
+    """Return what makes a message of events in a format that is not JSON."""
+    if name == "arrow":
+        from ingest.formats.arrow_writer import pack_batch
+
+        return pack_batch
+    return pack_rows if name == "rows" else None
+
+
+def _json(event: dict[str, Any]) -> bytes:
+    for name, value in event.items():
+        if isinstance(value, float) and value - value != 0:  # JSON has neither NaN nor infinity
+            raise ValueError(f"{name} is {value}")
+    return msgspec.json.encode(event)
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise SettingsError(f"it is not JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise SettingsError(f"it is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _tell(message: _Message, produced: Produced) -> None:
+    produced.skipped += 1
+    if produced.skipped <= _NAMED_FAULTS:
+        sys.stderr.write(f"left out {message.place}: {message.fault}\n")
+    if produced.skipped == _NAMED_FAULTS:
+        sys.stderr.write("further ones are left out without a word\n")
+
+
+@contextlib.contextmanager
+def _progress(source: Source) -> Iterator[Callable[[], None]]:
+    """Yield what to call after each event: on a terminal it shows how far they are."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    # Imported here since it takes longer to load than a small file to send.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.fields[events]:,} events"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=source.total, events=0)
+        events = itertools.count(1)
+        yield lambda: progress.update(task, completed=source.done(), events=next(events))

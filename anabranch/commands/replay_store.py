@@ -1,0 +1,299 @@
+"""`anabranch replay stats` and `sample`: what the newest cut holds for rehearsal. Reads only, also beside a learner.
+
+Legend: H events held, n events that are asked for.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from anabranch.config.loader import Config
+from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.failures import away_is_dependency
+from ingest.config import Vocabulary
+from ingest.events.block import TopicPartition
+from ingest.events.identity import identity_hash, partition_name
+from ingest.events.schema import Schema
+from learner.checkpointing.replay_state import unpack
+from learner.checkpointing.without_erased import check_age, remembered
+from learner.errors import CutError, MisfitError
+from learner.state_dir.checkpoint import RANK, Cut, Cuts
+from learner.state_dir.report import read_report
+from learner.strategies.base import OUTPUT, kept
+from replay.erasure.erased_events import hash_of_key
+from replay.erasure.erasure_log import NAME, ForgottenLog
+from replay.row_layout import RowLayout
+from replay.snapshot import Contents
+from replay.tiers.registry import kind_with, kinds_of
+from replay.tiers.tier import Site, Tier
+
+_ATTEMPTS = 3
+"""A learner at work may delete every cut that was there when a look at them began."""
+_AT_ONCE = 64
+_WHAT = ("label", "topic", "partition", "key")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a cut has of the store."""
+
+    number: int
+    cut: Cut
+    contents: Contents
+    log: ForgottenLog
+
+    @property
+    def names(self) -> list[TopicPartition]:
+        """The partitions, by their index."""
+        return [
+            TopicPartition(each["topic"], each["partition"], each["incarnation"]) for each in self.cut.state["ledger"]
+        ]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Numbers on the store: what it holds is of the newest cut, tiers and bounds of the learner's last report."""
+
+    cut: int
+    step: int
+    events: int
+    capacity: int | None
+    offered: int
+    admission: str
+    sampling: str
+    tiers: dict[str, dict[str, int]]
+    """By tier: rows, bytes and bound_bytes."""
+    by_label: dict[str, int]
+    record_times: dict[str, str]
+    """Of the oldest, the median and the newest event, in ISO 8601."""
+    guard_rows: int
+    forgotten: int
+    """Records in the log."""
+    forgotten_through: int
+    """The last of them of which nothing is left anywhere."""
+
+    def document(self) -> dict[str, Any]:
+        """Return them as JSON values."""
+        return asdict(self)
+
+
+def read_stats(config: Config) -> Stats:
+    """Read the newest cut and the learner's report; raises SettingsError when there is no cut with a store."""
+    stored, report = _stored(config), read_report(config.state_dir)
+    index = stored.contents.index
+    rows = report.replay_rows if report is not None else {}
+    return Stats(
+        cut=stored.number,
+        step=stored.cut.step,
+        events=len(index),
+        capacity=report.replay_capacity if report is not None else None,
+        offered=int(stored.contents.standing.offered.sum()),
+        admission=config.pipeline.replay.admission,
+        sampling=config.pipeline.replay.sampling,
+        tiers={
+            tier: {"rows": held, "bytes": report.replay_bytes[tier], "bound_bytes": report.replay_bounds[tier]}
+            for tier, held in rows.items()
+            if report is not None
+        },
+        by_label=_by_label(Schema(config.pipeline.events), index),
+        record_times=_record_times(index),
+        guard_rows=len(stored.cut.tensors["guard"].get("label", ())),
+        forgotten=stored.log.count,
+        forgotten_through=stored.log.through,
+    )
+
+
+def render_stats(stats: Stats) -> Table:
+    """Return the screen."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    of = "" if stats.capacity is None else f" of {stats.capacity:,}"
+    table.add_row("events", f"{stats.events:,}{of}, of {stats.offered:,} that were offered")
+    table.add_row("cut", f"{stats.cut}, at step {stats.step:,}")
+    for tier, numbers in stats.tiers.items():
+        used, bound = numbers["bytes"] / 1e6, numbers["bound_bytes"] / 1e6
+        table.add_row(tier, f"{numbers['rows']:,} events, {used:.1f} of {bound:.1f} MB")
+    table.add_row("kept", f"{stats.admission}, drawn {stats.sampling}")
+    if stats.by_label:
+        table.add_row("by label", ", ".join(f"{label}: {rows:,}" for label, rows in stats.by_label.items()))
+    for what, moment in stats.record_times.items():
+        table.add_row(what, moment)
+    table.add_row("guard set", f"{stats.guard_rows:,} events")
+    left = stats.forgotten - stats.forgotten_through
+    table.add_row(
+        "forgotten", f"{stats.forgotten:,} records" + (f", {left:,} not erased everywhere yet" if left else "")
+    )
+    return table
+
+
+def draw_sample(config: Config, n: int, where: Sequence[str], seed: int | None) -> Iterator[dict[str, Any]]:
+    """Yield up to n stored events, drawn uniformly among those that fit, as JSON values.
+
+    Events that are overwritten at this moment are left out, and others drawn in their place.
+
+    Raises:
+        SettingsError: there is no cut with a store, a condition cannot be meant, or the payload cannot be had.
+    """
+    stored, schema = _stored(config), Schema(config.pipeline.events)
+    index = stored.contents.index
+    fits = np.ones(len(index), np.bool_)
+    for condition in where:
+        fits &= _fits(condition, schema, stored.names, index)
+    places = np.random.default_rng(seed).permutation(np.flatnonzero(fits))
+    shape = stored.cut.state.get(OUTPUT)
+    layout = RowLayout({**schema.payload(), **({} if shape is None else kept(tuple(shape)))})
+    for begin in range(0, len(places), _AT_ONCE):
+        for place, row in _rows(config, stored, layout, places[begin : begin + _AT_ONCE]):
+            if n == 0:
+                return
+            n -= 1
+            yield _event(schema, stored.names, index[place], row)
+
+
+def _stored(config: Config) -> Stored:
+    schema = Schema(config.pipeline.events)
+    log = ForgottenLog(config.state_dir / NAME)
+    log.refresh()
+    cuts = Cuts(config.state_dir / "cuts", schema.digest, 0)
+    for attempt in range(_ATTEMPTS):
+        try:
+            with away_is_dependency(f"the cuts in {cuts.path} cannot be read"):
+                found = cuts.newest()
+        except MisfitError:
+            raise
+        except CutError:  # the learner may have replaced them meanwhile
+            if attempt == _ATTEMPTS - 1:
+                raise
+            continue
+        if found is not None:
+            check_age(*found, log)
+            number, cut = found[0], remembered(found[1], log.forgotten)[0]
+            unpacked = unpack(cut)
+            if cut.begins:
+                break
+            if unpacked is None:
+                raise SettingsError(f"cut {number} has no store: learner.strategy is one without replay")
+            return Stored(number, cut, unpacked[0], log)
+        if not cuts.numbers():
+            break
+    raise SettingsError(f"there is no cut in {cuts.path} yet; the first one is made after cuts.every, or when it stops")
+
+
+def _rows(
+    config: Config, stored: Stored, layout: RowLayout, places: NDArray[np.intp]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the columns of those of n events whose payload can be had, with their places."""
+    contents = stored.contents
+    if contents.payload is not None:
+        rows_nR, whole = contents.payload[places.tolist()], np.ones(len(places), np.bool_)
+    else:
+        events = contents.index[places]
+        bases = np.array(contents.standing.bases, np.uint64)[events["partition"]]
+        seed = config.pipeline.seed if contents.standing.seed is None else contents.standing.seed
+        identity = identity_hash(bases, events["offset"], events["row"], seed)
+        with _home(config, contents, layout.row_bytes) as tier:
+            try:
+                rows_nR, whole = tier.read(events["slot"].astype(np.int64), identity)
+            except OSError as exc:
+                raise DependencyError(str(exc)) from exc
+    if rows_nR.shape[1] != layout.row_bytes:
+        raise SettingsError(f"events have {rows_nR.shape[1]} bytes in the store and {layout.row_bytes} by [schema]")
+    columns = {name: values.numpy() for name, values in layout.unpack(rows_nR).items()}
+    for at in np.flatnonzero(whole).tolist():
+        yield int(places[at]), {name: values[at] for name, values in columns.items()}
+
+
+@contextlib.contextmanager
+def _home(config: Config, contents: Contents, row_bytes: int) -> Iterator[Tier]:
+    """Open the tier that has the payload of a cut."""
+    folder = config.state_dir / "replay" / RANK
+    site = Site(folder, f"{config.pipeline.name}:{RANK}", row_bytes, writable=False)
+    kind = kind_with(contents, kinds_of(config.pipeline.replay, site).values())
+    assert kind is not None
+    with contextlib.ExitStack() as opened:
+        kind.reach(opened, needed=True)
+        tier = kind.source(contents)
+        opened.callback(tier.close)
+        yield tier
+
+
+def _event(schema: Schema, names: Sequence[TopicPartition], known: np.void, row: Mapping[str, Any]) -> dict[str, Any]:
+    place = f"@{known['offset']}" + (f"/{known['row']}" if known["row"] else "")
+    event: dict[str, Any] = {
+        "event": partition_name(names[known["partition"]]) + place,
+        "time": _moment(int(known["time_s"])),
+        "label": _label(schema, row["label"]) if row["labelled"] else None,
+    }
+    if schema.weight:
+        event["weight"] = row["weight"].item()
+    if schema.key:
+        event["key_hash"] = f"{int(known['key_hash']):016x}"
+    features = {feature.name: _value(schema, feature.name, row) for feature in schema.features}
+    return event | {"features": features}
+
+
+def _value(schema: Schema, name: str, row: Mapping[str, Any]) -> Any:
+    """Return what an event had; of strings that are hashed the bucket, of those not in the vocabulary None."""
+    values, encode = row[f"feature.{name}"], schema.settings.features[name].encode
+    if isinstance(encode, Vocabulary):
+        words = np.array([None, *encode.vocab], object)
+        return words[values].tolist() if values.ndim else words[int(values)]
+    return values.tolist()
+
+
+def _label(schema: Schema, label: Any) -> Any:
+    """Return a label as a message has it."""
+    names = schema.label.names
+    if schema.label.multi:
+        return [each if names is None else names[each] for each in np.flatnonzero(label).tolist()]
+    return label.item() if names is None else names[label]
+
+
+def _fits(
+    condition: str, schema: Schema, names: Sequence[TopicPartition], index: NDArray[np.void]
+) -> NDArray[np.bool_]:
+    what, _, value = condition.partition("=")
+    if what == "label" and schema.label.one_of is not None:
+        known = [str(name) for name in schema.label.names or range(schema.label.one_of)]
+        if value not in known:
+            raise SettingsError(f'--where label={value}: "{value}" is no class; there are {", ".join(known[:20])}')
+        return np.asarray(index["label"] == known.index(value))
+    if what == "topic":
+        wanted = [place for place, name in enumerate(names) if name.topic == value]
+        return np.isin(index["partition"], wanted)
+    if what == "partition" and value.isdigit():
+        wanted = [place for place, name in enumerate(names) if name.partition == int(value)]
+        return np.isin(index["partition"], wanted)
+    if what == "key" and schema.key is not None:
+        return np.asarray(index["key_hash"] == np.uint64(int(hash_of_key(value.encode()), 16)))
+    raise SettingsError(
+        f'--where "{condition}" cannot be told of stored events; write one of {", ".join(_WHAT)} with a value, such as '
+        "label=3 (label needs classes, one an event, key needs [schema.key])"
+    )
+
+
+def _by_label(schema: Schema, index: NDArray[np.void]) -> dict[str, int]:
+    if schema.label.one_of is None:
+        return {}
+    counts = np.bincount(index["label"] + 1, minlength=schema.label.one_of + 1).tolist()
+    found = dict(zip(map(str, schema.label.names or range(schema.label.one_of)), counts[1:], strict=True))
+    return found | ({"none": counts[0]} if counts[0] else {})
+
+
+def _record_times(index: NDArray[np.void]) -> dict[str, str]:
+    if not len(index):
+        return {}
+    times = np.sort(index["time_s"])
+    at = {"oldest": times[0], "median": times[len(times) // 2], "newest": times[-1]}
+    return {what: _moment(int(time_s)) for what, time_s in at.items()}
+
+
+def _moment(time_s: int) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat()

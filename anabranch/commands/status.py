@@ -1,0 +1,238 @@
+"""`anabranch status`: one screen of what learner and serving say of themselves."""
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from anabranch.config.loader import Config
+from anabranch.runtime.console import PlainConsole
+from anabranch.runtime.lifecycle import stop_on_signals
+from learner.state_dir.report import LAG_STALE, LearnerReport, ShareReport
+from learner.state_dir.report import read_report as read_learner
+from serving.reporting.health import SILENT
+from serving.reporting.report import ServingReport, ShadowReport
+from serving.reporting.report import read_report as read_serving
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of a pipeline's parts at one moment; None where a part has never run in this state directory."""
+
+    name: str
+    state_dir: str
+    now: float
+    learner: LearnerReport | None
+    serving: ServingReport | None
+
+    def condition(self, report: LearnerReport | ServingReport | None) -> str:
+        """Return `running`, `silent` or `not running`."""
+        if report is None or not _lives(report.pid):
+            return "not running"
+        return "running" if self.now - report.time < SILENT.total_seconds() else "silent"
+
+    def to_json(self) -> bytes:
+        """Return both reports, and whether they are of living processes, as one indented JSON object."""
+        document = {
+            "name": self.name,
+            "state_dir": self.state_dir,
+            "learner": self._part(self.learner),
+            "serving": self._part(self.serving),
+        }
+        return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+    def _part(self, report: LearnerReport | ServingReport | None) -> dict[str, object]:
+        return {
+            "condition": self.condition(report),
+            "age_seconds": None if report is None else round(self.now - report.time, 3),
+            "report": report,
+        }
+
+
+def read_status(config: Config) -> Status:
+    """Read what the parts of a pipeline have last said."""
+    state_dir = config.state_dir
+    return Status(config.pipeline.name, str(state_dir), time.time(), read_learner(state_dir), read_serving(state_dir))
+
+
+def render(status: Status) -> RenderableType:
+    """Return the screen."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("pipeline", f"{status.name}, state in {status.state_dir}")
+    for part, report in (("learner", status.learner), ("serving", status.serving)):
+        table.add_row(part, _condition(status, report))
+        for sentence in report.ill if report else ():
+            table.add_row("", Text(sentence, style="yellow"))
+    return Group(
+        table,
+        *([Text(), _learner(status.learner, status.now)] if status.learner else []),
+        *([Text(), _serving(status.serving)] if status.serving else []),
+    )
+
+
+def _condition(status: Status, report: LearnerReport | ServingReport | None) -> Text:
+    condition = status.condition(report)
+    style = {"running": "green", "silent": "yellow"}.get(condition, "dim")
+    text = Text(condition, style=style)
+    if report is None:
+        return text
+    age = status.now - report.time
+    if condition == "running":
+        return text.append(f"  pid {report.pid}, for {_age(report.time - report.started)}", style="default")
+    return text.append(f"  pid {report.pid}, last heard of {_age(age)} ago", style="default")
+
+
+def _learner(report: LearnerReport, now: float) -> RenderableType:
+    table = _section()
+    rates = report.rates
+    table.add_row("steps", f"{report.steps:,} ({_rate(rates, 'steps')})")
+    ratio = ", ".join([f"ratio {report.replay_ratio:.3g}", *([report.replay_kind] if report.replay_kind else [])])
+    table.add_row("events", f"{_rate(rates, 'rows_new')} new, {_rate(rates, 'rows_replay')} replayed, {ratio}")
+    if report.error:
+        table.add_row("absolute error", _pairs({k: f"{v:.4g}" for k, v in report.error.items()}))
+    else:
+        table.add_row("accuracy", _pairs({k: f"{v:.1%}" for k, v in report.accuracy.items()}) or "not known yet")
+    if report.loss:
+        table.add_row("loss", _pairs({k: f"{v:.4g}" for k, v in report.loss.items()}))
+    if report.forgetting is not None:
+        table.add_row("forgetting", f"{report.forgetting:.1%}" if not report.error else f"{report.forgetting:.4g}")
+    if report.drifts:
+        table.add_row("drifts", f"{report.drifts:,}, the last at step {report.drift_step or 0:,}")
+    table.add_row("outcomes", _pairs({k: f"{v:,}" for k, v in report.outcomes.items()}) or "none")
+    table.add_row("lag", _lag(report, now))
+    if report.behind:
+        table.add_row("behind", Text(f"by {_duration(report.lag_seconds)}", style="yellow"))
+    if any(report.skipped.values()):
+        table.add_row("skipped", _pairs({k: f"{v:,}" for k, v in report.skipped.items() if v}))
+    for name, partition in report.partitions.items():
+        table.add_row(name, f"lag {partition.pending:,}, trained through {partition.trained_through:,}")
+    last = next(reversed(report.replay_rows), None)  # which holds all; tiers before it are caches
+    tiers = {
+        tier if tier == last else f"{tier} cache": f"{rows:,} ({report.replay_bytes.get(tier, 0) / 1e6:.1f} MB)"
+        for tier, rows in report.replay_rows.items()
+    }
+    table.add_row("replay", _pairs(tiers) or "empty")
+    if report.replay_lost:
+        table.add_row("", Text(f"{report.replay_lost:,} events were lost by a tier", style="yellow"))
+    table.add_row("held out", f"{report.guard_rows:,}")
+    if report.share is not None:
+        table.add_row("share", _share(report.share))
+    made = "" if report.cut_time is None else f", made {_age(time.time() - report.cut_time)} ago"
+    table.add_row("cut", "none yet" if report.cut is None else f"{report.cut}{made}")
+    newest = "none yet" if report.version is None else str(report.version)
+    table.add_row("version", f"{newest}, {report.versions_published:,} published, {report.publish_skipped:,} skipped")
+    table.add_row("gate", _gate(report))
+    return table
+
+
+def _lag(report: LearnerReport, now: float) -> Text:
+    """Say how many offsets wait, and how old that is: lag that is not of now is no lag of 0."""
+    if report.lag_age_seconds is None:
+        return Text("not known yet", style="yellow")
+    pending, age = sum(each.pending for each in report.partitions.values()), now - report.time + report.lag_age_seconds
+    lag = f"{_count(pending, 'offset')}, {_duration(report.lag_seconds)}"
+    if age < LAG_STALE.total_seconds():
+        return Text(f"{lag}, as of {_age(age)} ago")
+    return Text(f"not known; {_age(age)} ago it was {lag}", style="yellow")
+
+
+def _gate(report: LearnerReport) -> Text:
+    """Say how the newest version was judged, and for how long none has passed."""
+    if report.held_since is None:
+        return Text(report.verdict or "nothing judged yet")
+    age, why = _age(report.time - report.held_since), "; ".join(report.held_reasons)
+    return Text(f"versions are held back, for {age}: {why}", style="yellow")
+
+
+def _share(share: ShareReport) -> str:
+    wait = "" if share.wait_p99_seconds is None else f", p99 {share.wait_p99_seconds * 1000:.1f} ms to give way"
+    size = "" if share.micro_batch_size is None else f", micro-batches of {share.micro_batch_size:,}"
+    return f"{share.policy}: {share.training:.0%} training, {_count(share.servers, 'server')}{wait}{size}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _serving(report: ServingReport) -> RenderableType:
+    table = _section()
+    table.add_row("address", report.address)
+    pinned = "" if report.pinned is None else ", pinned"
+    table.add_row("version", "waits for the first" if report.version is None else f"{report.version}{pinned}")
+    table.add_row("learned", report.trained_through or "nothing")
+    if report.freshness_p50_seconds is not None and report.freshness_p99_seconds is not None:
+        p50, p99 = report.freshness_p50_seconds, report.freshness_p99_seconds
+        table.add_row("freshness", f"p50 {_duration(p50)}, p99 {_duration(p99)} from append to served")
+    table.add_row("swaps", _pairs({k: f"{v:,}" for k, v in report.swaps.items()}) or "none")
+    if report.refused:
+        number, reason = list(report.refused.items())[-1]
+        table.add_row("refused", Text(f"{number}: {reason}", style="yellow"))
+    if report.shadow is not None:
+        table.add_row("shadow", _shadow(report.shadow))
+    table.add_row("requests", _pairs({k: f"{v:,}" for k, v in report.requests.items()}) or "none")
+    if report.request_p50_seconds is not None and report.request_p99_seconds is not None:
+        p50, p99 = report.request_p50_seconds * 1000, report.request_p99_seconds * 1000
+        table.add_row("latency", f"p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+    return table
+
+
+def _shadow(shadow: ShadowReport) -> Text:
+    """Say how far a version that is not served disagrees."""
+    if shadow.failed is not None:
+        return Text(shadow.failed, style="yellow")
+    if shadow.disagreement is None:
+        return Text(f"version {shadow.version}, nothing compared yet")
+    return Text(f"version {shadow.version} disagrees by {shadow.disagreement:.3g}, over {shadow.rows:,} rows")
+
+
+def _section() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True, min_width=8)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _pairs(values: dict[str, str]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+
+
+def _rate(rates: dict[str, float], name: str) -> str:
+    return f"{rates.get(name, 0.0):,.1f}/s"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 60 else _age(seconds)
+
+
+def _age(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{max(0.0, seconds):.1f} s"
+    return str(timedelta(seconds=whole))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def watch_status(config: Config) -> None:
+    """Show the screen until a signal comes, looked at anew every second."""
+    with stop_on_signals() as stop, Live(console=PlainConsole(), auto_refresh=False) as live:
+        while True:
+            live.update(render(read_status(config)), refresh=True)
+            if stop.wait(1.0):
+                return

@@ -1,0 +1,227 @@
+"""`anabranch versions`: what the versions directory holds, and which of it serving takes. Loads no torch."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from anabranch.config.loader import Config
+from anabranch.core.errors import SettingsError
+from ingest.events.schema import Schema
+from learner.errors import VersionError
+from learner.state_dir.trained_through import format_trained_through
+from learner.state_dir.version import (
+    Manifest,
+    ModelReference,
+    RegistryState,
+    Verdict,
+    Versions,
+    other_model,
+    reference_to,
+)
+
+_STYLES = {"pass": "green", "fail": "red", "abstain": "yellow"}
+
+Which = int | str
+"""A number, `latest` or `served`."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One version as its directory tells of it; `refused` says why serving does not take it."""
+
+    number: int
+    manifest: Manifest | None
+    verdict: Verdict | None
+    bytes: int
+    marks: list[str]
+    """Of served, previous, pinned, promoted, rolled back."""
+    refused: str | None
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        manifest = self.manifest
+        fields: dict[str, Any] = msgspec.to_builtins(manifest) if manifest else {"number": self.number}
+        return {
+            **fields,
+            "trained_through": format_trained_through(manifest.trained_through) if manifest else None,
+            "verdict": msgspec.to_builtins(self.verdict),
+            "bytes": self.bytes,
+            "marks": self.marks,
+            "refused": self.refused,
+        }
+
+
+def list_versions(config: Config, limit: int | None) -> list[Listed]:
+    """Return the newest `limit` versions, the newest first; their files' digests are not looked at.
+
+    Raises:
+        VersionError: `state.json` cannot be read.
+    """
+    versions = _versions(config)
+    wanted, state = _wanted(config), versions.state()
+    newest = versions.numbers()[::-1]
+    listed = [_look(versions, number, state, wanted) for number in newest[:limit]]
+    still = versions.numbers()
+    return [one for one in listed if one.number in still]  # the learner deletes old ones meanwhile
+
+
+def show_version(config: Config, which: Which) -> Listed:
+    """Return one version, with its files found to have their digests or not.
+
+    Raises:
+        SettingsError: there is no such version.
+    """
+    versions = _versions(config)
+    state, numbers = versions.state(), versions.numbers()
+    if which == "served" and state.serving is None:
+        raise SettingsError(f"serving has taken no version of {versions.path} yet")
+    number = state.serving if which == "served" else max(numbers, default=None) if which == "latest" else which
+    if not isinstance(number, int) or number not in numbers:
+        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "there is none yet"
+        raise SettingsError(f"there is no version {which if number is None else number} in {versions.path}; {there}")
+    listed = _look(versions, number, state, _wanted(config))
+    if listed.manifest is None:
+        return listed
+    try:
+        versions.contents(listed.manifest)
+    except (VersionError, OSError) as exc:
+        return Listed(number, listed.manifest, listed.verdict, listed.bytes, listed.marks, str(exc))
+    return listed
+
+
+def parse_which(text: str) -> Which:
+    """Read `N`, `latest` or `served`."""
+    if text in ("latest", "served"):
+        return text
+    if not text.isdecimal():
+        raise SettingsError(f'"{text}" is no version: write a number, latest or served')
+    return int(text)
+
+
+def render_list(listed: list[Listed]) -> RenderableType:
+    """Return the table of `versions ls`."""
+    if not listed:
+        return Text("there is no version yet")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("version", "time", "step", "verdict", "parent", "trained through", "size", "metrics", ""):
+        right = name in ("version", "step", "parent", "size")
+        folds = name in ("trained through", "metrics")
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=not folds)
+    for one in listed:
+        manifest = one.manifest
+        facts = ("", "", "", "")
+        metrics = ""
+        if manifest is not None:
+            parent = "" if manifest.parent is None else str(manifest.parent)
+            facts = (_time(manifest.time), f"{manifest.step:,}", parent, _trained(manifest))
+            metrics = _metrics(manifest)
+        verdict = one.verdict.verdict if one.verdict else "none"
+        marks = Text(", ".join([*one.marks, *(["refused"] if one.refused else [])]))
+        table.add_row(
+            *(str(one.number), facts[0], facts[1], Text(verdict, style=_STYLES.get(verdict, "dim")), facts[2]),
+            *(facts[3], _size(one.bytes), metrics, marks),
+        )
+    return table
+
+
+def render_one(one: Listed) -> RenderableType:
+    """Return the screen of `versions show`."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("version", ", ".join([str(one.number), *one.marks]))
+    manifest = one.manifest
+    if manifest is not None:
+        model = manifest.model
+        table.add_row("time", _time(manifest.time))
+        table.add_row("step", f"{manifest.step:,}, by the learner of epoch {manifest.epoch}")
+        table.add_row("parent", "none" if manifest.parent is None else str(manifest.parent))
+        table.add_row("learned", _trained(manifest) or "nothing")
+        table.add_row("metrics", _metrics(manifest) or "none")
+        table.add_row("model", Text(f"{model.factory} with {model.args}, task {model.task}"))
+        table.add_row("schema", manifest.schema)
+        for name, digest in manifest.files.items():
+            table.add_row("file", f"{name}, sha256 {digest}")
+    table.add_row("size", _size(one.bytes))
+    verdict = one.verdict
+    if verdict is None:
+        table.add_row("verdict", "none yet")
+    else:
+        table.add_row("verdict", Text(verdict.verdict, style=_STYLES[verdict.verdict]))
+        for reason in verdict.reasons:
+            table.add_row("", Text(reason))
+        for name, value in verdict.numbers.items():
+            table.add_row("", f"{name} {value:.4g}")
+    ending = Text(f"refused: {one.refused}", style="red") if one.refused else Text("whole; serving may take it")
+    return Group(table, ending)
+
+
+def _versions(config: Config) -> Versions:
+    return Versions(config.state_dir / "versions")
+
+
+class _Wanted(NamedTuple):
+    """What serving wants a version to be of."""
+
+    schema: str
+    model: ModelReference
+
+
+def _wanted(config: Config) -> _Wanted:
+    return _Wanted(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
+
+
+def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted) -> Listed:
+    marks = {"served": state.serving, "previous": state.previous, "pinned": state.pinned, "promoted": state.promoted}
+    found = [mark for mark, marked in marks.items() if marked == number]
+    found += ["rolled back"] if number in state.rolled_back else []
+    manifest, verdict, refused = None, None, None
+    try:
+        manifest = versions.manifest(number)
+        verdict = versions.verdict(number)
+    except (VersionError, OSError) as exc:
+        refused = str(exc)
+    else:
+        refused = _refusal(manifest, verdict, wanted, state)
+    return Listed(number, manifest, verdict, _bytes(versions, number), found, refused)
+
+
+def _refusal(manifest: Manifest, verdict: Verdict | None, wanted: _Wanted, state: RegistryState) -> str | None:
+    """Say why serving does not take a version whose files are whole, as `serving.rollout.hot_swap` decides it."""
+    if manifest.number in state.rolled_back:
+        return "it was rolled back, or left out by a rollback"
+    if verdict is None:
+        return "it has no verdict yet"
+    if verdict.verdict == "fail" and manifest.number not in (state.promoted, state.pinned):
+        return f"the gate failed it: {'; '.join(verdict.reasons) or 'no reason is given'}"
+    if manifest.schema != wanted.schema:
+        return "it was learned under another schema than [schema] describes"
+    return other_model(manifest.model, wanted.model)
+
+
+def _bytes(versions: Versions, number: int) -> int:
+    try:
+        return versions.size_bytes(number)
+    except FileNotFoundError:
+        return 0
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def _trained(manifest: Manifest) -> str:
+    return format_trained_through(manifest.trained_through)
+
+
+def _metrics(manifest: Manifest) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items())
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 100_000 else f"{size / 1e3:,.1f} kB"

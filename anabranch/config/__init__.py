@@ -1,0 +1,1 @@
+"""`pipeline.toml`: read, overridden, resolved, validated."""

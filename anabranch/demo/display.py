@@ -1,0 +1,183 @@
+"""What the demo shows while it runs: a live panel on a terminal, else a plain line every few seconds."""
+
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from anabranch.demo.dataset import CLASSES
+from anabranch.demo.report import percent, seconds
+from anabranch.demo.snapshot import Figures
+
+_LINE_SECONDS = 3.0
+_HISTORY_SECONDS = 2.0
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_BAR_CELLS = 20
+
+
+class Display(Protocol):
+    """Shows figures; a context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def show(self, figures: Figures) -> None:
+        """Show the figures of this moment; called about four times a second."""
+        ...
+
+
+class PlainLines:
+    """One line every few seconds on stderr."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show(self, figures: Figures) -> None:
+        """Write the line when it is due."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _LINE_SECONDS
+        sys.stderr.write(plain_line(figures) + "\n")
+        sys.stderr.flush()
+
+
+class LivePanel:
+    """A panel that is drawn over and over."""
+
+    def __init__(self, console: Console, url: str, model: str, request: Path) -> None:
+        self._url = url
+        self._try = f"curl -s {url}/v2/models/{model}/infer -d @{request}"
+        self._live = Live(console=console, auto_refresh=False)
+        self._old: deque[float] = deque(maxlen=30)
+        self._twin_old: deque[float] = deque(maxlen=30)
+        self._next_history = 0.0
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, figures: Figures) -> None:
+        """Draw the panel."""
+        if time.monotonic() >= self._next_history:
+            self._next_history = time.monotonic() + _HISTORY_SECONDS
+            for history, twin in ((self._old, False), (self._twin_old, True)):
+                old = figures.accuracy("old", twin=twin)
+                if old is not None:
+                    history.append(old)
+        self._live.update(self._render(figures), refresh=True)
+
+    def _render(self, figures: Figures) -> RenderableType:
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="bold", no_wrap=True)
+        rows.add_column(overflow="fold")
+        rows.add_row("stream", _stream(figures))
+        rows.add_row("outcomes", _outcomes(figures))
+        rows.add_row("accuracy", _bar("now", figures.accuracy("now"), "cyan"))
+        rows.add_row("", _bar("old classes", figures.accuracy("old"), "green", self._old))
+        if figures.twin is not None:
+            rows.add_row("", _bar("no replay", figures.accuracy("old", twin=True), "red", self._twin_old))
+        rows.add_row("replay", _replay(figures))
+        rows.add_row("serving", _serving(figures))
+        rows.add_row("requests", _requests(figures))
+        rows.add_row(
+            "freshness",
+            f"p50 {seconds(figures.freshness_p50_seconds)}  p99 {seconds(figures.freshness_p99_seconds)}  "
+            "from an event's sending to a reply that has learned it",
+        )
+        for sentence in figures.ill:
+            rows.add_row("[yellow]ill[/]", Text(sentence, style="yellow"))
+        hints = Table.grid(padding=(0, 2))
+        hints.add_column(style="dim", no_wrap=True)
+        hints.add_column(overflow="fold")
+        hints.add_row("look", Text(f"{self._url}/", style="bold not dim"))
+        hints.add_row("try", Text(self._try))
+        hints.add_row("end", "Ctrl-C stops everything and leaves nothing behind")
+        title = "Anabranch: a stream of digits, class after class, teaches the model that is being served"
+        return Panel(Group(rows, Text(), hints), title=title, title_align="left", padding=(1, 2))
+
+
+def plain_line(figures: Figures) -> str:
+    """Return everything that matters in one line."""
+    version = figures.serving.version if figures.serving else None
+    twin = f" (no replay {percent(figures.accuracy('old', twin=True))})" if figures.twin else ""
+    line = (
+        f"{figures.seconds:4.0f} s  {figures.sent:,} events, class {figures.phase}  {_outcomes(figures)}  "
+        f"accuracy now {percent(figures.accuracy('now'))}, old {percent(figures.accuracy('old'))}{twin}  "
+        f"version {'-' if version is None else version}  "
+        f"freshness p99 {seconds(figures.freshness_p99_seconds)}  "
+        f"{figures.requests:,} requests, {figures.failures} failed"
+    )
+    return "; ".join([line, *figures.ill])
+
+
+def sparkline(values: deque[float]) -> str:
+    """Return fractions as a row of blocks, from empty for 0 to full for 1."""
+    return "".join(_BLOCKS[round(min(1.0, max(0.0, value)) * (len(_BLOCKS) - 1))] for value in values)
+
+
+def _bar(name: str, fraction: float | None, style: str, history: deque[float] | None = None) -> Text:
+    full = round((fraction or 0.0) * _BAR_CELLS)
+    text = Text(f"{name:<12}")
+    text.append("█" * full, style=style)
+    text.append("░" * (_BAR_CELLS - full), style="dim")
+    text.append(f" {percent(fraction):>4}  ")
+    return text.append(sparkline(history), style=style) if history else text
+
+
+def _stream(figures: Figures) -> Text:
+    text = Text(f"{figures.sent:,} events, {figures.rate:,.0f}/s   class ")
+    for digit in range(CLASSES):
+        text.append(f" {digit} ", style="reverse bold" if digit == figures.phase else "dim")
+    return text
+
+
+def _outcomes(figures: Figures) -> str:
+    names = ("trained", "stored_only", "held_out", "dead_lettered", "skipped")
+    counts = [f"{name.replace('_', ' ')} {figures.outcomes.get(name, 0):,}" for name in names]
+    lag = sum(p.pending for p in figures.learner.partitions.values()) if figures.learner else 0
+    return ", ".join([text for text in counts if not text.endswith(" 0")] or ["nothing yet"]) + f"; lag {lag:,}"
+
+
+def _replay(figures: Figures) -> str:
+    rows = figures.learner.replay_rows if figures.learner else {}
+    if not rows:
+        return "empty"
+    *caches, (last, held) = rows.items()
+    return ", ".join([f"{held:,} old events in {last}", *(f"{many:,} of them in {tier} too" for tier, many in caches)])
+
+
+def _serving(figures: Figures) -> str:
+    if figures.serving is None or figures.serving.version is None:
+        return "waits for the first version"
+    return f"version {figures.serving.version}, swapped {figures.serving.swaps.get('swapped', 0):,} times under load"
+
+
+def _requests(figures: Figures) -> Text:
+    text = Text(f"{figures.requests:,} sent, ")
+    text.append(f"{figures.failures:,} failed", style="red" if figures.failures else "green")
+    right = percent(figures.request_accuracy)
+    return text.append(f", {right} of the last right, p99 {seconds(figures.request_p99_seconds)}")

@@ -1,0 +1,137 @@
+"""Requests for held-out digits over HTTP, all the time: what a user of the served model would see."""
+
+import http.client
+import json
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from anabranch.demo.dataset import Digits, rounded
+from anabranch.demo.freshness import Freshness
+from anabranch.runtime.rate_limiter import Pacer
+from learner.state_dir.trained_through import parse_trained_through
+
+_TIMEOUT_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
+_IDLE_SECONDS = 2.0
+_WINDOW = 500
+
+
+class Prober:
+    """One thread with one connection that is kept alive. Its figures may be read at any time."""
+
+    def __init__(
+        self, host: str, port: int, model: str, digits: Digits, freshness: Freshness, rate: float, seed: int
+    ) -> None:
+        self._address = (host, port)
+        self._path = f"/v2/models/{model}/infer"
+        self._bodies = [request_body(pixels) for pixels in digits.request_pixels]
+        self._labels = digits.request_labels.tolist()
+        self._freshness = freshness
+        self._random = random.Random(seed)  # noqa: S311 which digit is asked for is no secret
+        self._stop = threading.Event()
+        self._pacer = Pacer(rate, wait=self._stop.wait)
+        self._right: deque[bool] = deque(maxlen=_WINDOW)
+        self._latencies: deque[float] = deque(maxlen=_WINDOW)
+        self._thread = threading.Thread(target=self._run, name="prober", daemon=True)
+        self.classes_seen = 1
+        """Only digits below it are asked for; set by whoever knows how far the stream is."""
+        self.requests = 0
+        self.failures = 0
+        self.last_failure: str | None = None
+        self.version: str | None = None
+        self.trained_through: dict[str, int] = {}
+
+    @property
+    def accuracy(self) -> float | None:
+        """How many of the last replies were right; None before the first."""
+        return sum(self._right) / len(self._right) if self._right else None
+
+    def latency_seconds(self, quantile: float) -> float | None:
+        """Return a quantile over the last replies; None before the first."""
+        latencies = sorted(self._latencies)
+        return latencies[min(len(latencies) - 1, int(quantile * len(latencies)))] if latencies else None
+
+    def start(self) -> None:
+        """Begin to ask; requests count from the first moment at which serving says that it is ready."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the request that is on its way, and end."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set() and not answers(*self._address, "/v2/health/ready"):
+            self._stop.wait(_LOOK_SECONDS)
+        connection, last = http.client.HTTPConnection(*self._address, timeout=_TIMEOUT_SECONDS), 0.0
+        while not self._stop.is_set():
+            self._pacer.pace()
+            if self._stop.is_set():
+                break
+            if time.monotonic() - last > _IDLE_SECONDS:
+                # A server may close an idle connection at any moment, which is not a failure of its.
+                connection.close()
+            self._count(lambda: self._ask(connection))
+            last = time.monotonic()
+            if self.last_failure:
+                connection.close()
+        connection.close()
+
+    def _count(self, ask: Callable[[], str | None]) -> None:
+        begin = time.monotonic()
+        try:
+            failure = ask()
+        except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as exc:
+            failure = f"{type(exc).__name__}: {exc}"
+        self._latencies.append(time.monotonic() - begin)
+        self.requests += 1
+        if failure:
+            self.failures += 1
+        self.last_failure = failure or None
+
+    def _ask(self, connection: http.client.HTTPConnection) -> str | None:
+        """Send one request, and return what is wrong with its reply."""
+        row = self._pick()
+        connection.request("POST", self._path, self._bodies[row], {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        content = response.read()
+        moment = time.time()
+        if not 200 <= response.status < 300:
+            return f"{response.status} {content[:200].decode(errors='replace')}"
+        reply: dict[str, Any] = json.loads(content)
+        predictions = {output["name"]: output["data"] for output in reply["outputs"]}
+        self.version = reply["model_version"]
+        learned = reply["parameters"]["trained_through"]
+        self.trained_through = parse_trained_through(learned) if learned else {}
+        self._right.append(predictions["prediction"][0] == self._labels[row])
+        self._freshness.replied(self.trained_through, moment)
+        return None
+
+    def _pick(self) -> int:
+        while True:
+            row = self._random.randrange(len(self._labels))
+            if self._labels[row] < self.classes_seen:
+                return row
+
+
+def request_body(pixels: Any) -> bytes:
+    """Return the JSON of an inference request for one digit."""
+    tensor = {"name": "x", "shape": [1, 64], "datatype": "FP32", "data": rounded(pixels)}
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+def answers(host: str, port: int, path: str) -> bool:
+    """Whether a GET is answered with 200."""
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,129 @@
+"""What the demo knows of its parts at one moment, and whether that is the end."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from anabranch.demo.freshness import Freshness
+from anabranch.demo.load_generator import Prober
+from anabranch.demo.producer_process import Feed
+from learner.state_dir.report import LearnerReport
+from learner.state_dir.report import read_report as read_learner
+from serving.reporting.report import ServingReport
+from serving.reporting.report import read_report as read_serving
+
+_PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One moment of the demo; what cannot be told yet is None."""
+
+    seconds: float
+    sent: int
+    rate: float
+    phase: int
+    last_offsets: dict[str, int] | None
+    """By `topic:partition`, once everything is sent."""
+    learner: LearnerReport | None
+    twin: LearnerReport | None
+    serving: ServingReport | None
+    trained_through: dict[str, int]
+    """Of the last reply."""
+    requests: int
+    failures: int
+    last_failure: str | None
+    request_accuracy: float | None
+    request_p99_seconds: float | None
+    freshness_p50_seconds: float | None
+    freshness_p99_seconds: float | None
+    restarts: dict[str, int]
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Events by outcome."""
+        return self.learner.outcomes if self.learner else {}
+
+    @property
+    def ill(self) -> list[str]:
+        """What does not work, in sentences."""
+        parts = (("learner", self.learner), ("twin", self.twin), ("serving", self.serving))
+        said = [f"{name}: {sentence}" for name, report in parts if report for sentence in report.ill]
+        said += [f"{name} was started again {count} times" for name, count in self.restarts.items() if count]
+        return [*said, f"the last request failed: {self.last_failure}"] if self.last_failure else said
+
+    def accuracy(self, window: str, *, twin: bool = False) -> float | None:
+        """Return an accuracy of the learner or of its twin."""
+        report = self.twin if twin else self.learner
+        return report.accuracy.get(window) if report else None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where figures come from."""
+
+    begin: float
+    """In seconds of the monotonic clock."""
+    state_dir: Path
+    twin_state_dir: Path | None
+    feed: Feed
+    prober: Prober
+    freshness: Freshness
+
+    def look(self, restarts: dict[str, int]) -> Figures:
+        """Return the figures of this moment."""
+        feed, prober = self.feed, self.prober
+        return Figures(
+            seconds=time.monotonic() - self.begin,
+            sent=feed.sent,
+            rate=feed.rate,
+            phase=feed.phase,
+            last_offsets=feed.done.last_offsets if feed.done else None,
+            learner=read_learner(self.state_dir),
+            twin=read_learner(self.twin_state_dir) if self.twin_state_dir else None,
+            serving=read_serving(self.state_dir),
+            trained_through=prober.trained_through,
+            requests=prober.requests,
+            failures=prober.failures,
+            last_failure=prober.last_failure,
+            request_accuracy=prober.accuracy,
+            request_p99_seconds=prober.latency_seconds(0.99),
+            freshness_p50_seconds=self.freshness.seconds(0.5),
+            freshness_p99_seconds=self.freshness.seconds(0.99),
+            restarts=restarts,
+        )
+
+
+class Completion:
+    """Whether everything that was sent has its outcome and has reached the served model."""
+
+    def __init__(self, *, twin: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._twin = twin
+        self._clock = clock
+        self._progress: object = None
+        self._since = clock()
+
+    def missing(self, figures: Figures) -> str | None:
+        """Return what is missing yet, as the rest of a sentence; None when nothing is."""
+        if figures.last_offsets is None:
+            return f"the producer has sent {figures.sent} events and is not done"
+        done = sum(figures.outcomes.values())
+        if done != figures.sent:
+            return f"{figures.sent} events were sent, but {done} have an outcome"
+        for partition, offset in figures.last_offsets.items():
+            learned = figures.trained_through.get(partition, -1)
+            if learned < offset:
+                return f"the last reply's model has learned {partition} up to {learned}, not {offset}"
+        twins = sum(figures.twin.outcomes.values()) if figures.twin else 0
+        if self._twin and twins != figures.sent:
+            return f"{figures.sent} events were sent, but only {twins} have an outcome in the twin"
+        return None
+
+    def is_overdue(self, figures: Figures) -> bool:
+        """Whether nothing has moved for a minute."""
+        twins = sum(figures.twin.outcomes.values()) if figures.twin else 0
+        progress = (figures.sent, sum(figures.outcomes.values()), twins, figures.trained_through)
+        if progress != self._progress:
+            self._progress, self._since = progress, self._clock()
+        return self._clock() - self._since > _PATIENCE_SECONDS

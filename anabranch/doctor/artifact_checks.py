@@ -1,0 +1,87 @@
+"""The newest cut and version: whole, and of this schema. Their files are read as bytes, so that torch is not needed."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from anabranch.core.failures import DamagedError, decoded
+from anabranch.core.files import MOST_BYTES, check_names, number_of, open_file, read_file
+from anabranch.doctor.findings import Finding, Patient, found, ok
+from ingest.events.schema import Schema
+from learner.state_dir.version import ModelReference, other_model, reference_to
+
+_MANIFEST = "manifest.json"
+
+
+class _Manifest(msgspec.Struct):
+    """What the manifests of cuts and of versions have in common."""
+
+    schema: str
+    files: dict[str, str]
+
+
+class _VersionManifest(msgspec.Struct):
+    model: ModelReference
+
+
+def check_cuts(patient: Patient) -> Iterator[Finding]:
+    """Whether the newest cut can be resumed from."""
+    yield from _check_newest(patient, "cut", "made")
+
+
+def check_versions(patient: Patient) -> Iterator[Finding]:
+    """Whether the newest version can be served."""
+    yield from _check_newest(patient, "version", "learned")
+
+
+def _check_newest(patient: Patient, what: str, made: str) -> Iterator[Finding]:
+    folder = patient.config.state_dir / f"{what}s"
+    named = [number_of(path.parent.name) for path in folder.glob(f"*/{_MANIFEST}")]
+    numbers = [number for number in named if number is not None]
+    if not numbers:
+        yield ok(f"There is no {what} yet.")
+        return
+    number = max(numbers)
+    damage, schema = _damage(folder / str(number), "rank-0/" if what == "cut" else "")
+    if damage and not (folder / str(number)).exists():
+        yield ok(f"The learner has just replaced {what} {number}.")
+    elif damage:
+        yield found(
+            f"{what}.damaged", f"The newest {what}, {number}, is damaged: {damage}.", path=folder, number=number
+        )
+    elif schema is not None and schema != Schema(patient.config.pipeline.events).digest:
+        matter = f"The newest {what}, {number}, was {made} under another [schema]."
+        yield found(f"{what}.schema", matter, path=folder, number=number)
+    elif what == "version" and (other := _other_model(patient, folder / str(number))) is not None:
+        yield found("version.model", f"Serving does not take the newest version, {number}: {other}.")
+    else:
+        yield ok(f"The newest {what}, {number}, is whole and of this schema.")
+
+
+def _other_model(patient: Patient, version: Path) -> str | None:
+    """Say how a version's model differs from `[model]`, as serving does; None when it does not."""
+    try:
+        manifest = decoded(read_file(version / _MANIFEST, MOST_BYTES), _VersionManifest)
+    except (OSError, DamagedError) as exc:
+        return f"{version / _MANIFEST} cannot be read: {exc}"
+    return other_model(manifest.model, reference_to(patient.config.pipeline.model))
+
+
+def _damage(directory: Path, below: str) -> tuple[str | None, str | None]:
+    """Return what is wrong with a directory's files, and the schema's digest that its manifest names.
+
+    All files lie in the folder `below` of the directory, "" for none. A cut that has no tensors is of any schema.
+    """
+    try:
+        manifest = decoded(read_file(directory / _MANIFEST, MOST_BYTES), _Manifest)
+        check_names(manifest.files, below)
+        for name, digest in manifest.files.items():
+            with os.fdopen(open_file(directory / name), "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    return f"{name} does not have its digest", manifest.schema
+    except (OSError, DamagedError) as exc:
+        return f"{exc}", None
+    return None, manifest.schema if any(name.endswith(".safetensors") for name in manifest.files) else None

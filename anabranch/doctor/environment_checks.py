@@ -1,0 +1,47 @@
+"""The installation, and the limits of the machine."""
+
+import importlib
+import platform
+import resource
+from collections.abc import Iterator
+
+from anabranch.doctor.findings import Finding, Patient, found, ok
+
+_EXTRAS = {("client", "confluent"): ("confluent_kafka", "fast"), ("format", "arrow"): ("pyarrow", "arrow")}
+"""By key of `[stream]` and its value: the module that it needs, and the extra that brings it."""
+_FILES = 1024
+"""Descriptors that serving needs for some hundred connections, beside those of the parts."""
+
+
+def check_install(patient: Patient) -> Iterator[Finding]:
+    """Whether what the config needs can be imported; torch is looked at with the model, in a process of its own."""
+    faults = []
+    if not _imports("crc32c"):
+        faults.append(found("install.crc32c", "crc32c cannot be imported: without it Kafka is read 9 times slower."))
+    stream = patient.pipeline.pipeline.stream if patient.pipeline else None
+    for (key, value), (module, extra) in _EXTRAS.items():
+        if stream is not None and getattr(stream, key) == value and not _imports(module):
+            matter = f'stream.{key} = "{value}" needs {module}, which cannot be imported.'
+            faults.append(found("install.extra", matter, extra=extra))
+    if patient.pipeline is not None and patient.pipeline.pipeline.replay.redis is not None and not _imports("redis"):
+        faults.append(found("install.extra", "replay.redis needs redis, which cannot be imported.", extra="redis"))
+    yield from faults or [ok(f"Python {platform.python_version()} has what the config needs.")]
+
+
+def check_limits(patient: Patient) -> Iterator[Finding]:
+    """Whether enough files may be open."""
+    del patient
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < _FILES:
+        matter = f"Only {limit} files may be open, so that serving refuses connections beyond about {limit // 2}."
+        yield found("limit.files", matter, wanted=4 * _FILES)
+    else:
+        yield ok("Enough files may be open.")
+
+
+def _imports(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,148 @@
+"""What the probe tries with torch: what a learner builds and may refuse before its first step, by its own code."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import DamagedError
+from anabranch.doctor.model_process import Asked, Said, Size, Step
+from ingest.config import SchemaSettings, StreamSettings
+from ingest.events.schema import Schema
+from learner.build import hear
+from learner.config import LearnerSettings, ModelSettings
+from learner.distributed.data_parallel import Place, device_of
+from learner.distributed.rendezvous import meet_hosts
+from learner.errors import CutError
+from learner.model.device import Precision, check_scaling, choose_device, choose_precision
+from learner.model.embedding import Embedding
+from learner.model.factory import build_model, check_model, check_task, make_task
+from learner.resume import check_columns
+from learner.state_dir.checkpoint import Cut, Cuts
+from learner.strategies.base import kept
+from learner.strategies.registry import build_strategy
+from learner.training.activation_checkpointing import checkpoint_activations
+from learner.training.optimizers import build_optimizer
+from learner.training.trainer import Trainer
+from replay.build import check_policies
+from replay.config import ReplaySettings
+from replay.row_layout import Fields
+
+_FULL = Precision("fp32", None)
+_NOWHERE = StreamSettings(bootstrap_servers="localhost:9092", topics=("none",))
+"""A stream that nothing is read of."""
+
+
+def try_device(learner: LearnerSettings, say: Callable[[Said], None]) -> torch.device:
+    """Say what is wrong with the device, replicas and hosts, and return what the model is to be tried on."""
+    device, ranks = torch.device("cpu"), learner.replicas * learner.hosts
+    try:
+        device = choose_device(learner.device)
+    except SettingsError as exc:
+        say(Said("device.missing", f"{exc}.", "learner.device"))
+        return device
+    kind = "device.precision"
+    try:
+        precision = choose_precision(learner.precision, device)
+        say(Said("", f"The learner computes on {device} in {precision.name}."))
+        kind = "learner.replicas"
+        if ranks > 1:
+            check_scaling(precision, learner.sharding, learner.sync_every)
+            device = device_of(Place(0, ranks, Path()), learner)
+        kind = "learner.hosts"
+        if learner.hosts > 1:
+            _check_interface(learner)
+    except SettingsError as exc:
+        say(Said(kind, f"{exc}."))
+    return device
+
+
+def _check_interface(learner: LearnerSettings) -> None:
+    """Look for the interface as one of the other hosts does, which listens on nothing."""
+    other = learner.model_copy(update={"host_rank": 1})
+    with meet_hosts(other, _NOWHERE, {}):
+        pass
+
+
+def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | Size], None]) -> Fields:
+    """Build the model and all that learns with it, up to going on from the newest cut.
+
+    Returns:
+        What the store keeps of an event.
+    """
+    schema = Schema(SchemaSettings.model_validate_json(asked.events))
+    settings = ModelSettings.model_validate_json(asked.model)
+    learner = LearnerSettings.model_validate_json(asked.learner)
+    replay = ReplaySettings.model_validate_json(asked.replay)
+    columns, folder, kind = schema.payload(), Path(asked.folder), "model.factory"
+    say(Step(f"building {settings.factory}"))
+    try:
+        model = build_model(settings.factory, settings.args, folder).to(device)
+        say(Size(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
+        say(Step("running the model on three events of zeros"))
+        kind = "model.output"
+        task = make_task(settings.task, folder)
+        kind = "model.embedding"
+        if settings.embedding:
+            Embedding(model, settings.embedding)  # as serving does, whether or not the learner compares events
+        embedding = hear(settings, learner.strategy, replay, model, task, [feature.name for feature in schema.features])
+        kind = "model.output"
+        shape = check_model(model, task, schema, device)
+        check_task(task, shape, schema.label, device)
+        kind = "model.embedding"
+        dim = None if embedding is None else embedding.heard().shape[1]
+        kind = "model.strategy"
+        strategy = build_strategy(learner.strategy, settings, task)
+        if strategy.keeps_output:
+            columns |= kept(shape)
+        kind = "replay.policy"
+        if strategy.replays:
+            check_policies(replay, schema, dim)
+        kind = "model.optimizer"
+        build_optimizer(learner.optimizer, model.parameters())
+        kind = "model.checkpointing"
+        checkpoint_activations(model, learner.activation_checkpointing)
+        kind = "model.strategy"
+        # From here on beside the device, whose memory a learner at work may have taken.
+        plain = learner.model_copy(update={"compile": False, "activation_checkpointing": False})
+        trainer = Trainer(model.cpu(), task, strategy, schema, plain, torch.device("cpu"), _FULL, embedding)
+        say(Step("going on from the newest cut"))
+        kind = "cut.misfit"
+        cuts = Cuts(Path(asked.state_dir) / "cuts", schema.digest, 0)
+        _go_on(cuts, schema.digest, trainer, list(shape) if strategy.keeps_output else None, learner.strategy.name)
+    except SettingsError as exc:
+        say(Said(kind, f"{exc}."))
+    else:
+        say(
+            Said(
+                "",
+                f"{settings.factory} has {_parameters(model):,} parameters, and its output fits the {settings.task}.",
+            )
+        )
+    return columns
+
+
+def _go_on(cuts: Cuts, digest: str, trainer: Trainer, output: list[int] | None, strategy: str) -> None:
+    """Raise SettingsError where the newest cut is not of this model, optimizer or strategy, or of another release.
+
+    One of another schema, or with a file that cannot be read, is a finding of the check of cuts.
+    """
+    try:
+        manifest = cuts.latest()
+        if manifest is None or manifest.begins or manifest.schema != digest:
+            return
+        cut = Cut(manifest.step, *cuts.open(manifest))
+    except (CutError, OSError):
+        return
+    cuts.check(manifest)
+    if trainer.strategy.replays and "replay" in cut.tensors:
+        check_columns(manifest.number, cut, output, strategy)
+    with contextlib.suppress(OSError, DamagedError):  # a learner has just replaced it, or it is the check of cuts
+        trainer.restore(cut.tensors, cut.state["trainer"])
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

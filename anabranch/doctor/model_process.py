@@ -1,0 +1,144 @@
+"""The model factory and the device, tried in a process of its own: user code may crash or hang."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from anabranch.doctor.findings import Finding, Patient, found
+from learner.config import LearnerSettings
+from replay.config import ReplaySettings
+
+_SHARE = 0.9
+"""Of a check's time: the rest is for telling that it is over."""
+_LAST_WORDS = 300
+
+
+class Step(msgspec.Struct, tag=True):
+    """What the probe does now, for when it never says anything again."""
+
+    doing: str
+
+
+class Said(msgspec.Struct, tag=True):
+    """A finding of the probe; `kind` is empty when all is well."""
+
+    kind: str
+    matter: str
+    key: str = ""
+
+
+class Size(msgspec.Struct, tag=True):
+    """Bytes of the model's weights."""
+
+    bytes: int
+
+
+class Asked(msgspec.Struct):
+    """What the probe is to look at: sections as JSON, which hold no secret but what model.args were given."""
+
+    events: str
+    model: str
+    learner: str
+    replay: str
+    serving_device: str
+    share: str
+    folder: str
+    state_dir: str
+
+
+def _without_secret(replay: ReplaySettings) -> str:
+    """Return `[replay]` as JSON, with a URL that says nothing but can be read back."""
+    section = replay.model_dump(mode="json")
+    if replay.redis is not None:
+        section["redis"]["url"] = "redis://hidden"
+    return msgspec.json.encode(section).decode()
+
+
+def check_alone(patient: Patient) -> Iterator[Finding]:
+    """Whether a learner of one process is told what only several do."""
+    learner = patient.config.pipeline.learner
+    if learner.replicas == learner.hosts == 1:
+        values = {key: getattr(learner, key) for key in ("sharding", "sync_every", "comm_hook")}
+        for key, value in values.items():
+            if value != LearnerSettings.model_fields[key].default:
+                shown = f'"{value}"' if isinstance(value, str) else value
+                yield found("learner.alone", f"learner.{key} = {shown} has no effect with one replica.", key=key)
+
+
+class Told(NamedTuple):
+    """What came of a probe."""
+
+    messages: Sequence[Step | Said | Size]
+    code: int | None
+    """The exit code of its process; None when it was still at work at the end of its time."""
+    words: str
+    """What it wrote to stderr."""
+
+
+Launcher: TypeAlias = Callable[[Asked, float], Told]
+"""Has a probe look for so many seconds at most."""
+
+
+def in_a_process(asked: Asked, seconds: float) -> Told:
+    """Start `anabranch.doctor.probe`: what crashes or hangs there does so alone."""
+    code, words = None, b""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as said:
+        command = [sys.executable, "-P", "-m", "anabranch.doctor.probe", str(writing)]
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[writing],
+            )
+        finally:
+            os.close(writing)
+        with child:
+            try:
+                _, words = child.communicate(msgspec.json.encode(asked), timeout=seconds)
+                code = child.returncode
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        os.set_blocking(said.fileno(), False)  # a grandchild may hold the other end
+        lines = (said.read() or b"").splitlines()
+    messages = [msgspec.json.decode(line, type=Step | Said | Size) for line in lines]
+    return Told(messages, code, words.decode(errors="replace"))
+
+
+def check_model(patient: Patient, launch: Launcher = in_a_process) -> Iterator[Finding]:
+    """Import torch, find the device, build the model and what learns with it, and go on from the newest cut."""
+    pipeline, seconds = patient.config.pipeline, patient.timeout * _SHARE
+    asked = Asked(
+        pipeline.events.model_dump_json(),
+        pipeline.model.model_dump_json(),
+        pipeline.learner.model_dump_json(),
+        _without_secret(pipeline.replay),
+        pipeline.serving.device,
+        pipeline.share.model_dump_json(),
+        str(patient.config.folder),
+        str(patient.config.state_dir),
+    )
+    told, doing = launch(asked, seconds), "starting Python"
+    for message in told.messages:
+        match message:
+            case Step(doing):
+                pass
+            case Size(size):
+                patient.model_bytes = size
+            case Said(kind, matter, key):
+                yield found(kind, matter, key=key) if kind else Finding("ok", matter)
+    module = pipeline.model.factory.partition(":")[0]
+    if told.code is None:
+        yield found("model.hang", f"After {seconds:.0f} s the model's process was still {doing}.")
+    elif told.code != 0:
+        end = f"signal {-told.code}" if told.code < 0 else f"exit code {told.code}"
+        last = told.words.strip().splitlines()[-1:] or ["nothing"]
+        matter = f"The model's process ended with {end} while {doing}; it said: {last[0][:_LAST_WORDS]}."
+        yield found("model.crash", matter, module=module)

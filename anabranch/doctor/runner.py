@@ -1,0 +1,205 @@
+"""The list of checks, and how they are run: one after the other, each within its time, none hiding another."""
+
+import contextlib
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from anabranch.config.loader import examine_config
+from anabranch.core.errors import SettingsError
+from anabranch.doctor.artifact_checks import check_cuts, check_versions
+from anabranch.doctor.environment_checks import check_install, check_limits
+from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.doctor.kafka_checks import check_broker
+from anabranch.doctor.model_process import check_alone, check_model
+from anabranch.doctor.network_checks import check_ports, check_tls
+from anabranch.doctor.redis_checks import check_redis
+from anabranch.doctor.schema_checks import check_schema
+from anabranch.doctor.state_dir_checks import check_state
+from anabranch.runtime.console import PlainConsole
+from anabranch.runtime.lifecycle import Exit
+from learner.runtime.shutdown import Deadline
+
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
+_SHORTEST_SECRET = 3
+
+
+class Check(NamedTuple):
+    """A check, and the sections of the config without which it cannot be made."""
+
+    name: str
+    run: Callable[[Patient], Iterable[Finding]]
+    needs: Sequence[str] = ()
+
+
+CHECKS: Sequence[Check] = (
+    Check("install", check_install),
+    Check("limits", check_limits),
+    Check("schema", check_schema, ("schema", "stream")),
+    Check("model", check_model, ("schema", "model", "learner", "replay", "serving")),
+    Check("replicas", check_alone, ("learner",)),
+    Check("broker", check_broker, ("stream", "schema")),
+    Check("redis", check_redis, ("replay", "name")),
+    Check("state", check_state, ("state_dir", "learner", "replay", "cuts", "versions", "schema")),
+    Check("cuts", check_cuts, ("state_dir", "schema")),
+    Check("versions", check_versions, ("state_dir", "schema")),
+    Check("ports", check_ports, ("serving", "learner", "state_dir")),
+    Check("tls", check_tls, ("serving",)),
+)
+
+
+def report(path: Path, timeout: float, *, as_json: bool) -> Exit:
+    """Examine the pipeline of a file, print what is found, and return the exit code."""
+    console = PlainConsole()
+    watched = sys.stderr.isatty() and not as_json
+    diagnoses = []
+    for diagnosis in examine(path, timeout, _spinner if watched else contextlib.nullcontext, CHECKS):
+        diagnoses.append(diagnosis)
+        if not as_json:
+            show(console, diagnosis)
+    if as_json:
+        sys.stdout.write(to_json(diagnoses))
+    else:
+        console.print(summary(diagnoses))
+    return exit_code(diagnoses)
+
+
+def _spinner(check: str) -> AbstractContextManager[object]:
+    return Console(stderr=True).status(f"looking at the {check}")
+
+
+class Diagnosis(NamedTuple):
+    """One finding, and the check that made it."""
+
+    check: str
+    finding: Finding
+
+
+def examine(
+    path: Path,
+    timeout: float,
+    busy: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
+    checks: Sequence[Check] = CHECKS,
+) -> Iterator[Diagnosis]:
+    """Yield what every check finds, as it finds it; `busy` is entered with a check's name while that runs.
+
+    Raises what a check raised that is a bug of ours, once the others are done.
+    """
+    patient = Patient(path, timeout)
+    faulty: set[str] = set()
+    for finding in _check_config(patient, faulty):
+        yield Diagnosis("config", _scrubbed(finding, patient))
+    bugs: list[Exception] = []
+    for check in checks:
+        if check.needs and (patient.pipeline is None or faulty & set(check.needs)):
+            continue
+        with busy(check.name):
+            for finding in _within(check, patient, bugs):
+                yield Diagnosis(check.name, _scrubbed(finding, patient))
+    if bugs:
+        raise bugs[0]
+
+
+def exit_code(diagnoses: Iterable[Diagnosis]) -> Exit:
+    """Return 0 without a problem, 3 when all problems are of what cannot be reached, else 2."""
+    problems = [finding for _, finding in diagnoses if finding.level == "problem"]
+    if not problems:
+        return Exit.DONE
+    return Exit.DEPENDENCY if all(finding.unreachable for finding in problems) else Exit.SETTINGS
+
+
+def show(console: Console, diagnosis: Diagnosis) -> None:
+    """Print one finding."""
+    check, finding = diagnosis
+    line = Text.assemble((f"{finding.level:<8}", _STYLES[finding.level]), f" {check:<9} {finding.matter}")
+    console.print(line, soft_wrap=True)
+    if finding.mend:
+        console.print(Text(f"{'':<18} {finding.mend}", style="dim"), soft_wrap=True)
+
+
+def summary(diagnoses: Sequence[Diagnosis]) -> str:
+    """Return the last line."""
+    counts = {level: sum(finding.level == level for _, finding in diagnoses) for level in ("problem", "warning")}
+    if not any(counts.values()):
+        return "nothing is wrong"
+    return " and ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items() if count)
+
+
+def to_json(diagnoses: Sequence[Diagnosis]) -> str:
+    """Return the findings as a JSON list."""
+    items = [{"check": check, **msgspec.to_builtins(finding)} for check, finding in diagnoses]
+    return msgspec.json.format(msgspec.json.encode(items), indent=2).decode() + "\n"
+
+
+def _check_config(patient: Patient, faulty: set[str]) -> Iterator[Finding]:
+    try:
+        pipeline, faults, patient.secrets = examine_config(patient.path)
+    except SettingsError as exc:
+        yield found("config.unreadable", f"{exc}.")
+        return
+    patient.pipeline = pipeline
+    if pipeline is not None:
+        settings = pipeline.pipeline
+        hidden = [
+            value
+            for name, value in settings.stream.properties.items()
+            if any(word in name for word in ("password", "secret", "token", "key.pem"))
+        ]
+        hidden += [settings.serving.tokens.read, settings.serving.tokens.admin]
+        patient.secrets |= {value.get_secret_value() for value in hidden}
+        if settings.replay.redis is not None:
+            url = settings.replay.redis.url.get_secret_value()
+            patient.secrets |= {url, urlsplit(url).password or url}
+    for place, sentence in faults:
+        faulty.add(place[0])
+        yield found("config.invalid", f"{sentence}.")
+    if not faults:
+        yield ok(f"{patient.path} is valid.")
+
+
+def _within(check: Check, patient: Patient, bugs: list[Exception]) -> Iterator[Finding]:
+    """Run a check in a thread of its own, which is left alone when it takes too long."""
+    results: queue.SimpleQueue[Finding | Exception | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            for finding in check.run(patient):
+                results.put(finding)
+        except Exception as exc:  # noqa: BLE001 the top of a thread: it is raised once the other checks are done
+            results.put(exc)
+        else:
+            results.put(None)
+
+    threading.Thread(target=run, name=f"doctor-{check.name}", daemon=True).start()
+    deadline = Deadline(timedelta(seconds=patient.timeout))
+    while True:
+        try:
+            result = results.get(timeout=deadline.left)
+        except queue.Empty:
+            yield found("check.slow", f"It has not ended within {patient.timeout:g} s.")
+            return
+        if result is None:
+            return
+        if isinstance(result, Exception):
+            bugs.append(result)
+            return
+        yield result
+
+
+def _scrubbed(finding: Finding, patient: Patient) -> Finding:
+    """Return it without the values of secrets, whoever has put them into a sentence."""
+    matter = finding.matter
+    for secret in sorted(patient.secrets, key=len, reverse=True):
+        if len(secret) >= _SHORTEST_SECRET:
+            matter = matter.replace(secret, "(hidden)")
+    return msgspec.structs.replace(finding, matter=matter)

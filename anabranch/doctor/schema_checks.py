@@ -1,0 +1,23 @@
+"""The schema, and whether the stream's format can hold it."""
+
+from collections.abc import Iterator
+
+from anabranch.core.errors import SettingsError
+from anabranch.doctor.findings import Finding, Patient, found, ok
+from ingest.events.schema import Schema
+from ingest.formats.registry import FORMATS
+
+
+def check_schema(patient: Patient) -> Iterator[Finding]:
+    """Whether defaults fit their features, and the format takes the fields."""
+    pipeline = patient.config.pipeline
+    try:
+        schema = Schema(pipeline.events)
+        FORMATS[pipeline.stream.format](schema)
+    except SettingsError as exc:
+        yield found("schema.invalid", f"{exc}.", path=patient.path)
+    else:
+        yield ok(
+            f"Features {', '.join(f.name for f in schema.features)} and label {schema.label.name} go as "
+            f'"{pipeline.stream.format}".'
+        )

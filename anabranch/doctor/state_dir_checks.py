@@ -1,0 +1,142 @@
+"""The state directory: whether it can be written, has room, and is a file system that keeps its promises."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.runtime.private_state import is_exposed, is_own
+from ingest.events.schema import Schema
+from learner.state_dir.lock import is_held
+
+MOUNTS = Path("/proc/self/mounts")
+_MEMORY = {"tmpfs", "ramfs"}
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.s3fs"}
+_SKEW_SECONDS = 5.0
+_OPTIMIZER_TENSORS = 3
+_OUTPUT_BYTES = 4
+"""Weights and two moments: what a cut holds of a model with AdamW."""
+_ROW_BYTES = 56
+"""What a cut holds of each event beside its fields."""
+
+
+def check_state(patient: Patient) -> Iterator[Finding]:
+    """Try everything on a file without a name, so that nothing is left behind."""
+    state_dir = patient.config.state_dir
+    folder = state_dir
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            yield from _check_file(file, folder)
+    except OSError as exc:
+        yield found("state.unwritable", f"state_dir = {state_dir} cannot be written: {exc.strerror}.")
+        return
+    yield from _check_kind(folder)
+    yield from _check_space(patient, folder)
+    if is_exposed(patient.config) and not is_own(patient.config):
+        matter = f"{state_dir} will hold events in clear, and others than its owner may look into it."
+        yield found("state.exposed", matter, path=state_dir)
+    if is_held(state_dir):
+        yield found("state.held", f"A learner is at work in {state_dir}.")
+
+
+def _check_file(file: IO[bytes], folder: Path) -> Iterator[Finding]:
+    before = time.time()
+    file.write(b"anabranch")
+    file.flush()
+    skew = os.fstat(file.fileno()).st_mtime - before
+    faults = []
+    try:
+        os.fsync(file.fileno())
+    except OSError as exc:
+        faults.append(found("state.sync", f"{folder} cannot fsync: {exc.strerror}; a crash could tear what is saved."))
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        faults.append(found("state.lock", f"{folder} has no file locks: {exc.strerror}; two learners could run there."))
+    if abs(skew) > _SKEW_SECONDS:
+        faults.append(found("clock.files", f"The file system's clock is {skew:+,.0f} s off this machine's."))
+    yield from faults or [ok(f"{folder} can be written, synced and locked.")]
+
+
+def _check_kind(folder: Path) -> Iterator[Finding]:
+    kind = _file_system(folder.resolve())
+    if kind in _MEMORY:
+        yield found("state.memory", f"{folder} lies in memory ({kind}): a restart of the machine loses everything.")
+    elif kind in _NETWORK:
+        yield found("state.network", f"{folder} lies on a network ({kind}): cuts take longer, and locks may not hold.")
+
+
+def _file_system(folder: Path) -> str | None:
+    """Return the type of the file system that a folder lies on; None where the system has no list of them."""
+    try:
+        lines = [line.split() for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return None
+    # A later mount hides an earlier one on the same place.
+    places = [(Path(fields[1].replace("\\040", " ")), fields[2]) for fields in lines]
+    return max(
+        ((len(place.parts), index), kind) for index, (place, kind) in enumerate(places) if folder.is_relative_to(place)
+    )[1]
+
+
+def _check_space(patient: Patient, folder: Path) -> Iterator[Finding]:
+    """Compare what is free with what one more cut and version need, and with all that are to be kept."""
+    pipeline, state_dir = patient.config.pipeline, patient.config.state_dir
+    schema = Schema(pipeline.events)
+    row = sum(dtype.itemsize * _product(shape) for dtype, shape in schema.payload().values())
+    capacity, disk, file = pipeline.replay.capacity, pipeline.replay.disk, 0
+    if pipeline.learner.strategy.keeps_output:
+        row += _OUTPUT_BYTES * (schema.label.classes or 1)
+    if not pipeline.learner.strategy.replays:
+        replay = 0
+    elif disk is None and pipeline.replay.redis is not None:
+        replay = min(capacity, int(pipeline.replay.redis.bytes) // row) * _ROW_BYTES
+    elif disk is not None:
+        file = max(0, int(disk.bytes) - _used(state_dir / "replay"))
+        replay = min(capacity, int(disk.bytes) // row) * _ROW_BYTES
+    else:
+        replay = min(int(pipeline.replay.device_bytes), capacity * (row + _ROW_BYTES))
+    version, cut = patient.model_bytes, replay + _OPTIMIZER_TENSORS * patient.model_bytes
+    kept = pipeline.versions.keep + pipeline.versions.keep_hourly + 2
+    everything = file + (pipeline.cuts.keep + 1) * cut + kept * version
+    used = sum(_used(state_dir / name) for name in ("cuts", "versions"))
+    free = shutil.disk_usage(folder).free
+    if free < file + cut + version:
+        matter = (
+            f"{folder} has {_megabytes(free)} free, but a full cut and a version need {_megabytes(cut + version)}"
+            + (f", and the disk tier {_megabytes(file)}." if file else ".")
+        )
+        yield found("state.full", matter)
+    elif free + used < everything:
+        matter = f"{folder} has {_megabytes(free)} free, but all that is to be kept needs {_megabytes(everything)}."
+        yield found("state.filling", matter)
+    else:
+        yield ok(f"{folder} has {_megabytes(free)} free; at most {_megabytes(everything)} are needed.")
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _used(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # the learner has just deleted it
+            continue
+    return total
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

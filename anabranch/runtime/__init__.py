@@ -1,0 +1,1 @@
+"""Processes: entry, signals, exit codes, supervision."""

@@ -1,0 +1,137 @@
+"""What every command and daemon shares: exit codes, errors as one sentence, signals as an event, log lines."""
+
+import contextlib
+import logging
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from types import FrameType
+
+from anabranch.core.errors import AnabranchError, DependencyError
+from anabranch.runtime.package_check import refuse_intruders
+from anabranch.runtime.printable import printable
+
+_LOOK_SECONDS = 0.1
+
+log = logging.getLogger("anabranch")
+
+
+_MOST_DESCRIPTORS = 65_536
+"""Not all that some systems allow, which is a thousand million: other programs walk through them when they start."""
+
+
+class Exit(IntEnum):
+    """The exit codes of every command."""
+
+    DONE = 0
+    BUG = 1
+    SETTINGS = 2
+    DEPENDENCY = 3
+
+
+def exit_code(error: AnabranchError) -> Exit:
+    """Return the exit code that tells what the user can do about an error."""
+    return Exit.DEPENDENCY if isinstance(error, DependencyError) else Exit.SETTINGS
+
+
+def run(main: Callable[[], Exit | None]) -> Exit:
+    """Run `main`, print an error of ours as one sentence on stderr, and return the exit code (None is DONE)."""
+    refuse_intruders()
+    try:
+        return main() or Exit.DONE
+    except AnabranchError as exc:
+        sys.stderr.write(f"anabranch: {printable(str(exc))}\n")
+        return exit_code(exc)
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Formats lines, which may name what state files hold."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def configure_logging(verbose: bool = False) -> None:
+    """Write log lines to stderr; a Kafka client's own lines are left to ingest, which says what matters of them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)
+
+
+def raise_descriptor_limit() -> None:
+    """Take as many file descriptors as the system allows this process, within what a daemon may ever use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """Set the event on the first SIGTERM or SIGINT; a second one has its usual effect. Restores the handlers.
+
+    SIGHUP, which is a terminal that was closed, is one of them unless it is ignored, as `nohup` does.
+
+    A handler runs in the middle of whatever the main thread does, which may be holding the event's own lock: so it
+    writes into a pipe, and a thread that reads it sets the event.
+    """
+    stop = threading.Event()
+    reading, writing = os.pipe()
+
+    def watch() -> None:
+        if os.read(reading, 1):
+            stop.set()
+        os.close(reading)
+
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in signals}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        restore()
+        os.write(writing, b"\n")
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            os.write(sys.stderr.fileno(), f"anabranch: stopping on {signal.Signals(number).name}\n".encode())
+
+    watching = threading.Thread(target=watch, name="stop-on-signals", daemon=True)
+    watching.start()
+    for number in signals:
+        signal.signal(number, on_signal)
+    try:
+        yield stop
+    finally:
+        restore()
+        os.close(writing)
+        watching.join()
+
+
+def wait_for_parent(stop: threading.Event) -> bool:
+    """Wait for a line on stdin, and return True; False when stdin ends or `stop` is set before one comes."""
+    stdin = sys.stdin.fileno()
+    while not stop.is_set():
+        if select.select([stdin], [], [], _LOOK_SECONDS)[0]:
+            return bool(os.read(stdin, 4096))
+    return False
+
+
+def stop_with_parent(stop: threading.Event) -> None:
+    """Set `stop` when stdin ends: how a supervised daemon notices that its supervisor is gone, on every platform."""
+    stdin = os.dup(sys.stdin.fileno())  # a read goes on by number after SIGCONT, and another file may be stdin by then
+
+    def watch() -> None:
+        while os.read(stdin, 4096):
+            pass
+        stop.set()
+
+    threading.Thread(target=watch, name="stop-with-parent", daemon=True).start()

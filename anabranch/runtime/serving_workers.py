@@ -1,0 +1,112 @@
+"""`serving.workers` above 1: one process listens, starts so many that answer, and starts those again that die."""
+
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+
+from anabranch.config.loader import Config
+from anabranch.core.failures import state_errors
+from anabranch.runtime.lifecycle import Exit
+from anabranch.runtime.supervisor import Part, Supervisor
+from serving.http.listening_socket import address_of, check_tls, listen_patiently
+from serving.reporting.report import STOPPED, ServingReport, write_report
+from serving.reporting.worker_pool import COUNTS_VARIABLE, Crew
+
+_LOOK_SECONDS = 0.05
+_REPORT_EVERY = timedelta(seconds=1)
+_UNTIL_A_KILLED_ONE_IS_GONE = timedelta(seconds=5)
+_BEYOND_TIMEOUT = timedelta(seconds=5)
+
+log = logging.getLogger("anabranch.serving")
+
+
+def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
+    """Keep the workers alive until `stop` is set (DONE), or one of them ends in a way that a restart cannot mend.
+
+    Raises:
+        SettingsError: certificate and key cannot be used, the address or the port cannot be taken, or this user may
+            not write to the state directory.
+        DependencyError: the state directory cannot be written for now.
+    """
+    settings = config.pipeline.serving
+    check_tls(settings.tls, config.folder)  # each worker would find out by itself, seconds later
+    with state_errors(f"state_dir: cannot write to {config.state_dir}"):
+        config.state_dir.mkdir(parents=True, exist_ok=True)
+    with (
+        listen_patiently(settings.host, settings.port, _UNTIL_A_KILLED_ONE_IS_GONE) as listener,
+        tempfile.TemporaryDirectory(prefix="anabranch-") as folder,
+    ):
+        crew = Crew(Path(folder), settings.workers)
+        parts = [_part(config, crew, number, listener.fileno()) for number in range(crew.size)]
+        desk = _Desk(config.state_dir, crew)
+        log.info("%d workers serve on %s", crew.size, address_of(settings, listener))
+        # A worker's report goes before the next of its number writes one.
+        supervisor = Supervisor(parts, on_death=lambda part: crew.forget(parts.index(part)))
+        ended = None
+        try:
+            supervisor.start()
+            while ended is None and not stop.wait(_LOOK_SECONDS):
+                ended = supervisor.check()
+                desk.tell()
+        finally:
+            listener.close()
+            supervisor.stop()
+            desk.close()
+    return ended or Exit.DONE
+
+
+def _part(config: Config, crew: Crew, number: int, descriptor: int) -> Part:
+    command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised")
+    place = ("--worker", str(number), "--crew", str(crew.folder), "--listener", str(descriptor))
+    return Part(
+        f"serving worker {number}",
+        (*command, *place),
+        crew.path(number),
+        environment={COUNTS_VARIABLE: str(crew.folder)},
+        stop_timeout=config.pipeline.serving.timeout + _BEYOND_TIMEOUT,
+        descriptors=(descriptor,),
+    )
+
+
+class _Desk:
+    """Writes `serving.json` from what the workers say, about once a second and when what is served changes."""
+
+    def __init__(self, state_dir: Path, crew: Crew) -> None:
+        self._state_dir = state_dir
+        self._crew = crew
+        self._started = time.time()
+        self._due = 0.0
+        self._served: tuple[object, ...] = ()
+        self._last: ServingReport | None = None
+        self._complained = False
+
+    def tell(self) -> None:
+        report = self._crew.joined(os.getpid(), self._started)
+        if report is None:
+            return
+        served = (report.version, report.workers, report.ready)
+        if time.monotonic() >= self._due or served != self._served:
+            self._served, self._due = served, time.monotonic() + _REPORT_EVERY.total_seconds()
+            self._write(report)
+
+    def close(self) -> None:
+        """Say that it has stopped."""
+        if self._last is not None:
+            self._write(msgspec.structs.replace(self._last, time=time.time(), ready=False, workers=0, ill=[STOPPED]))
+
+    def _write(self, report: ServingReport) -> None:
+        self._last = report
+        try:
+            write_report(self._state_dir, report)
+            self._complained = False
+        except OSError as exc:
+            if not self._complained:
+                log.warning("cannot write %s: %s", self._state_dir, exc)
+            self._complained = True

@@ -1,0 +1,409 @@
+"""Parts as child processes that are started again when they die: what `anabranch up` and the demo run.
+
+A child is the leader of a session of its own, so that Ctrl-C reaches the supervisor alone, which decides when and how
+a child stops. Its stdin is a pipe that stays open for as long as the supervisor lives: a child that reads its end
+stops by itself (`daemon.stop_with_parent`), also after a SIGKILL of the supervisor. What stands by for a child takes
+its place when a line comes on that pipe (`daemon.wait_for_parent`).
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+
+from anabranch.config.loader import Config
+from anabranch.core.backoff import jittered
+from anabranch.core.failures import DamagedError, away_is_dependency, decoded
+from anabranch.core.files import MOST_BYTES, number_of, read_file
+from anabranch.runtime.child_environment import without_admin_token
+from anabranch.runtime.lifecycle import Exit
+from learner.state_dir.report import REPORT as LEARNER_REPORT
+from serving.reporting.report import REPORT as SERVING_REPORT
+
+_LOOK_SECONDS = 0.1
+_BEYOND_STOP_TIMEOUT = timedelta(seconds=5)
+_LEFTOVERS_SECONDS = 5.0
+_FREE_DEATHS = 3
+"""Deaths in a row after progress that did not last, after which a part is started again at once."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One child process to keep alive."""
+
+    name: str
+    command: tuple[str, ...]
+    report: Path | None = None
+    """The file in which it tells its pid, and steps or a version once it has made progress."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables beside those of the supervisor; None removes one."""
+    output: Path | None = None
+    """File to which its stdout and stderr are appended; None passes them through."""
+    stop_timeout: timedelta = timedelta(seconds=30)
+    """Time that it has to stop after SIGTERM."""
+    descriptors: tuple[int, ...] = ()
+    """What it inherits beside stdin, stdout and stderr."""
+    has_run_before: bool = False
+    """Whether the pipeline has run before: exit code 3 on the first start is then an outage, and ends nothing."""
+    standby: tuple[str, ...] | None = None
+    """Command of a process that gets ready, and becomes this part when a line comes on its stdin; None: there is none.
+
+    One of it stands by whenever the part has made progress, until it is needed. One that dies while it waits is not
+    started again before the part was."""
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """How long to wait before the n-th start in a row that follows a death without progress."""
+
+    first: timedelta = timedelta(seconds=1)
+    longest: timedelta = timedelta(seconds=30)
+    lasting: timedelta = timedelta(seconds=60)
+    """Progress lasts when the part ran for so long, or wrote a checkpoint."""
+
+    def seconds(self, deaths: int) -> float:
+        """Return the delay after `deaths` deaths in a row: nothing after the first, then twice as long each time.
+
+        A random part of up to a half is taken off, so that parts that died together do not start together.
+        """
+        if deaths <= 1:
+            return 0.0
+        longest = min(self.longest.total_seconds(), self.first.total_seconds() * 2.0 ** min(deaths - 2, 30))
+        return jittered(longest)
+
+
+@dataclass
+class _Child:
+    part: Part
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    deaths: int = 0
+    """Deaths in a row, the last counted too when it made no progress."""
+    brief: int = 0
+    """Deaths in a row after progress that did not last."""
+    began: float = 0.0
+    """When it was started, in seconds of the clock."""
+    cut: int | None = None
+    """The newest checkpoint when it died last."""
+    due: float = 0.0
+    """When to start it again, in seconds of the clock."""
+    standby: subprocess.Popen[bytes] | None = None
+    """What stands by for it."""
+    stood_by: int = 0
+    """The start since which something has stood by for it, in which it may have died."""
+
+
+class Supervisor:
+    """Keeps parts alive until it is told to stop or one of them ends in a way that a restart cannot mend.
+
+    Used by one thread.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[Part],
+        backoff: Backoff | None = None,
+        on_death: Callable[[Part], None] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the parts; `on_death` is called for one that has died, before it is started again."""
+        self._children = [_Child(part) for part in parts]
+        self._backoff = backoff or Backoff()
+        self._on_death = on_death
+        self._clock = clock
+        self._leftovers: dict[int, float] = {}
+        self.ended: Part | None = None
+        """The part that ended everything, when one did."""
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each part was started again."""
+        return {child.part.name: max(0, child.starts - 1) for child in self._children}
+
+    def pids(self) -> dict[str, int]:
+        """Return the pid of each part that runs."""
+        return {child.part.name: child.process.pid for child in self._children if child.process is not None}
+
+    def run(self, stop: threading.Event) -> Exit:
+        """Keep the parts alive until `stop` is set (DONE) or one of them ends everything; all are stopped then."""
+        try:
+            self.start()
+            while not stop.wait(_LOOK_SECONDS):
+                ended = self.check()
+                if ended is not None:
+                    return ended
+            return Exit.DONE
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        """Start every part, in order."""
+        for child in self._children:
+            self._begin(child)
+
+    def check(self) -> Exit | None:
+        """Look at every child once: note deaths, start again what is due, have something stand by.
+
+        Returns:
+            The exit code with which everything is to end, or None: SETTINGS when a child ended with it, DEPENDENCY
+            when a child that has not run before ended with it on its first start, before any progress.
+        """
+        self._kill_leftovers()
+        for child in self._children:
+            if child.process is not None and (code := child.process.poll()) is not None:
+                ended = self._bury(child, child.process.pid, code)
+                if ended is not None:
+                    return ended
+            self._tend_standby(child)
+            if child.process is None and self._clock() >= child.due:
+                self._begin(child)
+        return None
+
+    def stop(self) -> None:
+        """SIGTERM to all children in order, then SIGKILL to those that outlive their `stop_timeout`; wait for all.
+
+        What stands by has nothing to end, and is killed. An exception on the way, such as that of a second Ctrl-C,
+        kills the rest at once.
+        """
+        running = [(child, child.process) for child in self._children if child.process is not None]
+        standbys = [child.standby for child in self._children if child.standby is not None]
+        try:
+            for process in standbys:
+                process.kill()
+            for _, process in running:
+                process.terminate()
+            begin = time.monotonic()
+            for child, process in running:
+                deadline = begin + child.part.stop_timeout.total_seconds()
+                try:
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    log.warning("%s (pid %d) did not stop in time and is killed", child.part.name, process.pid)
+                    process.kill()
+        finally:
+            for process in [*standbys, *(process for _, process in running)]:
+                process.kill()
+                process.wait()
+                _close(process)
+                self._leftovers[process.pid] = time.monotonic() + _LEFTOVERS_SECONDS
+            for child in self._children:
+                child.process = child.standby = None
+            self._await_leftovers()
+
+    def _begin(self, child: _Child) -> None:
+        _start(child)
+        child.began = self._clock()
+
+    def _bury(self, child: _Child, pid: int, code: int) -> Exit | None:
+        part = child.part
+        assert child.process is not None
+        _close(child.process)
+        child.process = None
+        self._leave(pid)
+        report = _progress_of(part.report, pid)
+        progress = report is not None and report.is_any
+        if self._on_death is not None:
+            self._on_death(part)
+        is_first = child.starts == 1 and not progress and not part.has_run_before
+        if code == Exit.SETTINGS or (code == Exit.DEPENDENCY and is_first):
+            self.ended = part
+            log.error("%s ended with exit code %d, which starting it again cannot mend", part.name, code)
+            return Exit(code)
+        child.deaths = self._deaths(child, report)
+        delay = self._backoff.seconds(child.deaths)
+        child.due = self._clock() + delay
+        when = f"in {delay:.1f} s" if delay else "now"
+        log.warning("%s (pid %d) ended with %s; it is started again %s", part.name, pid, _describe(code), when)
+        return None
+
+    def _deaths(self, child: _Child, report: "_Progress | None") -> int:
+        """Count the death of a child that has left this report, and return how many in a row the backoff goes by."""
+        if report is None or not report.is_any:
+            return child.deaths + 1
+        ran = self._clock() - child.began
+        lasts = report.cut not in (None, child.cut) or ran >= self._backoff.lasting.total_seconds()
+        child.cut = report.cut
+        child.brief = 0 if lasts else child.brief + 1
+        return max(1, child.brief - _FREE_DEATHS + 1)
+
+    def _tend_standby(self, child: _Child) -> None:
+        """Note the death of what stands by for a child; start it once in each life of the child that makes progress."""
+        part, standby, process = child.part, child.standby, child.process
+        if standby is not None:
+            code = standby.poll()
+            if code is not None:
+                log.warning("what stood by for %s (pid %d) ended with %s", part.name, standby.pid, _describe(code))
+                _close(standby)
+                self._leave(standby.pid)
+                child.standby = None
+        elif part.standby is None or process is None or child.stood_by == child.starts:
+            return
+        elif (report := _progress_of(part.report, process.pid)) is not None and report.is_any:
+            child.standby, child.stood_by = _spawn(part, part.standby), child.starts
+            log.info("pid %d stands by for %s", child.standby.pid, part.name)
+
+    def _leave(self, group: int) -> None:
+        """Ask what a dead child has left behind in its session to end; `_kill_leftovers` insists later."""
+        if _signal_group(group, signal.SIGTERM):
+            self._leftovers[group] = time.monotonic() + _LEFTOVERS_SECONDS
+
+    def _kill_leftovers(self) -> None:
+        for group, deadline in list(self._leftovers.items()):
+            _reap(group)
+            if not _signal_group(group, None):
+                del self._leftovers[group]
+            elif time.monotonic() > deadline:
+                _signal_group(group, signal.SIGKILL)
+                del self._leftovers[group]
+
+    def _await_leftovers(self) -> None:
+        self._kill_leftovers()
+        for group in self._leftovers:
+            _signal_group(group, signal.SIGTERM)
+        while self._leftovers:
+            time.sleep(_LOOK_SECONDS / 10)
+            self._kill_leftovers()
+
+
+def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) -> list[Part]:
+    """Return learner and serving of a pipeline whose config was loaded with these variables.
+
+    The learner, with its ingest and the user's model, is not given the admin token, which is for serving.
+    """
+    # The path is made absolute because a part may not be started from the same folder.
+    arguments = ("-c", str(config.path), "--supervised")
+    learner_timeout = config.pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
+    learner = (sys.executable, "-P", "-m", "learner", *arguments)
+    has_run_before = _has_versions(config.state_dir)
+    return [
+        Part(
+            "learner",
+            learner,
+            config.state_dir / LEARNER_REPORT,
+            without_admin_token(config.pipeline.serving.tokens, environment),
+            stop_timeout=learner_timeout,
+            has_run_before=has_run_before,
+            standby=(*learner, "--standby") if config.pipeline.learner.standby else None,
+        ),
+        Part(
+            "serving",
+            (sys.executable, "-P", "-m", "serving", *arguments),
+            config.state_dir / SERVING_REPORT,
+            stop_timeout=learner_timeout,
+            has_run_before=has_run_before,
+        ),
+    ]
+
+
+def _has_versions(state_dir: Path) -> bool:
+    """Return whether a learner has published a version here; raises DependencyError where that cannot be read."""
+    with away_is_dependency("what lies in state_dir cannot be read"):
+        manifests = (state_dir / "versions").glob("*/manifest.json")
+        return any(number_of(manifest.parent.name) is not None for manifest in manifests)
+
+
+class _Progress(msgspec.Struct):
+    pid: int
+    launcher: int | None = None
+    steps_since_start: int | None = None
+    """Of a learner; its version may be one of an earlier life."""
+    version: int | None = None
+    cut: int | None = None
+    """The newest checkpoint."""
+
+    @property
+    def is_any(self) -> bool:
+        steps = self.steps_since_start
+        return self.version is not None if steps is None else steps > 0
+
+
+def _progress_of(report: Path | None, pid: int) -> _Progress | None:
+    """Return what a process says of its progress; None where it says nothing."""
+    if report is None:
+        return None
+    try:
+        progress = decoded(read_file(report, MOST_BYTES), _Progress)
+    except (OSError, DamagedError):
+        return None
+    return progress if pid in (progress.pid, progress.launcher) else None
+
+
+def _start(child: _Child) -> None:
+    """Have what stands by for a child take its place, else start it."""
+    part, standby, child.standby = child.part, child.standby, None
+    if standby is not None and _goes_on(standby):
+        child.process = standby
+        log.info("%s goes on (pid %d)", part.name, standby.pid)
+    else:
+        child.process = _spawn(part, part.command)
+        log.info("%s started (pid %d)", part.name, child.process.pid)
+    child.starts += 1
+
+
+def _goes_on(standby: subprocess.Popen[bytes]) -> bool:
+    """Tell what stands by to go on; False when it has died since it was looked at."""
+    assert standby.stdin is not None
+    try:
+        os.write(standby.stdin.fileno(), b"\n")
+    except BrokenPipeError:
+        standby.kill()
+        standby.wait()
+        _close(standby)
+        return False
+    return True
+
+
+def _spawn(part: Part, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, **part.environment}
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(part.output.open("ab")) if part.output else None
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={name: value for name, value in environment.items() if value is not None},
+            start_new_session=True,
+            pass_fds=part.descriptors,
+        )
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def _signal_group(group: int, number: signal.Signals | None) -> bool:
+    """Signal a process group (None only looks), and return whether it still has a member."""
+    try:
+        os.killpg(group, number or 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        # What macOS says of a group whose members are all dead but not yet waited for.
+        return False
+    return True
+
+
+def _reap(group: int) -> None:
+    """Take note of dead members of a group that were handed to this process, as happens to the first of a container."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+
+
+def _describe(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

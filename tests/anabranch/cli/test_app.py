@@ -1,0 +1,142 @@
+"""The command line: exit codes, one sentence for each error, and nothing heavy before it is needed."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from anabranch.cli import app as cli
+from tools.reference import commands, shown
+
+COMMANDS = list(commands())
+
+
+@pytest.fixture
+def anabranch(capsys):
+    """Runs a command here; returns exit code, stdout and stderr."""
+
+    def call(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(anabranch, command):
+    code, out, err = anabranch(*command.split(), "--help")
+    assert (code, err) == (0, "")
+    assert f"Example: anabranch {command}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_all_of_its_texts(anabranch, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    _, out, _ = anabranch(*command.split(), "--help")
+    told = " ".join(out.split())
+    parameters = [each for each in commands()[command].params if each.name != "help"]
+    for text in [commands()[command].help, *(getattr(each, "help", "") for each in parameters)]:
+        assert shown(text) in told
+
+
+def test_without_a_command_the_help_is_shown(anabranch):
+    code, out, err = anabranch()
+    assert (code, err) == (2, "")
+    assert all(command.split()[0] in out for command in COMMANDS)
+
+
+def test_the_version_is_that_of_the_distribution(anabranch):
+    assert anabranch("--version") == (0, f"{version('anabranch')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["deom"], "anabranch: no such command 'deom'. Did you mean 'demo'?"),
+        (["produce"], "anabranch produce: missing argument 'FILE' (see \"anabranch produce --help\")\n"),
+        (["demo", "--events", "0"], "anabranch demo: invalid value for '--events'"),
+        (["up", "--nope"], "anabranch up: no such option: --nope"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(anabranch, arguments, sentence):
+    code, out, err = anabranch(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(sentence)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["up"], ["learn"], ["serve"], ["status"], ["produce", "events.jsonl"]])
+def test_a_missing_config_is_one_sentence_and_exit_code_2(anabranch, tmp_path, command):
+    code, out, err = anabranch(*command, "-c", tmp_path / "none.toml")
+    assert (code, out) == (2, "")
+    assert err == f'anabranch: {tmp_path}/none.toml does not exist; "anabranch init DIR" writes an example\n'
+
+
+def test_the_config_is_pipeline_toml_here_unless_named(anabranch, example, monkeypatch):
+    monkeypatch.chdir(example)
+    code, out, err = anabranch("status")
+    assert (code, err) == (0, "")
+    assert "not running" in out
+
+
+def test_status_as_json_is_one_object(anabranch, example):
+    code, out, err = anabranch("status", "-c", example / "pipeline.toml", "--json")
+    assert (code, err, json.loads(out)["name"]) == (0, "", "digits")
+
+
+def test_init_writes_and_refuses(anabranch, tmp_path):
+    code, out, err = anabranch("init", tmp_path / "digits")
+    assert (code, err) == (0, "")
+    assert "anabranch up" in out
+    code, out, err = anabranch("init", tmp_path / "digits")
+    assert (code, out) == (2, "")
+    assert err == f"anabranch: {tmp_path}/digits/pipeline.toml exists already; --force overwrites it\n"
+    assert anabranch("init", tmp_path / "digits", "--force")[0] == 0
+
+
+@pytest.mark.parametrize("command", [pytest.param(["up"], marks=pytest.mark.slow), ["produce", "events.jsonl"]])
+@pytest.mark.process
+def test_an_unreachable_broker_is_one_sentence_and_exit_code_3(example, free_port, command):
+    port = free_port()
+    done = subprocess.run(
+        [sys.executable, "-m", "anabranch", *command, "-c", "pipeline.toml"],
+        cwd=example,
+        env={
+            "PATH": "",
+            "ANABRANCH__STREAM__BOOTSTRAP_SERVERS": f"127.0.0.1:{port}",
+            "ANABRANCH__LEARNER__STATUS": "127.0.0.1:0",
+            "ANABRANCH__SERVING__PORT": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 3
+    said = [line for line in done.stderr.splitlines() if line.startswith("anabranch: ") and "stopping" not in line]
+    assert said == [f"anabranch: no Kafka broker can be reached at 127.0.0.1:{port}: Connection refused"]
+
+
+@pytest.mark.process
+def test_a_bug_is_exit_code_1_with_a_traceback_that_shows_no_values(tmp_path):
+    code = (
+        "import anabranch.commands.init\n"
+        "def broken(folder, *, force):\n    secret = 'hunter' + '2'\n    raise RuntimeError('bug')\n"
+        "anabranch.commands.init.write_example = broken\n"
+        "import sys; from anabranch.cli.app import main; sys.exit(main(['init', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "RuntimeError: bug" in done.stderr
+    assert "hunter2" not in done.stderr
+
+
+@pytest.mark.process
+def test_the_command_line_loads_nothing_heavy():
+    heavy = ("torch", "kafka", "sklearn", "fastapi", "numpy", "anabranch.config.loader", "learner", "serving", "replay")
+    code = f"import sys, anabranch.cli.app; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,325 @@
+"""CSV and Parquet as sources of events: what ingest decodes is what the file holds."""
+
+import csv
+import gzip
+import io
+import json
+import math
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.commands.event_files import STDIN, open_source
+from anabranch.commands.produce import produce
+from anabranch.config.loader import load_config
+from anabranch.core.errors import SettingsError
+from ingest.config import SchemaSettings
+from ingest.events.encoders import HashEncoder
+from ingest.events.schema import Schema
+from ingest.formats.json import JsonFormat
+from ingest.kafka.producer import create_topics
+
+SCHEMA = {
+    "features": {
+        "amount": {"dtype": "float64"},
+        "small": {"dtype": "int8"},
+        "large": {"dtype": "int64"},
+        "huge": {"dtype": "uint64"},
+        "flag": {"dtype": "bool"},
+        "country": {"dtype": "string", "encode": {"hash": 1000}},
+        "history": {"dtype": "float32", "shape": [2, 2], "default": 0},
+    },
+    "label": {"name": "y", "classes": ["good", "bad"]},
+    "key": {"name": "id"},
+}
+ROW = {
+    "amount": 1.5,
+    "small": -128,
+    "large": -(2**63),
+    "huge": 2**64 - 1,
+    "flag": True,
+    "country": 'a,"b"\nc',
+    "history": [[1.0, 2.0], [3.0, 4.0]],
+    "y": "bad",
+    "id": "k-1",
+}
+
+
+@pytest.fixture(scope="session")
+def schema():
+    return Schema(SchemaSettings.model_validate(SCHEMA))
+
+
+def read(path, schema, kind=None, *, checked=True, delimiter=None):
+    with open_source(path, kind, delimiter, schema, checked=checked) as source:
+        return list(source)
+
+
+def table(path, header, *rows, delimiter=",", encoding="utf-8"):
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, delimiter=delimiter)
+    writer.writerows([header, *rows])
+    path.write_bytes(text.getvalue().encode(encoding))
+    return path
+
+
+def cells(row):
+    return [json.dumps(row[field]) if isinstance(row[field], list) else row[field] for field in ROW]
+
+
+class TestCsv:
+    def test_a_row_becomes_an_event_by_the_types_of_the_schema(self, tmp_path, schema):
+        (record,) = read(table(tmp_path / "a.csv", list(ROW), cells(ROW)), schema)
+        assert (record.place, record.content, record.fault) == ("line 2", ROW, "")
+
+    @pytest.mark.parametrize("name", ["history.{}.{}", "history[{}][{}]"])
+    def test_a_shape_may_be_spread_over_columns_in_any_order(self, tmp_path, schema, name):
+        flat = {name.format(i, j): ROW["history"][i][j] for i in (1, 0) for j in (0, 1)}
+        row = {**flat, **{field: value for field, value in ROW.items() if field != "history"}}
+        (record,) = read(table(tmp_path / "a.csv", list(row), list(row.values())), schema)
+        assert record.content == ROW
+
+    @pytest.mark.parametrize(("cell", "label"), [('"[""red"", ""blue""]"', ["red", "blue"]), ("[]", []), ("", None)])
+    def test_a_label_of_several_classes_is_a_list(self, tmp_path, cell, label):
+        fields = {"features": {"x": {"dtype": "int8"}}, "label": {"name": "y", "classes": ["red", "blue"]}}
+        fields["label"]["multi"] = True
+        several = Schema(SchemaSettings.model_validate(fields))
+        (tmp_path / "events.csv").write_text(f"x,y\n1,{cell}\n")
+        (event,) = read(tmp_path / "events.csv", several)
+        assert event.content.get("y") == label
+
+    def test_an_empty_cell_is_a_missing_field(self, tmp_path, schema):
+        row = ROW | {"history": "", "y": ""}
+        (record,) = read(table(tmp_path / "a.csv", list(row), cells(row)), schema)
+        assert record.content == {field: value for field, value in ROW.items() if field not in ("history", "y")}
+
+    def test_a_shape_that_is_half_empty_is_a_fault(self, tmp_path, schema):
+        header = [
+            *(field for field in ROW if field != "history"),
+            *(f"history.{i}.{j}" for i in (0, 1) for j in (0, 1)),
+        ]
+        row = [*(value for field, value in ROW.items() if field != "history"), 1, "", 3, 4]
+        (record,) = read(table(tmp_path / "a.csv", header, row), schema)
+        assert record.fault == "history.0.1 is empty"
+
+    @pytest.mark.parametrize(
+        ("field", "cell", "fault"),
+        [
+            ("amount", "x", "amount = 'x' is not a number"),
+            ("small", "1.5", "small = '1.5' is not a whole number"),
+            ("flag", "maybe", "flag = 'maybe' is not true or false"),
+            ("history", "[1", "history = '[1' Input data was truncated"),
+        ],
+    )
+    def test_a_cell_of_another_type_is_named_with_its_line(self, tmp_path, schema, field, cell, fault):
+        path = table(tmp_path / "a.csv", list(ROW), cells(ROW), cells(ROW | {field: cell}))
+        good, bad = read(path, schema)
+        # The row before has a line feed in a cell.
+        assert (good.fault, bad.place, bad.fault) == ("", "line 4", fault)
+        assert read(path, schema, checked=False)[1].content[field] == cell
+
+    def test_whole_numbers_may_have_been_floats(self, tmp_path, schema):
+        (record,) = read(table(tmp_path / "a.csv", list(ROW), cells(ROW | {"small": "3.0"})), schema)
+        assert record.content["small"] == 3
+
+    def test_a_row_of_another_length_is_a_fault(self, tmp_path, schema):
+        (record,) = read(table(tmp_path / "a.csv", list(ROW), ["1"]), schema)
+        assert record.fault == "it has 1 cells, but the header has 9"
+
+    def test_delimiter_byte_order_mark_and_gzip(self, tmp_path, schema):
+        plain = table(tmp_path / "a.tsv", list(ROW), cells(ROW), delimiter="\t", encoding="utf-8-sig")
+        packed = tmp_path / "a.tsv.gz"
+        packed.write_bytes(gzip.compress(plain.read_bytes()))
+        semicolons = table(tmp_path / "a.csv", list(ROW), cells(ROW), delimiter=";")
+        for records in (read(plain, schema), read(packed, schema), read(semicolons, schema, delimiter=";")):
+            assert [record.content for record in records] == [ROW]
+
+    def test_columns_that_the_schema_does_not_know_are_left_out_and_told(self, tmp_path, schema):
+        path = table(tmp_path / "a.csv", ["extra", *ROW], ["?", *cells(ROW)])
+        with open_source(path, None, None, schema, checked=True) as source:
+            assert source.left_out == ["extra"]
+            assert [record.content for record in source] == [ROW]
+
+    @pytest.mark.parametrize(
+        ("header", "sentence"),
+        [
+            ([], "is empty: the first line of CSV names the columns"),
+            (["amount", "amount"], "has two columns named 'amount'"),
+            (["amount"], "has no column 'small'; its columns are amount"),
+            ([*ROW, "history.0.0"], "the column history.0.1 is missing: history has the shape \\[2, 2\\]"),
+            ([*ROW, "history.2.0"], "the column history.0.0 is missing: history has the shape"),
+        ],
+    )
+    def test_columns_that_do_not_fit_the_schema_are_one_sentence(self, tmp_path, schema, header, sentence):
+        path = table(tmp_path / "a.csv", header) if header else tmp_path / "a.csv"
+        path.touch()
+        with pytest.raises(SettingsError, match=sentence):
+            read(path, schema)
+
+    @pytest.mark.parametrize(
+        ("name", "content", "sentence"),
+        [
+            ("a.csv", b"amount\n\xff", "is not UTF-8 text, near line"),
+            ("a.csv.gz", b"amount\n", "cannot be read: Not a gzipped file"),
+            ("a.csv.gz", gzip.compress(b"amount\n" * 99, mtime=0)[:-12], "cannot be read: Compressed file ended"),
+            ("a.parquet", b"amount", "is not Parquet"),
+        ],
+    )
+    def test_a_file_that_is_not_what_its_name_says(self, tmp_path, schema, name, content, sentence):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SettingsError, match=sentence):
+            read(tmp_path / name, schema, checked=False)
+
+    def test_a_quote_that_is_out_of_place_is_a_fault(self, tmp_path, schema):
+        path = table(tmp_path / "a.csv", list(ROW), cells(ROW))
+        path.write_bytes(path.read_bytes() + b'"a"b\n')
+        assert "expected after" in read(path, schema)[1].fault
+
+
+class TestParquet:
+    def write(self, path, rows, **options):
+        pq.write_table(pa.Table.from_pylist(rows, self.types(rows)), path, **options)
+        return path
+
+    def types(self, rows):
+        types = {"huge": pa.uint64(), "small": pa.int8()}
+        found = pa.Table.from_pylist([{k: v for k, v in row.items() if k not in types} for row in rows]).schema
+        return pa.schema([pa.field(name, types.get(name) or found.field(name).type) for name in rows[0]])
+
+    def test_rows_are_events(self, tmp_path, schema):
+        path = self.write(tmp_path / "a.parquet", [ROW, ROW | {"history": None, "y": None}])
+        first, second = read(path, schema)
+        assert (first.place, first.content) == ("row 1", ROW)
+        assert second.content == {field: value for field, value in ROW.items() if field not in ("history", "y")}
+
+    def test_row_groups_are_read_one_by_one(self, tmp_path, schema):
+        rows = [ROW | {"large": number} for number in range(5000)]
+        path = self.write(tmp_path / "a.parquet", rows, row_group_size=700)
+        with open_source(path, None, None, schema, checked=True) as source:
+            records = iter(source)
+            assert next(records).content == rows[0]
+            assert (source.done(), source.total) == (1, 5000)
+            assert [record.content["large"] for record in records] == list(range(1, 5000))
+
+    def test_columns_that_are_not_needed_are_not_read(self, tmp_path, schema):
+        path = self.write(tmp_path / "a.parquet", [{"extra": "x"} | ROW])
+        with open_source(path, None, None, schema, checked=True) as source:
+            assert (source.left_out, [record.content for record in source]) == (["extra"], [ROW])
+
+    def test_stdin_is_refused(self, schema):
+        with pytest.raises(SettingsError, match="cannot be read from stdin"):
+            read(STDIN, schema, "parquet")
+
+    def test_without_pyarrow_the_way_out_is_named(self, tmp_path, schema, monkeypatch):
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(SettingsError, match=r"pip install 'anabranch\[arrow\]'"):
+            read(tmp_path / "a.parquet", schema)
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1, max_size=20)
+EVENTS = st.fixed_dictionaries(
+    {
+        "amount": st.floats(allow_nan=False, allow_infinity=False),
+        "small": st.integers(-128, 127),
+        "large": st.integers(-(2**63), 2**63 - 1),
+        "huge": st.integers(0, 2**64 - 1),
+        "flag": st.booleans(),
+        "country": WORDS,
+        "history": st.lists(
+            st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=2),
+            min_size=2,
+            max_size=2,
+        ),
+        "y": st.sampled_from(["good", "bad"]),
+        "id": WORDS | st.integers(-(2**63), 2**63 - 1).map(str),
+    }
+)
+
+
+def assert_decoded(schema, values, rows):
+    decoded = JsonFormat(schema).decode(values)
+    assert decoded.rejects == []
+    for name in ("amount", "small", "large", "huge", "flag", "history"):
+        column = decoded.columns[f"feature.{name}"]
+        np.testing.assert_array_equal(column, np.array([row[name] for row in rows], column.dtype))
+    encoder = HashEncoder(schema.settings.features["country"].encode)
+    assert decoded.columns["feature.country"].tolist() == encoder.encode([row["country"] for row in rows]).tolist()
+    assert decoded.columns["label"].tolist() == [["good", "bad"].index(row["y"]) for row in rows]
+
+
+class TestEveryValue:
+    """Whatever the types of the schema hold goes through a file unchanged."""
+
+    @given(rows=st.lists(EVENTS, min_size=1, max_size=5))
+    @settings(max_examples=100)
+    def test_by_csv(self, tmp_path_factory, schema, rows):
+        path = table(tmp_path_factory.mktemp("csv") / "a.csv", list(ROW), *map(cells, rows))
+        records = read(path, schema)
+        assert [record.fault for record in records] == [""] * len(rows)
+        assert [str(record.content["id"]) for record in records] == [row["id"] for row in rows]
+        assert_decoded(schema, [json.dumps(record.content).encode() for record in records], rows)
+
+    @given(rows=st.lists(EVENTS, min_size=1, max_size=5))
+    @settings(max_examples=100)
+    def test_by_parquet(self, tmp_path_factory, schema, rows):
+        path = TestParquet().write(tmp_path_factory.mktemp("parquet") / "a.parquet", rows)
+        assert [record.content for record in read(path, schema)] == rows
+
+
+@pytest.fixture
+def pipeline(kafka, request, example, tmp_path):
+    """A pipeline of SCHEMA on a topic of three partitions."""
+    topic = f"source-{tmp_path.name}-{request.node.name[:20]}".replace("[", "-").replace("]", "")
+    text = "\n".join(
+        f"[schema.features.{name}]\n" + "\n".join(f"{key} = {toml(value)}" for key, value in feature.items())
+        for name, feature in SCHEMA["features"].items()
+    )
+    (example / "pipeline.toml").write_text(
+        f'name = "d"\n[stream]\nbootstrap_servers = "{kafka.bootstrap}"\ntopics = ["{topic}"]\n{text}\n'
+        '[schema.label]\nname = "y"\nclasses = ["good", "bad"]\n[schema.key]\nname = "id"\n'
+        '[model]\nfactory = "my_model:build"\n'
+    )
+    config = load_config(example / "pipeline.toml", {})
+    create_topics(config.pipeline.stream, {topic: 3, f"{topic}.dead": 1})
+    return config
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + "}"
+    return json.dumps(value)
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_what_ingest_decodes_is_what_the_file_held(kind, pipeline, schema, kafka, consume_all, tmp_path):
+    rows = [
+        ROW
+        | {"large": number, "amount": math.pi * number, "country": f'{number}, "é"\n{number}', "id": f"k{number % 7}"}
+        for number in range(600)
+    ]
+    path = tmp_path / f"events.{kind}"
+    if kind == "csv":
+        table(path, list(ROW), *map(cells, rows))
+    else:
+        TestParquet().write(path, rows, row_group_size=100)
+    produced = produce(pipeline, path, topic=None, rate=None, partitions=None, checked=True)
+    assert (produced.events, produced.skipped, produced.unknown_fields) == (600, 0, 0)
+    records = consume_all(kafka.bootstrap, produced.topic, 600)
+    records.sort(key=lambda record: json.loads(record.value)["large"])
+    assert_decoded(schema, [record.value for record in records], rows)
+    homes = {(record.key, record.partition) for record in records}
+    assert len(homes) == 7, "the events of a key are in one partition"
+    assert {key for key, _ in homes} == {b"k%d" % number for number in range(7)}
+
+
+@pytest.mark.services
+def test_a_bad_row_of_csv_is_named_with_its_line(pipeline, tmp_path):
+    path = table(tmp_path / "a.csv", list(ROW), cells(ROW), cells(ROW | {"small": 128}))
+    with pytest.raises(SettingsError, match=r"a\.csv, line 4: Expected `int` <= 127 - at `\$\.small`; the 1 events"):
+        produce(pipeline, path, topic=None, rate=None, partitions=None, checked=True)

@@ -1,0 +1,186 @@
+"""`anabranch versions promote`, `rollback`, `pin` and `unpin`, with a serving process and without one."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.cli import app as cli
+from anabranch.commands.rollout import _is_configured
+from anabranch.config.loader import Config, load_config
+from ingest.events.schema import Schema
+from learner.state_dir.trained_through import Trained
+from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+from serving.config import ServingSettings
+from serving.reporting.report import ServingReport, read_report, write_report
+from tests.pipelines import Part
+
+CONFIG = """
+[serving]
+port = {port}
+tokens = {{read = "lesen", admin = "verwalten"}}
+"""
+
+
+@pytest.fixture
+def config(write_pipeline: Callable[..., Path], free_port: Callable[[], int]) -> Config:
+    found = load_config(write_pipeline("127.0.0.1:1", "events", CONFIG.format(port=free_port())))
+    for number, verdict in enumerate(("pass", "pass", "fail"), start=1):
+        publish(found, number, verdict)
+    return found
+
+
+def publish(config: Config, number: int, verdict: str) -> None:
+    manifest = Manifest(
+        number=number,
+        epoch=1,
+        parent=None,
+        time=time.time(),
+        step=number,
+        trained_through={"events:0": Trained(number)},
+        metrics={},
+        schema=Schema(config.pipeline.events).digest,
+        encoders={},
+        model=ModelReference("tiny_model:build", {}, "classification"),
+        files={},
+    )
+    torch.manual_seed(number)
+    found(config).write(nn.Linear(3, 3).state_dict(), manifest, Verdict(verdict))  # type: ignore[arg-type]
+
+
+def found(config: Config) -> Versions:
+    return Versions(config.state_dir / "versions")
+
+
+@pytest.fixture
+def serving(config: Config) -> Iterator[ServingReport]:
+    """A serving process, once it is ready."""
+    with contextlib.closing(Part("serving", config.path)) as process:
+
+        def look() -> ServingReport | None:
+            report = read_report(config.state_dir)
+            return report if report is not None and report.ready else None
+
+        yield process.until(look)
+        process.stop()
+
+
+def run(config: Config, *words: str) -> int:
+    return cli.main(["versions", *words, "-c", str(config.path)])
+
+
+@pytest.mark.process
+def test_a_serving_process_obeys_at_once_and_says_what_it_serves(
+    config: Config, serving: ServingReport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serving.version == 2
+    assert run(config, "promote", "3") == 0
+    assert capsys.readouterr().out == "version 3 is served\n"
+    assert run(config, "rollback", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "serving": 2,
+        "previous": 3,
+        "pinned": None,
+        "rolled_back": [3],
+        "promoted": None,
+        "running": True,
+    }
+    assert run(config, "pin", "1") == 0
+    assert capsys.readouterr().out == "version 1 is served, and no other until it is unpinned\n"
+    assert run(config, "promote", "2") == 2
+    assert "version 1 is pinned, and nothing else is served" in capsys.readouterr().err
+    assert run(config, "unpin") == 0
+    assert found(config).state().serving == 2
+
+
+@pytest.mark.process
+def test_a_wrong_token_is_one_sentence(
+    config: Config, serving: ServingReport, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert serving.ready
+    monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "something else")
+    assert run(config, "pin", "1") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "anabranch: send the header Authorization: Bearer and a token of this server"
+    ]
+    monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "lesen")
+    assert run(config, "pin", "1") == 2
+    assert "this token is for reading" in capsys.readouterr().err
+    assert found(config).state().pinned is None
+
+
+def test_without_a_serving_process_the_order_is_written_down(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(config, "pin") == 2
+    assert "serving has taken no version yet" in capsys.readouterr().err
+    assert run(config, "unpin") == 2
+    assert "no version is pinned" in capsys.readouterr().err
+    assert run(config, "promote", "9") == 2
+    assert "there is no version 9; there are 1 to 3" in capsys.readouterr().err
+    found(config).write_state(RegistryState(serving=2, previous=1))
+    assert run(config, "rollback") == 0
+    assert capsys.readouterr().out == "written down; serving does not run, and will obey when it is started\n"
+    assert found(config).state().rolled_back == [2, 3]
+    assert run(config, "promote", "3") == 0
+    assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2], promoted=3)
+
+
+def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_of_reach(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, address = time.time(), f"http://127.0.0.1:{config.pipeline.serving.port}"
+    write_report(config.state_dir, ServingReport(pid=os.getpid(), started=now, time=now, address=address, ready=True))
+    assert run(config, "pin", "1") == 3
+    assert f"serving at {address} does not answer" in capsys.readouterr().err
+    assert found(config).state().pinned is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:8001",
+        "http://203.0.113.7:8000",
+        "http://evil.example:8000",
+        "https://127.0.0.1:8000",
+        "http://127.0.0.1@203.0.113.7:8000",
+        "http://127.0.0.1",
+        "http://[",
+        "http://127.0.0.1:x",
+        "",
+    ],
+)
+def test_no_token_goes_to_an_address_at_which_serving_is_not_told_to_listen(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    _no_token_goes(config, capsys, monkeypatch, "8000", address)
+
+
+def test_no_token_goes_to_a_port_that_only_a_report_names(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _no_token_goes(config, capsys, monkeypatch, "0", "http://127.0.0.1:8001")
+
+
+def _no_token_goes(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: str, address: str
+) -> None:
+    monkeypatch.setenv("ANABRANCH__SERVING__PORT", port)
+    monkeypatch.setattr("anabranch.commands.rollout.http.client.HTTPConnection", None)
+    now = time.time()
+    write_report(config.state_dir, ServingReport(pid=1, started=now, time=now, address=address, ready=True))
+    assert run(config, "pin", "1") == 2
+    assert "no token is sent there" in capsys.readouterr().err
+
+
+def test_serving_may_listen_at_an_address_of_the_name_in_its_settings() -> None:
+    settings = ServingSettings.model_validate({"host": "192.0.2.9", "port": 9, "tokens": {"read": "r", "admin": "a"}})
+    assert _is_configured(settings, "http://192.0.2.9:9")
+    assert _is_configured(settings, "http://[::1]:9")
+    assert not _is_configured(settings, "http://192.0.2.8:9")

@@ -1,0 +1,231 @@
+"""`anabranch status`: what learner and serving last said, and whether they still live."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+from rich.console import Console
+
+import learner.state_dir.report
+import serving.reporting.report
+from anabranch.cli.common import show
+from anabranch.commands.status import read_status, render
+from anabranch.config.loader import load_config
+from learner.state_dir.report import LearnerReport, PartitionReport, ShareReport
+from serving.reporting.report import ServingReport
+
+PARTITION = PartitionReport(
+    start=0, end=1000, finished=958, passed=0, gaps=0, removed=0, pending=42, trained_through=957
+)
+
+
+@pytest.fixture
+def config(example):
+    config = load_config(example / "pipeline.toml", {})
+    config.state_dir.mkdir()
+    return config
+
+
+@pytest.fixture
+def dead_pid():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def learner_report(**changes):
+    report = LearnerReport(
+        pid=os.getpid(),
+        epoch=3,
+        started=time.time() - 100,
+        time=time.time(),
+        steps=1234,
+        ill=["the Kafka broker does not answer"],
+        outcomes={"trained": 900, "held_out": 50, "dead_lettered": 8},
+        partitions={"events:0": PARTITION},
+        accuracy={"now": 0.875, "worst": 0.5, "old": 0.75},
+        loss={"now": 0.25, "overall": 0.5},
+        forgetting=0.125,
+        drifts=2,
+        drift_step=1200,
+        replay_ratio=1.5,
+        rates={"steps": 9.5, "rows_new": 600.0, "rows_replay": 601.0},
+        replay_rows={"device": 900},
+        replay_bytes={"device": 2_500_000},
+        guard_rows=50,
+        cut=4,
+        cut_time=time.time() - 90,
+        version=17,
+        versions_published=17,
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+def serving_report(**changes):
+    report = ServingReport(
+        pid=os.getpid(),
+        started=time.time() - 100,
+        time=time.time(),
+        address="http://127.0.0.1:8000",
+        ready=True,
+        version=16,
+        trained_through="events:0=950",
+        swaps={"swapped": 15, "refused": 1},
+        refused={15: "version 15: its model.safetensors does not have its digest"},
+        freshness_p50_seconds=0.31,
+        freshness_p99_seconds=0.842,
+        requests={"200": 321},
+        request_p50_seconds=0.0012,
+        request_p99_seconds=0.0098,
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+def screen(config):
+    console = Console(width=120, file=io.StringIO())
+    console.print(render(read_status(config)))
+    return " ".join(console.file.getvalue().split())
+
+
+def test_the_share_is_on_the_screen(config):
+    share = ShareReport(
+        policy="fraction",
+        servers=1,
+        training=0.75,
+        times=9,
+        yielded_seconds=1.5,
+        wait_p99_seconds=0.0034,
+        micro_batch_size=32,
+    )
+    learner.state_dir.report.write_report(config.state_dir, learner_report(share=share))
+    assert "share fraction: 75% training, 1 server, p99 3.4 ms to give way, micro-batches of 32" in screen(config)
+
+
+def test_what_old_events_are_drawn_by_is_on_the_screen_where_there_is_a_choice(config):
+    learner.state_dir.report.write_report(config.state_dir, learner_report(replay_kind="class-balanced"))
+    assert "replayed, ratio 1.5, class-balanced" in screen(config)
+
+
+def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
+    ill = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
+    learner.state_dir.report.write_report(config.state_dir, learner_report(ill=ill))
+    show(None, lambda: render(read_status(config)))
+    shown = capsys.readouterr().out
+    assert not set(shown) & {"\x1b", "\x07", "\x9b"}
+    for sentence in (
+        "\N{REPLACEMENT CHARACTER}]0;owned",
+        "\N{REPLACEMENT CHARACTER}[2J a clear screen",
+        "[/red] :smile:",
+        "plain",
+    ):
+        assert sentence in shown
+
+
+def test_nothing_that_runs_is_said_so(config):
+    assert "learner not running serving not running" in screen(config)
+    document = json.loads(read_status(config).to_json())
+    assert document["learner"] == {"condition": "not running", "age_seconds": None, "report": None}
+
+
+@pytest.mark.parametrize(
+    ("written", "asked", "shown"),
+    [
+        (0.1, 0.5, "lag 42 offsets, 1.50 s, as of 0."),
+        (1, 65.5, "lag not known; 0:01:06 ago it was 42 offsets, 1.50 s"),
+        (65, 1.5, "lag not known; 0:01:06 ago it was 42 offsets, 1.50 s"),
+        (0.1, None, "lag not known yet"),
+    ],
+)
+def test_lag_is_told_with_its_age_and_old_lag_is_not_told_as_that_of_now(config, written, asked, shown):
+    report = learner_report(time=time.time() - written, lag_seconds=1.5, lag_age_seconds=asked)
+    learner.state_dir.report.write_report(config.state_dir, report)
+    assert shown in screen(config)
+
+
+def test_the_screen_has_every_figure(config):
+    learner.state_dir.report.write_report(config.state_dir, learner_report())
+    serving.reporting.report.write_report(config.state_dir, serving_report())
+    text = screen(config)
+    for figure in (
+        f"learner running pid {os.getpid()}",
+        "the Kafka broker does not answer",
+        "steps 1,234 (9.5/s)",
+        "600.0/s new, 601.0/s replayed, ratio 1.5",
+        "loss now 0.25, overall 0.5",
+        "forgetting 12.5%",
+        "drifts 2, the last at step 1,200",
+        "now 87.5%, worst 50.0%, old 75.0%",
+        "trained 900, held out 50, dead lettered 8",
+        "events:0 lag 42, trained through 957",
+        "replay device 900 (2.5 MB)",
+        "version 17, 17 published, 0 skipped",
+        "address http://127.0.0.1:8000",
+        "version 16",
+        "learned events:0=950",
+        "cut 4, made 0:01:30 ago",
+        "freshness p50 0.31 s, p99 0.84 s",
+        "swaps swapped 15, refused 1",
+        "refused 15: version 15: its model.safetensors does not have its digest",
+        "requests 200 321",
+        "p50 1.2 ms, p99 9.8 ms",
+    ):
+        assert figure in text
+
+
+def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
+    rows = {"device": 50, "disk": 700}
+    report = learner_report(replay_rows=rows, replay_bytes={"device": 50_000, "disk": 700_000}, replay_lost=3)
+    learner.state_dir.report.write_report(config.state_dir, report)
+    serving.reporting.report.write_report(config.state_dir, serving_report(freshness_p99_seconds=7 * 86400.0))
+    text = screen(config)
+    assert "replay device cache 50 (0.1 MB), disk 700 (0.7 MB) 3 events were lost by a tier" in text
+    assert "freshness p50 0.31 s, p99 7 days, 0:00:00 from append" in text
+
+
+def test_a_hold_and_a_pin_are_told(config):
+    now = time.time()
+    report = learner_report(
+        time=now, held_since=now - 75, held_reasons=["worse on old", "worse on new"], verdict="fail"
+    )
+    learner.state_dir.report.write_report(config.state_dir, report)
+    serving.reporting.report.write_report(config.state_dir, serving_report(pinned=16))
+    text = screen(config)
+    assert "gate versions are held back, for 0:01:15: worse on old; worse on new" in text
+    assert "version 16, pinned" in text
+    learner.state_dir.report.write_report(config.state_dir, learner_report(verdict="pass"))
+    assert "gate pass" in screen(config)
+
+
+@pytest.mark.process
+def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid):
+    learner.state_dir.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=time.time() - 3600))
+    assert f"learner not running pid {dead_pid}, last heard of 1:00:00 ago" in screen(config)
+
+
+def test_a_living_part_that_says_nothing_is_silent(config):
+    serving.reporting.report.write_report(config.state_dir, serving_report(time=time.time() - 25))
+    assert "serving silent" in screen(config)
+
+
+def test_json_holds_both_reports_whole(config):
+    report = learner_report()
+    learner.state_dir.report.write_report(config.state_dir, report)
+    document = json.loads(read_status(config).to_json())
+    assert document["learner"]["report"] == msgspec.to_builtins(report)
+    assert (document["name"], document["learner"]["condition"]) == ("digits", "running")
+    assert document["serving"]["report"] is None
+
+
+def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
+    now = time.time()
+    learner.state_dir.report.write_report(
+        config.state_dir, LearnerReport(pid=os.getpid(), epoch=1, started=now, time=now, steps=0)
+    )
+    text = screen(config)
+    for figure in ("accuracy not known yet", "outcomes none", "replay empty", "version none yet"):
+        assert figure in text

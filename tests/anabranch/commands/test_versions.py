@@ -1,0 +1,200 @@
+"""`anabranch versions`: what is listed, what is refused and why, and that torch is not needed for it."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from anabranch.cli import app as cli
+from anabranch.cli.common import say, show
+from anabranch.commands.versions import list_versions, render_list, render_one, show_version
+from anabranch.config.loader import load_config
+from anabranch.core.errors import SettingsError
+from ingest.events.schema import Schema
+from learner.state_dir.trained_through import Trained
+from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+
+
+@pytest.fixture
+def config(example):
+    return load_config(example / "pipeline.toml", {})
+
+
+@pytest.fixture
+def publish(config):
+    """Publishes a version: `publish(7, verdict="fail", schema="other")`."""
+    versions = Versions(config.state_dir / "versions")
+
+    def write(number, verdict="pass", reasons=(), schema=None, args=None):
+        manifest = Manifest(
+            number=number,
+            epoch=2,
+            parent=number - 1,
+            time=1_700_000_000.0 + number,
+            step=number * 100,
+            trained_through={"events:0": Trained(number * 10)},
+            metrics={"now": 0.875},
+            schema=schema or Schema(config.pipeline.events).digest,
+            encoders={},
+            model=ModelReference("my_model:build", {"hidden": 128} if args is None else args, "classification"),
+            files={},
+        )
+        versions.write({"w": torch.zeros(100_000)}, manifest, Verdict(verdict, list(reasons), {"drop_new": 0.25}))
+        return versions
+
+    return write
+
+
+def screen(renderable):
+    console = Console(file=io.StringIO(), width=220)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(config, publish, capsys):
+    publish(1, "fail", ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen"], args={"\x1b[2J": "[/red]"})
+    show(None, lambda: render_one(show_version(config, 1)))
+    show(None, lambda: render_list(list_versions(config, None)))
+    say(f"version 1: {list_versions(config, None)[0].refused}")
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    for sentence in ("\N{REPLACEMENT CHARACTER}]0;owned", "\N{REPLACEMENT CHARACTER}[2J a clear screen", "[/red]"):
+        assert sentence in shown
+
+
+class TestLs:
+    def test_the_newest_comes_first_with_its_facts(self, config, publish):
+        publish(9)
+        publish(10, "fail", ["worse on old events"])
+        newest, older = list_versions(config, None)
+        assert (newest.number, newest.verdict.verdict, newest.manifest.parent) == (10, "fail", 9)
+        assert (older.number, older.refused) == (9, None)
+        assert older.bytes > 400_000
+        line = screen(render_list([older])).splitlines()[1]
+        for fact in ("9", "2023-11-14 22:13:29Z", "900", "pass", "8", "events:0=90", "0.4 MB", "now 0.875"):
+            assert fact in line
+
+    def test_a_limit_leaves_the_newest(self, config, publish):
+        for number in range(1, 6):
+            publish(number)
+        assert [one.number for one in list_versions(config, 2)] == [5, 4]
+
+    def test_what_was_made_of_them_is_marked(self, config, publish):
+        for number in range(1, 5):
+            versions = publish(number)
+        versions.write_state(RegistryState(serving=4, previous=3, pinned=4, rolled_back=[2]))
+        assert [one.marks for one in list_versions(config, None)] == [
+            ["served", "pinned"],
+            ["previous"],
+            ["rolled back"],
+            [],
+        ]
+
+    def test_a_torn_one_does_not_hide_the_others(self, config, publish):
+        versions = publish(1)
+        publish(2)
+        (versions.directory(2) / "manifest.json").write_text("{")
+        torn, whole = list_versions(config, None)
+        assert "manifest.json cannot be read" in torn.refused
+        assert whole.refused is None
+        assert "refused" in screen(render_list([torn]))
+
+    def test_without_any_that_is_said(self, config):
+        assert screen(render_list(list_versions(config, None))) == "there is no version yet\n"
+
+
+class TestShow:
+    def test_a_whole_one_says_so(self, config, publish):
+        versions = publish(1)
+        versions.write_state(RegistryState(serving=1))
+        for which in (1, "latest", "served"):
+            assert show_version(config, which).refused is None
+        said = screen(render_one(show_version(config, 1)))
+        for fact in ("1, served", "epoch 2", "my_model:build", "drop_new 0.25", "whole; serving may take it"):
+            assert fact in said
+
+    def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(self, config, publish):
+        publish(1, args={"hidden": 128, "pretrained": "evil.pt"})
+        assert show_version(config, 1).refused == (
+            "it was learned with other model.args (pretrained) than [model] has now; set them back to serve it, or "
+            "wait for a version that is learned with the new ones"
+        )
+
+    def test_a_flipped_bit_is_found(self, config, publish):
+        versions = publish(1)
+        path = versions.directory(1) / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        assert list_versions(config, None)[0].refused is None, "ls does not read the weights"
+        one = show_version(config, 1)
+        assert one.refused == f"version 1: {path} does not have its digest"
+        assert f"refused: {one.refused}" in " ".join(screen(render_one(one)).split())
+
+    @pytest.mark.parametrize(
+        ("published", "why"),
+        [
+            ({"verdict": "fail", "reasons": ["worse"]}, "the gate failed it: worse"),
+            ({"schema": "0" * 64}, "it was learned under another schema than [schema] describes"),
+        ],
+    )
+    def test_why_serving_does_not_take_it(self, config, publish, published, why):
+        publish(1, **published)
+        assert show_version(config, 1).refused == why
+
+    def test_what_was_ordered_goes_before_the_verdict(self, config, publish):
+        versions = publish(1, "fail", ["worse"])
+        for state, refused in (
+            (RegistryState(promoted=1), None),
+            (RegistryState(pinned=1), None),
+            (RegistryState(rolled_back=[1]), "it was rolled back, or left out by a rollback"),
+        ):
+            versions.write_state(state)
+            assert show_version(config, 1).refused == refused
+
+    def test_without_a_verdict_it_is_refused(self, config, publish):
+        (publish(1).directory(1) / "verdict.json").unlink()
+        assert show_version(config, 1).refused == "it has no verdict yet"
+
+    @pytest.mark.parametrize(
+        ("which", "sentence"),
+        [
+            (7, "there is no version 7 in .*; there are 1 to 3"),
+            ("served", "serving has taken no version"),
+        ],
+    )
+    def test_one_that_is_not_there_is_named(self, config, publish, which, sentence):
+        publish(1)
+        publish(3)
+        with pytest.raises(SettingsError, match=sentence):
+            show_version(config, which)
+
+
+def test_as_json(config, publish, capsys):
+    publish(1)
+    arguments = ["-c", str(config.path), "--json"]
+    assert cli.main(["versions", "ls", *arguments]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["number"], listed["verdict"]["verdict"], listed["trained_through"]) == (1, "pass", "events:0=10")
+    assert cli.main(["versions", "show", "latest", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out) == listed
+
+
+def test_a_word_that_is_no_version_is_one_sentence(config, capsys):
+    assert cli.main(["versions", "show", "newest", "-c", str(config.path)]) == 2
+    assert capsys.readouterr().err == 'anabranch: "newest" is no version: write a number, latest or served\n'
+
+
+@pytest.mark.process
+def test_torch_is_not_loaded(config, publish):
+    publish(1)
+    code = (
+        "import sys; from anabranch.cli.app import main\n"
+        f"for rest in (['ls'], ['show', '1']): assert main(['versions', *rest, '-c', {str(config.path)!r}]) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

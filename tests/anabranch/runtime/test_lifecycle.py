@@ -1,0 +1,107 @@
+"""What every daemon does when it starts, and signals as an event."""
+
+import logging
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from anabranch.core.errors import SettingsError
+from anabranch.runtime.lifecycle import Exit, configure_logging, raise_descriptor_limit, run, stop_on_signals
+
+
+@pytest.fixture
+def limits() -> Iterator[tuple[int, int]]:
+    """The limits of file descriptors, which are restored."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_daemon_takes_the_descriptors_that_the_system_allows_it(limits: tuple[int, int]) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+    raise_descriptor_limit()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard == limits[1]
+    assert soft == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536))
+
+
+@pytest.fixture
+def caught() -> Iterator[list[int]]:
+    """The signals that reach the handlers which were there before."""
+    numbers: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, lambda number, _: numbers.append(number))
+    yield numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_signal_sets_the_event_and_the_second_is_not_caught(caught: list[int], number: int) -> None:
+    with stop_on_signals() as stop:
+        assert not stop.is_set()
+        signal.raise_signal(number)
+        assert stop.wait(30)
+        assert caught == []
+        signal.raise_signal(signal.SIGTERM)
+        assert caught == [signal.SIGTERM]
+
+
+def test_a_handler_takes_no_lock_that_the_main_thread_may_hold(
+    caught: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setters = []
+    with stop_on_signals() as stop:
+        actually = stop.set
+
+        def noted() -> None:
+            setters.append(threading.current_thread())
+            actually()
+
+        monkeypatch.setattr(stop, "set", noted)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.wait(30)
+    assert [setter is threading.main_thread() for setter in setters] == [False]
+
+
+def test_a_signal_that_is_ignored_stays_ignored(caught: list[int]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.is_set()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_nothing_is_left_of_it(caught: list[int]) -> None:
+    process = psutil.Process()
+    threads, files = threading.active_count(), process.num_fds()
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as stop:
+        pass
+    assert not stop.is_set()
+    assert (threading.active_count(), process.num_fds()) == (threads, files)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_errors_and_log_lines_give_no_orders_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    handlers, level = logging.root.handlers[:], logging.root.level
+
+    def main() -> None:
+        configure_logging()
+        logging.getLogger("anabranch").warning("a version is refused: %s", "\x1b]0;owned\x07")
+        raise SettingsError("it is of \x1b[2J")
+
+    try:
+        assert run(main) is Exit.SETTINGS
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+    shown = capsys.readouterr().err
+    assert not set(shown) & {"\x1b", "\x07"}
+    assert "refused: \N{REPLACEMENT CHARACTER}]0;owned" in shown
+    assert "it is of \N{REPLACEMENT CHARACTER}[2J" in shown

@@ -1,0 +1,363 @@
+"""`python -m tools.reference > docs/reference.md`: the reference, written from the code that it describes."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from pydantic import BaseModel, ByteSize, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from anabranch.cli.app import app
+from anabranch.config.loader import Pipeline, alternatives
+from anabranch.core.durations import format_duration
+from ingest.config import FieldSettings
+from ingest.kafka_properties import PROPERTIES, REFUSED
+from ingest.metrics import IngestMetrics
+from learner.metrics import LearnerMetrics
+from replay.metrics import ReplayMetrics
+from serving.metrics import Metrics as ServingMetrics
+
+_HEAD = """\
+# Reference
+
+Every name that is seen from outside. This page is written from the code by
+`python -m tools.reference > docs/reference.md`.
+
+- [pipeline.toml](#pipelinetoml)
+- [Commands](#commands)
+- [Metrics](#metrics)
+- [The state directory](#the-state-directory)
+- [Variables of the environment](#variables-of-the-environment)
+
+## pipeline.toml
+
+Unknown keys are errors that name the nearest known key. A duration is written as `"250ms"`, `"30s"`, `"10m"`, `"2h"` or
+`"1d"`, a size as `"256MB"` (10^6) or `"256MiB"` (2^20). Instead of any string, `{env = "NAME"}` takes the value of a
+variable of the environment and `{file = "path"}` the contents of a file, relative to the config's folder; such values,
+tokens and properties are never printed. Below `model.args`, which stands in every version, both are refused.
+"""
+
+_PROPERTIES = """\
+
+### Properties
+
+What `[stream.properties]` takes, in librdkafka's names, for either client unless the table says otherwise. Values are
+secret. Names that would break a promise are errors that say what decides instead.
+"""
+
+_COMMANDS = """\
+
+## Commands
+
+`anabranch COMMAND`, also `python -m anabranch COMMAND`. `-c/--config FILE` is `pipeline.toml` in the current folder by
+default. The daemons run alone too, as `python -m learner` and `python -m serving`. Errors are one sentence on stderr.
+
+| exit code | means |
+| --- | --- |
+| 0 | done |
+| 1 | a bug |
+| 2 | the settings or the input are wrong |
+| 3 | something outside, such as the broker, cannot be reached |
+"""
+
+_METRICS = """\
+
+## Metrics
+
+Prometheus: what ingest, learner and replay count is on the learner's `learner.status` address, serving's own on its
+port, both under `/metrics`.
+"""
+
+_TAIL = """\
+
+## The state directory
+
+| path below `state_dir` | holds |
+| --- | --- |
+| `versions/<number>/model.safetensors` | weights |
+| `versions/<number>/manifest.json` | all else about it; immutable; without it the version does not exist |
+| `versions/<number>/verdict.json` | whether serving may take it; replaced atomically |
+| `versions/state.json` | what serving serves; replaced atomically |
+| `versions/state.lock` | held while `state.json` is read and written |
+| `cuts/<number>/rank-0/` | training state: weights, optimizer, replay, guard set, generators, ledger and positions |
+| `cuts/<number>/manifest.json` | what the cut is, and the digest of every file; without it the cut does not exist |
+| `replay/rank-0/<number>.rows` | the disk tier: the events that cuts name |
+| `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those cuts were not there |
+| `forgotten.log` | what was forgotten, up to which offsets, and what that removed; packed when it is long |
+| `forgotten.key` | the secret under which hashes of keys lie in `forgotten.log` |
+| `learner.json` | the learner's report, about once a second; replaced atomically |
+| `serving.json` | serving's report, about once a second; replaced atomically |
+| `learner.lock` | held by the one learner |
+| `epoch` | how many learners have held the lock |
+| `traces/steps-<first>-<last>.json` | a trace of some steps, by `learner.profile` |
+| `share/server-<n>`, `share/learner-<n>` | by which a server says that it needs the device, a rank that it gives way |
+
+## Variables of the environment
+
+| name | does |
+| --- | --- |
+| `ANABRANCH__SECTION__KEY` | overrides a key; an unknown one is an error |
+| `ANABRANCH_TEST_KAFKA_START` | for the tests: a command that takes `PORT DIR key=value...` and runs a broker |
+| `ANABRANCH_TEST_CHROMIUM` | for the tests: the Chromium to take; where it is set, none is an error |
+| `ANABRANCH_TEST_STEPS` | for the tests: so many uneven steps of two ranks instead of 300 |
+| `ANABRANCH_TEST_KILLS` | for the tests: where it is set, stores are killed 600 times instead of 20, in four minutes |
+
+`ANABRANCH__STREAM__BOOTSTRAP_SERVERS=kafka:9092` overrides `stream.bootstrap_servers`. Values are TOML, as in
+`ANABRANCH__STREAM__TOPICS='["events"]'`; strings need no quotes.
+
+## Names beyond the design
+
+The design fixes the names that users build on. These were added to it:
+
+- keys `stream.max_message_bytes`, `stream.buffer_bytes`, `stream.lag_policy.fraction`, `schema.label.multi`,
+  `schema.features.*.min`, `schema.features.*.max`,
+  `learner.max_delay`, `learner.max_grad_norm`,
+  `learner.micro_batch_size`, `learner.old_weight`, `learner.drift.actions`, `learner.drift.delta`,
+  `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
+  `learner.comm_hook`, `learner.sync_every`, `learner.sharding`,
+  `learner.hosts`, `learner.host_rank`, `learner.rendezvous`, `learner.interface`, `learner.join_timeout`,
+  `learner.standby`,
+  `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
+  `serving.twin`, `serving.request_log`, `serving.workers`, `serving.shadow`,
+  `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
+  `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
+  `learner.profile.steps`, `share.fraction`, `share.yield_at`, `share.stream_priority`,
+  `share.mps_percentage`, `share.sms`
+- metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
+  `anabranch_learner_raised_rows_total`,
+  `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
+  `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
+  `anabranch_replay_capacity_rows`, `anabranch_replay_read_rows_total`, `anabranch_replay_lost_rows_total`,
+  `anabranch_replay_missed_rows_total`, `anabranch_replay_moved_bytes_total`, `anabranch_replay_demoted_rows_total`,
+  `anabranch_replay_index_rows`, `anabranch_replay_index_tombstone_rows`, `anabranch_replay_index_trained_rows`,
+  `anabranch_replay_index_recall_ratio`, `anabranch_replay_index_age_steps`, `anabranch_replay_index_stale_rows`,
+  `anabranch_replay_index_bytes`, `anabranch_replay_index_waiting_requests`, `anabranch_replay_index_answer_seconds`,
+  `anabranch_replay_index_declined_total`, `anabranch_replay_index_left_out_rows_total`,
+  `anabranch_replay_index_restarts_total`,
+  `anabranch_guard_rows`, `anabranch_cut_number`, `anabranch_cut_time_seconds`, `anabranch_serving_ill`,
+  `anabranch_learner_heartbeat_time_seconds`, `anabranch_learner_loss`, `anabranch_learner_window_rows`,
+  `anabranch_learner_class_accuracy_ratio`, `anabranch_learner_group_accuracy_ratio`,
+  `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`,
+  `anabranch_learner_replay_kind`,
+  `anabranch_learner_micro_batch_rows`, `anabranch_ingest_lag_seconds`,
+  `anabranch_ingest_lag_time_seconds`, `anabranch_ingest_behind`,
+  `anabranch_ingest_passed_offsets`, `anabranch_ingest_letters_dropped_total`,
+  `anabranch_gate_withdrawn_total`, `anabranch_gate_hold_seconds`, `anabranch_serving_shadow_rows_total`,
+  `anabranch_serving_shadow_disagreement_total`
+- windows `overall`, `near_future`, `old_lowest` and `worst_group` of `anabranch_learner_accuracy_ratio`
+- `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
+- the command `versions unpin` and the order `unpin`; `promoted` in `versions/state.json`
+- `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
+- files `learner.json`, `serving.json`, `learner.lock`, `versions/state.lock`, `epoch`, `share/server-<n>`,
+  `share/learner-<n>`
+"""
+
+
+def reference() -> str:
+    """Return the page."""
+    return "".join(
+        (
+            _HEAD,
+            *_sections("", Pipeline),
+            _PROPERTIES,
+            *_properties(),
+            _COMMANDS,
+            *_commands(),
+            _METRICS,
+            *_metrics(),
+            _TAIL,
+        )
+    )
+
+
+def settings(place: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name of every key that has a value, with its field; `*` stands for a name of the user's."""
+    for name, field in model.model_fields.items():
+        key = f"{place}{field.alias or name}"
+        inner, many = _inner(field.annotation)
+        if not inner:
+            yield key, field
+        for section in inner:
+            yield from settings(f"{key}.*." if many else f"{key}.", section)
+
+
+def metrics() -> dict[str, MetricWrapperBase]:
+    """Return every collector by its name in the exposition."""
+    registry = CollectorRegistry()
+    replay = ReplayMetrics(registry)
+    owners = [
+        IngestMetrics(registry),
+        LearnerMetrics(registry),
+        replay,
+        replay.index,
+        ServingMetrics(registry),
+    ]
+    collectors = [item for owner in owners for item in vars(owner).values() if isinstance(item, MetricWrapperBase)]
+    return {_name(collector): collector for collector in collectors}
+
+
+def commands() -> Mapping[str, Any]:
+    """Return every command by its name, such as `up` or `versions ls`."""
+    group: Any = typer.main.get_command(app)
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        inner: Mapping[str, Any] = getattr(command, "commands", None) or {}
+        found |= {f"{name} {part}": one for part, one in inner.items()} or {name: command}
+    return found
+
+
+def shown(text: str | None) -> str:
+    """Return a help text as the terminal shows it, where a bracket without a backslash would begin a style."""
+    return _line(text).replace("\\[", "[")
+
+
+def _sections(place: str, model: type[BaseModel], meaning: str | None = None) -> Iterator[str]:
+    if place:
+        yield f"\n### [{place}]\n\n{_line(meaning or model.__doc__)}\n"
+    inside: list[tuple[str, type[BaseModel], str | None]] = []
+    rows = []
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        inner, many = _inner(field.annotation)
+        if not inner:
+            rows.append(
+                (f"`{key}`", _kind(field.annotation, field.metadata), _default(field), _line(field.description))
+            )
+        # What several fields share says nothing of each.
+        meaning = field.description if inner == [FieldSettings] else None
+        inside += [(f"{place}.{key}{'.NAME' if many else ''}".lstrip("."), section, meaning) for section in inner]
+    if rows:
+        yield from _table(("key", "value", "default", "meaning"), rows)
+    for where, section, meaning in inside:
+        yield from _sections(where, section, meaning)
+
+
+def _properties() -> Iterator[str]:
+    rows = [
+        (f"`{name}`", wanted.kind, f"`{wanted.kafka_python}`" if wanted.kafka_python else "not with this client")
+        for name, wanted in PROPERTIES.items()
+    ]
+    yield from _table(("name", "value", "kafka-python's option for it"), rows)
+    yield from _table(("refused", "because"), [(f"`{name}`", reason) for name, reason in REFUSED.items()])
+
+
+def _inner(kind: Any) -> tuple[list[type[BaseModel]], bool]:
+    """Return the sections that a field holds, and whether it holds them by name."""
+    types = alternatives(kind)
+    named = [inner for type_ in types if get_origin(type_) is dict for inner in alternatives(get_args(type_)[1])]
+    sections = [type_ for type_ in [*types, *named] if isinstance(type_, type) and issubclass(type_, BaseModel)]
+    return sections, bool(named)
+
+
+def _kind(kind: Any, bounds: Sequence[Any] = ()) -> str:
+    if get_origin(kind) is Annotated:
+        inner, *bounds = get_args(kind)
+        return _kind(inner, bounds)
+    if get_origin(kind) in (Union, UnionType):
+        # Each member of the union itself, since its own bounds stand beside it.
+        members = [member for member in get_args(kind) if member is not type(None)]
+        return " or ".join(dict.fromkeys(_kind(member, bounds if len(members) == 1 else ()) for member in members))
+    words: dict[Any, str] = {
+        bool: "true or false",
+        int: "whole number",
+        float: "number",
+        str: "string",
+        SecretStr: "string, secret",
+        Path: "path",
+        timedelta: "duration",
+        ByteSize: "size",
+        Any: "anything",
+    }
+    if get_origin(kind) is Literal:
+        return ", ".join(f'`"{choice}"`' for choice in get_args(kind))
+    if get_origin(kind) in (tuple, list):
+        return f"list, each item {_kind(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return "table"
+    return words.get(kind, "anything") + _bounds(bounds)
+
+
+def _bounds(bounds: Sequence[Any]) -> str:
+    signs = {"Ge": ">=", "Gt": ">", "Le": "<=", "Lt": "<"}
+    rules = [rule for bound in bounds for rule in (bound.metadata if isinstance(bound, FieldInfo) else [bound])]
+    # A bound has one field, named like its class.
+    names = [(type(rule).__name__, rule) for rule in rules if type(rule).__name__ in signs]
+    found = [f"{signs[name]} {getattr(rule, name.lower())}" for name, rule in names]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    return "" if field.default is None else f"`{_toml(field.default)}`"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, timedelta):
+        return f'"{format_duration(value)}"'
+    if isinstance(value, ByteSize):
+        scale, unit = max(pair for pair in ((1, "B"), (10**3, "kB"), (10**6, "MB")) if value % pair[0] == 0)
+        return f'"{value // scale}{unit}"'
+    if isinstance(value, SecretStr):
+        return f'"{value.get_secret_value()}"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{}" if not value else str(value)
+    return f'"{value}"' if isinstance(value, str | Path | Enum) else str(value)
+
+
+def _commands() -> Iterator[str]:
+    for name, command in commands().items():
+        yield f"\n### anabranch {name}\n\n{shown(command.help)}\n"
+        rows = [
+            (f"`{_usage(parameter)}`", shown(getattr(parameter, "help", "")))
+            for parameter in command.params
+            if parameter.name != "help"
+        ]
+        yield from _table(("argument or option", "does"), rows)
+        if command.epilog:
+            yield f"\n{shown(command.epilog).replace('Example: ', 'Example: `')}`\n"
+
+
+def _usage(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar)
+    value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
+    return ", ".join(parameter.opts) + value
+
+
+def _metrics() -> Iterator[str]:
+    rows = []
+    for name, collector in sorted(metrics().items()):
+        labels = ", ".join(f"`{label}`" for label in collector._labelnames)
+        rows.append((f"`{name}`", str(collector._type), labels, collector._documentation.rstrip(".")))
+    yield from _table(("name", "kind", "labels", "meaning"), rows)
+
+
+def _name(collector: MetricWrapperBase) -> str:
+    return f"{collector._name}_total" if collector._type == "counter" else collector._name
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "\n"
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(row)} |\n"
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
