@@ -60,10 +60,6 @@ def _is_auto(value: Any) -> bool:
     return bool(value == "auto")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float)
-
-
 def _is_adafactor(value: Any) -> bool:
     return bool(value == "adafactor")
 
@@ -94,7 +90,6 @@ def _draws_nothing(value: Any) -> bool:
 
 _ANEW = "the compiler does not follow modules that compute their activations again"
 _UNHEARD = "embeddings are heard from a module while it runs, which compiled code does not do"
-_UNMEASURED = "which sampler does best is found by what tells how much to replay"
 _LATE = "neighbours are found in a process of their own, and come when they come"
 _COMPILED = "what the compiler makes may differ from one start to the next"
 _TWICE = "compiled code is gone through once for a gradient, and this strategy takes two of one pass"
@@ -130,7 +125,6 @@ RULES = (
     Rule("learner.comm_hook", _given, "learner.sharding", _fsdp, _OWN_EXCHANGE, 'write "none"'),
     Rule("learner.precision", _fp16, "learner.sharding", _fsdp, _ONE_SCALE, 'write "bf16" or "fp32"'),
     Rule("learner.replay_ratio", _is_auto, "learner.sharding", _fsdp, _ALL_RUN, "write a number"),
-    Rule("replay.sampling", _is_auto, "learner.replay_ratio", _is_number, _UNMEASURED, 'set both, or take "uniform"'),
     Rule("replay.sampling", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "uniform"'),
     Rule("replay.admission", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "reservoir"'),
     Rule("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),

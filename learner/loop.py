@@ -99,7 +99,7 @@ class Loop:
         self.rates = Rates()
         self.prequential = Prequential(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
-        self.ratio = make_ratio(settings, parts.clerk.kinds if parts.clerk is not None else (), bounded=bounded)
+        self.ratio = make_ratio(settings, bounded=bounded)
         self._probe = Probe(self.ratio, parts.guard, parts.trainer, settings.batch_size)
         self.steps = 0
         self.rows_new = 0
@@ -357,7 +357,7 @@ class Loop:
             most = sum(self._parts.trainer.strategy.draws(int(self._step_size * self.replay_ratio) + 1))
             probing = max(most, self._settings.batch_size)
             wanted = lambda step: probing if self._probe.drawn(step) else most  # noqa: E731
-            self._parts.clerk.plan_ahead(self.steps, wanted, self.ratio.kind)
+            self._parts.clerk.plan_ahead(self.steps, wanted)
 
     def _settled(self, index: int) -> int:
         """Return the first offset of a partition without outcome."""

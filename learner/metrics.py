@@ -53,12 +53,6 @@ class LearnerMetrics:
         self.replay_ratio = Gauge(
             "anabranch_learner_replay_ratio", "Events to replay for each new one in the next step.", registry=registry
         )
-        self.replay_kind = Gauge(
-            "anabranch_learner_replay_kind",
-            "1 for the sampler that chooses them, where there is a choice.",
-            ["kind"],
-            registry=registry,
-        )
         self.non_finite = Counter(
             "anabranch_learner_non_finite_steps", "Steps skipped for a loss or gradient not finite.", registry=registry
         )

@@ -157,7 +157,6 @@ class Reporter:
             drifts=loop.drift.count,
             drift_step=loop.drift.step,
             replay_ratio=loop.replay_ratio,
-            replay_kind=loop.ratio.kind,
             rates=self._rates(),
             replay_rows=store.rows if store is not None else {},
             replay_bytes=store.bytes if store is not None else {},
@@ -243,9 +242,6 @@ class Reporter:
         if report.share is not None:
             metrics.share_training.set(report.share.training)
         metrics.replay_ratio.set(report.replay_ratio)
-        if report.replay_kind is not None:
-            metrics.replay_kind.clear()
-            metrics.replay_kind.labels(report.replay_kind).set(1)
         if report.forgetting is not None:
             metrics.forgetting.set(report.forgetting)
         told = (metrics.class_accuracy, report.classes), (metrics.group_accuracy, report.groups)

@@ -19,7 +19,7 @@ from ingest.events.block import Array, TopicPartition
 from replay.checkpoint.capture import Held
 from replay.plan import Draw
 from replay.snapshot import Change, Standing
-from replay.store import Store, Wanted
+from replay.store import Store
 
 _Job = Callable[[], object]
 
@@ -56,8 +56,6 @@ class Clerk:
         """Whether `learned` changes anything."""
         self.fields = store.fields
         """The columns that are kept of an event."""
-        self.kinds = store.several.kinds if store.several is not None else ()
-        """The samplers of which a plan may name one."""
         self.spare = store.spare
         """Slots beyond those for the events held."""
 
@@ -94,12 +92,12 @@ class Clerk:
                 self._begin()
             self._due = bool(self._jobs)
 
-    def plan_ahead(self, step: int, n: int | Callable[[int], int], kind: str | None = None) -> None:
-        """Plan for the steps from `step` on, as `Store.plan_ahead` does, by the sampler of that kind."""
+    def plan_ahead(self, step: int, n: int | Callable[[int], int]) -> None:
+        """Plan for the steps from `step` on, as `Store.plan_ahead` does."""
         self._step = step
         blocks = self._store.blocks(step, self._through, n)
         if blocks or self._store.tiers.has_lost:
-            self._jobs.append(partial(self._plan, step, blocks, kind))
+            self._jobs.append(partial(self._store.plan_blocks, step, blocks))
             self._due = True
         if blocks:
             self._through = blocks[-1][-1][0]
@@ -160,11 +158,6 @@ class Clerk:
             store = self.store
             stats.stall_seconds = before + time.perf_counter() - begin
         return store
-
-    def _plan(self, step: int, blocks: Sequence[Wanted], kind: str | None) -> None:
-        if kind is not None and self._store.several is not None:
-            self._store.several.kind = kind
-        self._store.plan_blocks(step, blocks)
 
     def _at_rest(self) -> Store:
         """Return the store, once the thread leaves it alone; jobs may wait."""

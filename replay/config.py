@@ -53,10 +53,10 @@ class ReplaySettings(Section):
     """Who is kept: `reservoir` is a uniform sample of everything seen, weighted by `[schema.weight]` where declared;
     `class-balanced` has as many of each class, `recent` more of what is young, `diverse` as many of each cluster of
     `model.embedding`."""
-    sampling: Literal["uniform", "class-balanced", "recent", "loss", "similar", "diverse", "auto"] = "uniform"
+    sampling: Literal["uniform", "class-balanced", "recent", "loss", "similar", "diverse"] = "uniform"
     """Who is drawn of what is held: `uniform`, as many of each class or of each cluster (`diverse`), more of what is
     young (`recent`), more of what had a large loss (`loss`), what is nearest to new events in `model.embedding`
-    (`similar`); `auto`, beside `learner.replay_ratio = "auto"`, is what does best of the first two and `loss`."""
+    (`similar`)."""
     half_life: PositiveDuration = timedelta(days=1)
     """For `recent`: an event that is so much older is half as likely."""
     capacity: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1_000_000

@@ -13,7 +13,6 @@ from replay.reservoir.admission import Admission, Quotas
 from replay.reservoir.event_table import Entries
 from replay.sampling import samplers as sampler
 from replay.sampling.samplers import Sampler
-from replay.sampling.switching import Several
 
 _MOST_GROUPS = 2**15 - 1
 
@@ -109,12 +108,6 @@ def _whereabouts(company: Company, name: str) -> Whereabouts:
     return company.whereabouts
 
 
-def _several(company: Company) -> Sampler:
-    """Those that need no embeddings, and suit a stream of any kind."""
-    names = ["uniform", *(["class-balanced"] if company.classes is not None else []), "loss"]
-    return Several({name: SAMPLERS[name](company) for name in names})
-
-
 SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
     "uniform": lambda company: sampler.Uniform(company.entries),
     "class-balanced": _classes_drawn,
@@ -122,5 +115,4 @@ SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
     "loss": lambda company: sampler.Loss(company.entries, company.slots),
     "similar": lambda company: sampler.Similar(company.entries, _whereabouts(company, "similar")),
     "diverse": lambda company: sampler.Diverse(company.entries, _whereabouts(company, "diverse")),
-    "auto": _several,
 }

@@ -27,7 +27,6 @@ from replay.reservoir.pending_offers import Waiting
 from replay.reservoir.reservoir import Offer, Roll
 from replay.row_layout import Fields, RowLayout
 from replay.sampling.step_rng import Chance
-from replay.sampling.switching import Several
 from replay.snapshot import Change, Contents, Standing
 from replay.tiers.hierarchy import Pack, Tiers
 from replay.tiers.tier import Tier
@@ -244,11 +243,6 @@ class Store:
     def listens(self) -> bool:
         """Whether `learned` changes anything."""
         return self._sampler.hears_losses or self._whereabouts is not None
-
-    @property
-    def several(self) -> Several | None:
-        """What to tell by which sampler the next plans are made; None where there is no choice."""
-        return self._sampler if isinstance(self._sampler, Several) else None
 
     def seek(self, step: int, embedding: NDArray[np.float32]) -> None:
         """Look for old events that are near to new ones, float32 `[N, D]`, for later draws; waits for nothing."""

@@ -145,7 +145,7 @@ METRICS_ADDED = words("""
     anabranch_cut_number anabranch_cut_time_seconds anabranch_serving_ill anabranch_learner_heartbeat_time_seconds
     anabranch_learner_loss anabranch_learner_window_rows anabranch_learner_class_accuracy_ratio
     anabranch_learner_group_accuracy_ratio anabranch_learner_forgetting_ratio anabranch_learner_drifts_total
-    anabranch_learner_replay_ratio anabranch_learner_replay_kind
+    anabranch_learner_replay_ratio
     anabranch_learner_micro_batch_rows
     anabranch_ingest_lag_seconds anabranch_ingest_lag_time_seconds anabranch_ingest_behind
     anabranch_ingest_passed_offsets

@@ -132,7 +132,7 @@ def windows(year: Year) -> Driven:
 
 
 def measured_ratio(year: Year) -> Driven:
-    ratio = MeasuredRatio(0.5, ["uniform", "balanced", "nearest"], bounded=True)
+    ratio = MeasuredRatio(0.5, bounded=True)
 
     def learn(tick: int) -> None:
         for step in range(20 * tick, 20 * tick + 20):
@@ -260,7 +260,7 @@ def reporter(year: Year) -> Driven:
         reports._rates()
         told: Any = SimpleNamespace(
             accuracy={}, error={}, loss={"now": 0.1}, window_rows=tick, share=None, replay_ratio=0.5,
-            replay_kind=("uniform", "balanced")[tick % 2], forgetting=0.1, classes={"a": 0.5},
+            forgetting=0.1, classes={"a": 0.5},
             groups={f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()},
         )  # fmt: skip
         reports._set_measures(told)

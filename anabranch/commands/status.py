@@ -94,8 +94,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     table = _section()
     rates = report.rates
     table.add_row("steps", f"{report.steps:,} ({_rate(rates, 'steps')})")
-    ratio = ", ".join([f"ratio {report.replay_ratio:.3g}", *([report.replay_kind] if report.replay_kind else [])])
-    table.add_row("events", f"{_rate(rates, 'rows_new')} new, {_rate(rates, 'rows_replay')} replayed, {ratio}")
+    replayed = f"{_rate(rates, 'rows_replay')} replayed, ratio {report.replay_ratio:.3g}"
+    table.add_row("events", f"{_rate(rates, 'rows_new')} new, {replayed}")
     if report.error:
         table.add_row("absolute error", _pairs({k: f"{v:.4g}" for k, v in report.error.items()}))
     else:

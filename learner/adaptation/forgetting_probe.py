@@ -60,4 +60,4 @@ class Probe:
             if held:
                 self.raised.append((held["hash"].astype(np.uint64)[exc.places], exc.said))
             return None
-        return Tally(rows, score, drawn=older < ENOUGH) if math.isfinite(score) else None
+        return Tally(rows, score) if math.isfinite(score) else None

@@ -1,14 +1,13 @@
-"""How many old events a step replays for each new one, and which.
+"""How many old events a step replays for each new one.
 
 `FixedRatio` is what the config says. `MeasuredRatio` replays where replay is seen to help, and else not at all.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from learner.adaptation.sampler_trial import Look, MeasuredKind
 from learner.config import LearnerSettings
 
 Phase = Literal["off", "trial", "on"]
@@ -16,14 +15,10 @@ Phase = Literal["off", "trial", "on"]
 
 @dataclass(frozen=True)
 class Tally:
-    """Events that were scored, and the sum of their scores: 1 for right and 0 for wrong, or minus the error.
-
-    `drawn` says that they are of the store, so that their scores depend on which were chosen.
-    """
+    """Events that were scored, and the sum of their scores: 1 for right and 0 for wrong, or minus the error."""
 
     rows: int
     score: float
-    drawn: bool = False
 
 
 class Ratio(Protocol):
@@ -32,11 +27,6 @@ class Ratio(Protocol):
     @property
     def now(self) -> float:
         """Old events for each new one in the next step."""
-        ...
-
-    @property
-    def kind(self) -> str | None:
-        """The sampler that chooses them; None where there is no choice."""
         ...
 
     def probes(self, step: int) -> bool:
@@ -56,17 +46,15 @@ class Ratio(Protocol):
         ...
 
 
-def make_ratio(settings: LearnerSettings, kinds: Sequence[str] = (), *, bounded: bool) -> Ratio:
-    """Make what the config asks for; `kinds` are samplers to choose from, `bounded` says that scores are 0 to 1."""
+def make_ratio(settings: LearnerSettings, *, bounded: bool) -> Ratio:
+    """Make what the config asks for; `bounded` says that scores are 0 to 1."""
     if settings.replay_ratio == "auto":
-        return MeasuredRatio(settings.old_weight, kinds, bounded=bounded)
+        return MeasuredRatio(settings.old_weight, bounded=bounded)
     return FixedRatio(settings.replay_ratio)
 
 
 class FixedRatio:
     """Always the same."""
-
-    kind = None
 
     def __init__(self, ratio: float) -> None:
         self.now = ratio
@@ -125,23 +113,17 @@ class MeasuredRatio:
     long as it takes to halve, that least is gone by, and what is reached then takes its place: else old events that are
     merely different by now would keep it on for ever. The weight of the old sets the cost: 0.2 x (1 - old) / old, in
     accuracy, or for regression as part of the larger error.
-
-    While replay is on it is also measured which of several samplers does best, by the same scores and weights; what the
-    ratio would have sunk by meanwhile it sinks by afterwards.
     """
 
-    def __init__(self, old_weight: float, kinds: Sequence[str] = (), *, bounded: bool) -> None:
+    def __init__(self, old_weight: float, *, bounded: bool) -> None:
         """Begin without replay.
 
         Args:
             old_weight: what old events count, of 1 in all; 0 never replays.
-            kinds: the samplers to choose from, the one to begin with first.
             bounded: whether scores lie between 0 and 1; else forgetting is relative to the error.
         """
         self._cost = _COST * (1 - old_weight) / old_weight if old_weight else math.inf
-        self._old_weight = old_weight
         self._bounded = bounded
-        self._kind = MeasuredKind(kinds)
         self._new, self._old = _Fading(), _Fading()
         self._phase: Phase = "off"
         self._bar = self._cost
@@ -150,16 +132,9 @@ class MeasuredRatio:
         self._over = 0
         """Steps for which forgetting has been above the bar."""
         self._without, self._with = 0.0, 0.0
-        self._held = 0
-        """Steps for which the ratio has yet to sink, since samplers are compared meanwhile."""
         self._full_for = 0
         """Steps for which the ratio has been nearly full."""
         self.now = 0.0
-
-    @property
-    def kind(self) -> str | None:
-        """The sampler that does best, or that is tried."""
-        return self._kind.now
 
     @property
     def forgetting(self) -> float:
@@ -191,16 +166,6 @@ class MeasuredRatio:
             self._try()
         else:
             self._keep()
-        if old is not None:
-            self._kind.learned(self._look() if self._phase == "on" and not old.drawn else None)
-
-    def _look(self) -> Look:
-        """How well the model does on old and new events, as these are declared to weigh."""
-        weighed = ((self._old, self._old_weight), (self._new, 1 - self._old_weight))
-        return Look(
-            score=sum(weight * each.mean for each, weight in weighed),
-            chance=math.hypot(*(weight * each.chance(bounded=self._bounded) for each, weight in weighed)),
-        )
 
     def _wait(self) -> None:
         self._bar = self._cost + (self._bar - self._cost) * 0.5 ** (1 / _DOUBT) if self._bar > self._cost else self._bar
@@ -221,24 +186,19 @@ class MeasuredRatio:
 
     def _keep(self) -> None:
         chance = math.hypot(*(each.chance(bounded=self._bounded) for each in (self._new, self._old))) / self._unit
-        if not self._kind.compares:
-            self._with = max(0.0, min(self._with, self.forgetting + chance))
+        self._with = max(0.0, min(self._with, self.forgetting + chance))
         self._full_for = self._full_for + 1 if self.now > _NEARLY_FULL else 0
         if self._full_for == _FALL:
             self._with, self._full_for = self.forgetting, 0
         if self.forgetting - self._with > max(self._cost / 2, 2 * chance):
-            self.now, self._held = min(_FULL, self.now + _FULL / _RISE), 0
+            self.now = min(_FULL, self.now + _FULL / _RISE)
             return
-        self._held += 1
-        if self._kind.compares:
-            return
-        self.now *= 0.5 ** (self._held / _FALL)
-        self._held = 0
+        self.now *= 0.5 ** (1 / _FALL)
         if self.now < _LEAST * _FULL:
             self._stop(self._cost)
 
     def _stop(self, bar: float) -> None:
-        self._phase, self._bar, self.now, self._held, self._full_for = "off", bar, 0.0, 0, 0
+        self._phase, self._bar, self.now, self._full_for = "off", bar, 0.0, 0
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a cut."""
@@ -251,10 +211,8 @@ class MeasuredRatio:
             "over": self._over,
             "without": self._without,
             "with": self._with,
-            "held": self._held,
             "full_for": self._full_for,
             "now": self.now,
-            "kind": self._kind.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -264,9 +222,8 @@ class MeasuredRatio:
         self._new, self._old = _Fading(*state["new"]), _Fading(*state["old"])
         self._phase, self._left, self.now = state["phase"], state["left"], state["now"]
         self._bar = self._cost if state["bar"] is None else max(self._cost, state["bar"])
-        self._without, self._with, self._over = state["without"], state["with"], state.get("over", 0)
-        self._held, self._full_for = state.get("held", 0), state.get("full_for", 0)
-        self._kind.restore(state.get("kind", {}))
+        self._without, self._with = state["without"], state["with"]
+        self._over, self._full_for = state["over"], state["full_for"]
         if self._cost == math.inf:
             self._stop(self._cost)
 

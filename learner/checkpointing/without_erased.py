@@ -22,7 +22,7 @@ from learner.state_dir.checkpoint import FORGOTTEN, SEGMENT, Cut
 from replay.erasure.erased_events import Forgotten
 from replay.erasure.erasure_log import ForgottenLog
 from replay.reservoir.event_table import columns_of
-from replay.sampling.samplers import by_position
+from replay.sampling.samplers import BY_POSITION
 from replay.snapshot import ENTRY, PLANNED
 
 Tensors = Mapping[str, Tensor]
@@ -124,7 +124,7 @@ def _standing(
         stays.append(left[live])
         changed[f"live.{number}"] = torch.from_numpy(np.packbits(left))
     if not all(each.all() for each in stays):
-        for name in by_position(state["sampler"]):
+        for name in BY_POSITION.intersection(state["sampler"]):
             changed[f"sampler.{name}"] = tensors[f"sampler.{name}"][torch.from_numpy(np.concatenate(stays))]
     for step in _planned_anew(tensors, state["plans"], forgotten, bases):
         del changed[f"plan.{step}"], changed[f"planned.{step}"]

@@ -36,7 +36,7 @@ from learner.state_dir.safetensors_file import Piece, TensorFile, digest_of, pie
 STATE = "state.json"
 FORGOTTEN = "forgotten"
 """What in the state says how many records of `forgotten.log` are applied to a cut."""
-FORMAT = 4
+FORMAT = 5
 SEGMENT = "segment-"
 """What the names of parts begin with that cuts share: events of the store, without which a cut can do."""
 RANK = "rank-0"

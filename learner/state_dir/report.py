@@ -113,8 +113,6 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The step that showed the newest one."""
     replay_ratio: float = 0.0
     """Events to replay for each new one in the next step."""
-    replay_kind: str | None = None
-    """The sampler that chooses them; None where there is no choice."""
     rates: dict[str, float] = {}
     """Per second over the last five seconds: steps, rows_new, rows_replay."""
     replay_rows: dict[str, int] = {}

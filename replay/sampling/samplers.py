@@ -7,7 +7,7 @@ Legend: H events held, n drawn, G groups.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -23,7 +23,8 @@ from replay.sampling.sum_tree import SumTree
 
 Slots = NDArray[np.int32]
 
-_BY_POSITION = frozenset({"seats", "weights"})
+BY_POSITION = frozenset({"seats", "weights"})
+"""Which names of a sampler's state are of values for each event held, in logical order."""
 
 _ROUNDS = 2
 """How often a draw in proportion tries again for events that it has already, before it leaves them out."""
@@ -92,11 +93,6 @@ class Sampler(Protocol):
     def restore(self, state: Mapping[str, NDArray[np.generic]], /) -> None:
         """Take up what `state` returned, after `come` was told of the events, in the same order."""
         ...
-
-
-def by_position(names: Iterable[str]) -> set[str]:
-    """Return which names of a sampler's state are of values for each event held, in logical order."""
-    return {name for name in names if name.rpartition(".")[2] in _BY_POSITION}
 
 
 class Uniform:

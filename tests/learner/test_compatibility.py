@@ -151,11 +151,6 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
             {"admission": "diverse"},
             'replay.admission = "diverse" does not go with learner.sharding = "fsdp"',
         ),
-        (
-            {},
-            {"sampling": "auto"},
-            'replay.sampling = "auto" does not go with learner.replay_ratio = 1.0: which sampler does best is found by',
-        ),
         ({"replicas": 2, "deterministic": True}, {}, "learner.replicas = 2 does not go with learner.deterministic"),
         ({"standby": True, "replicas": 2}, {}, "learner.standby = true does not go with learner.replicas = 2: what st"),
         (
@@ -190,11 +185,6 @@ def test_compiled_code_has_no_layers_to_give_way_between() -> None:
         'share.yield_at = "layer" does not go with learner.compile = true: '
         'compiled code runs across the borders of layers; write "micro-batch"'
     )
-
-
-def test_the_kind_of_replay_may_be_measured_where_its_amount_is() -> None:
-    chosen = LearnerSettings.model_validate({"replay_ratio": "auto", "deterministic": True})
-    assert list(refused(point(chosen, ReplaySettings(sampling="auto")))) == []
 
 
 def test_each_rule_is_of_keys_that_there_are() -> None:

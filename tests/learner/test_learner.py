@@ -72,21 +72,6 @@ def read_log(learner: Learner, times: int) -> str:
     return said
 
 
-def test_it_says_by_which_sampler_old_events_are_drawn(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
-    topic = make_topic()
-    measured = {"ANABRANCH__LEARNER__REPLAY_RATIO": "auto", "ANABRANCH__REPLAY__SAMPLING": "auto"}
-    learner = start(pipeline(kafka.bootstrap, topic), **measured)
-    produce(kafka.bootstrap, topic, events(600))
-    assert learner.wait_for(lambda each: total(each) == 600).replay_kind == "uniform"
-    assert 'anabranch_learner_replay_kind{kind="uniform"} 1.0' in learner.get("/metrics")
-
-
 def test_a_stream_is_learned_accounted_for_and_published(
     kafka: Any,
     make_topic: Callable[..., str],

@@ -29,7 +29,6 @@ DRAWN, HELD = 12, 300
 KINDS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "class-balanced and loss": {"admission": "class-balanced", "sampling": "loss"},
-    "auto": {"sampling": "auto"},
     "disk": {"disk": {"bytes": "60kB"}, "device_bytes": "1kB"},
 }
 
@@ -88,13 +87,7 @@ class Life:
                 self._keeper.learned(draw, (draw.records["offset"] % 17).astype(np.float32))
         self.offer(n)
         self._step += 1
-        kind = ("uniform", "loss")[self._step // 5 % 2]
-        if isinstance(self._keeper, Clerk):
-            self._keeper.plan_ahead(self._step, lambda _step: DRAWN, kind)
-        else:
-            if self._keeper.several is not None:
-                self._keeper.several.kind = kind
-            self._keeper.plan_ahead(self._step, DRAWN)
+        self._keeper.plan_ahead(self._step, DRAWN)
         return drawn
 
     @property
@@ -220,12 +213,12 @@ def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_m
     clerk.offer(fake_columns(schema, range(100)), PARTITIONS)
     clerk.plan_ahead(0, DRAWN)
     assert clerk.planned(0) == DRAWN
-    clerk.plan_ahead(8, DRAWN)
 
     def fail(*_: object) -> None:
         raise kind("no more")
 
     monkeypatch.setattr(clerk._store, "plan_blocks", fail)
+    clerk.plan_ahead(8, DRAWN)
     if inline:
         with pytest.raises(ClerkError):
             _ = clerk.store

@@ -27,7 +27,7 @@ ARRANGEMENTS: list[dict[str, Any]] = [
     {"disk": {"bytes": "150kB"}, "device_bytes": "1kB"},
 ]
 ADMISSIONS = ["reservoir", "class-balanced", "recent"]
-SAMPLINGS = ["uniform", "class-balanced", "recent", "loss", "auto"]
+SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
 CAPACITY, DRAWN = 200, 24
 Build = Callable[..., Store]
 
@@ -41,12 +41,10 @@ def block(schema: Schema, step: int, rows: int) -> Columns:
 
 
 def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
-    """Draw, learn, offer and plan as the learner does; return all of the draw. The kind changes now and then."""
+    """Draw, learn, offer and plan as the learner does; return all of the draw."""
     draw = store.draw(step, DRAWN)
     store.learned(draw, (draw.records["offset"] * 7 % 19 / 5).astype(np.float32))
     store.offer(block(schema, step, rows), PARTITIONS)
-    if store.several is not None and step % 5 == 0:
-        store.several.kind = store.several.kinds[step // 5 % 3]
     store.plan_ahead(step + 1, DRAWN)
     columns = [column.tolist() for _, column in sorted(draw.columns.items())]
     return [draw.records["offset"].tolist(), draw.importance.tolist(), *columns]

@@ -35,7 +35,7 @@ from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, Forgotten, Record
 from replay.fake import FakeCuts
 from replay.plan import Draw
-from replay.sampling.samplers import by_position
+from replay.sampling.samplers import BY_POSITION
 from replay.snapshot import Contents
 from replay.store import AHEAD, Store
 from replay.tiers.disk_files import make_way
@@ -60,7 +60,7 @@ each_arrangement = pytest.mark.parametrize(
     ],
 )
 ADMISSIONS = ["reservoir", "class-balanced", "recent"]
-SAMPLINGS = ["uniform", "class-balanced", "recent", "loss", "auto"]
+SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
 HALF_LIFE = 600
 Event = tuple[int, int, int]
 """Partition, offset and row."""
@@ -146,7 +146,7 @@ def remembered(contents: Contents, records: list[Record]) -> Contents:
     stays = np.array([not forgets([event]) for event in names_of(contents.index)], np.bool_)
     plans = list(itertools.takewhile(lambda plan: not forgets(names_of(plan.events)), contents.standing.plans))
     sampler = dict(contents.standing.sampler)
-    sampler |= {name: sampler[name][stays] for name in by_position(sampler)}
+    sampler |= {name: sampler[name][stays] for name in BY_POSITION & sampler.keys()}
     return Contents(
         replace(contents.standing, plans=plans, sampler=sampler),
         contents.index[stays],

@@ -106,11 +106,6 @@ def test_the_share_is_on_the_screen(config):
     assert "share fraction: 75% training, 1 server, p99 3.4 ms to give way, micro-batches of 32" in screen(config)
 
 
-def test_what_old_events_are_drawn_by_is_on_the_screen_where_there_is_a_choice(config):
-    learner.state_dir.report.write_report(config.state_dir, learner_report(replay_kind="class-balanced"))
-    assert "replayed, ratio 1.5, class-balanced" in screen(config)
-
-
 def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
     ill = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
     learner.state_dir.report.write_report(config.state_dir, learner_report(ill=ill))

@@ -56,7 +56,7 @@ def test_held_out_events_tell_what_those_that_are_known_by_heart_do_not(schema: 
     for offset in range(1000, 1000 + 2 * ENOUGH, 10):
         enough = guard.older >= ENOUGH
         assert [probe.drawn(step) for step in range(5)] == [0 if enough else ROWS, 0, 0, 0, 0 if enough else ROWS]
-        assert probe.score(4, by_heart) == Tally(ROWS, 0.0 if enough else ROWS, drawn=not enough)
+        assert probe.score(4, by_heart) == Tally(ROWS, 0.0 if enough else ROWS)
         assert probe.score(5, by_heart) is None
         guard.add(predicted(trainer, schema, range(offset, offset + 10), shift=1), NAMES)
     assert enough

@@ -36,7 +36,7 @@ class Pipeline:
 
     def __init__(self, path: Path, schema: Schema, replay: dict[str, Any], contents: Contents | None = None) -> None:
         self.schema, self.path = schema, path
-        options = ReplaySettings.model_validate({"capacity": 400, "sampling": "auto", **replay})
+        options = ReplaySettings.model_validate({"capacity": 400, "sampling": "loss", **replay})
         self.store: Store = build_store(options, schema, torch.device("cpu"), 0, path / "replay", contents)
         self.guard = GuardSet(schema, 100)
         self.cuts = Cuts(path / "cuts", schema.digest, 1)
@@ -92,7 +92,7 @@ def test_all_cuts_lose_what_is_forgotten_and_stay_whole(pipeline: Pipeline) -> N
     assert pipeline.erase() == 3
     after = pipeline.newest()
     assert after.index.tobytes() == kept.tobytes()
-    assert len(after.standing.sampler["loss.seats"]) == len(after.standing.sampler["loss.weights"]) == len(kept)
+    assert len(after.standing.sampler["seats"]) == len(after.standing.sampler["weights"]) == len(kept)
     if before.payload is not None and after.payload is not None:
         assert torch.equal(after.payload, before.payload[torch.from_numpy(before.index["key_hash"] != 9)])
     for number in pipeline.cuts.numbers():

@@ -146,7 +146,6 @@ class Bench:
         replay: Mapping[str, Any] | None = None,
         strategy: Strategy | None = None,
         learner: Mapping[str, Any] | None = None,
-        guard_rows: int = 100,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop)
@@ -177,7 +176,7 @@ class Bench:
             *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
             *(Jury(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),
         )
-        guard = GuardSet(schema, guard_rows)
+        guard = GuardSet(schema, 100)
         source = cast("Source", self.stream)
         self.log = ForgottenLog(path / "forgotten.log")
         self.log.refresh()
@@ -236,7 +235,7 @@ def _model() -> nn.Module:
 
 
 POLICIES = {
-    **{sampling: {"sampling": sampling} for sampling in ("class-balanced", "recent", "loss", "auto")},
+    **{sampling: {"sampling": sampling} for sampling in ("class-balanced", "recent", "loss")},
     **{f"{admission} kept": {"admission": admission} for admission in ("class-balanced", "recent")},
 }
 
@@ -303,62 +302,6 @@ def test_a_resumed_run_measures_and_decides_as_the_uninterrupted_one(
     assert resumed.loop.rows_replay == whole.loop.rows_replay
     assert resumed.loop.ratio.state() == whole.loop.ratio.state()
     assert resumed.loop.drift.state() == whole.loop.drift.state()
-    for name, value in whole.trainer.snapshot().items():
-        assert torch.equal(resumed.trainer.snapshot()[name], value), name
-
-
-def _long_tailed(columns: Columns) -> None:
-    """Of two classes that are near to each other one is rare, and after 600 blocks only a third one comes."""
-    offset, x = columns["offset"], columns["feature.x"]
-    columns["label"][:] = np.where(offset >= 600 * ROWS, 1, np.where(offset % 17 == 0, 2, 0))
-    x[:] = np.random.default_rng(int(offset[0])).standard_normal(x.shape)
-    x += np.array([[0, 0, 10], [0, 3, 10], [2, 0, 10]], np.float32)[columns["label"]]
-
-
-SEVERAL: dict[str, Any] = {
-    "model": lambda: nn.Linear(3, 3),
-    "replay": {"sampling": "auto", "capacity": 2000},
-    "learner": {"replay_ratio": "auto", "optimizer": {"name": "adam", "lr": 0.02}},
-    "guard_rows": 150,
-}
-
-
-def _several(make_bench: Callable[..., Bench], blocks: int) -> Bench:
-    bench = make_bench(blocks, **SEVERAL)
-    bench.stream.change = _long_tailed
-    return bench
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.slow
-def test_where_rare_classes_are_forgotten_old_events_come_to_be_drawn_by_class(
-    make_bench: Callable[..., Bench],
-) -> None:
-    """The guard set has as many of each class, so that a rare one counts as any other there."""
-    bench = _several(make_bench, 2100)
-    bench.run()
-    assert bench.store.several is not None
-    assert bench.loop.ratio.kind == bench.store.several.kind == "class-balanced"
-    assert bench.loop.ratio.state()["kind"]["stage"] == "pause", "trials are still going on"
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.slow
-def test_a_run_that_is_resumed_amid_a_trial_of_samplers_goes_on_alike(make_bench: Callable[..., Bench]) -> None:
-    whole = _several(make_bench, 1500)
-    whole.run()
-    half = _several(make_bench, 1100)
-    half.run()
-    assert half.loop.ratio.kind == "class-balanced"
-    assert half.loop.ratio.state()["kind"]["best"] == "uniform"
-    half.finish()
-    half.close()
-    resumed = _several(make_bench, 1500)
-    resumed.resume()
-    assert resumed.loop.steps == 1100
-    resumed.run()
-    assert resumed.loop.ratio.state()["kind"]["best"] != "uniform", "nothing was decided that could differ"
-    assert resumed.loop.ratio.state() == whole.loop.ratio.state()
     for name, value in whole.trainer.snapshot().items():
         assert torch.equal(resumed.trainer.snapshot()[name], value), name
 

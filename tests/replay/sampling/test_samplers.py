@@ -14,10 +14,9 @@ from ingest.events.block import TopicPartition
 from replay.policies import SAMPLERS, Company
 from replay.reservoir.event_table import Entries, records_of
 from replay.sampling.samplers import Choice, Sampler
-from replay.sampling.switching import Several
 
 HOUR = timedelta(hours=1)
-PLAIN = ["uniform", "class-balanced", "recent", "loss", "auto"]
+PLAIN = ["uniform", "class-balanced", "recent", "loss"]
 """Those that need no embeddings."""
 SLOTS, LIMIT = 3000, 2500
 each_sampler = pytest.mark.parametrize("name", PLAIN)
@@ -105,8 +104,6 @@ def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_draw
         wanted = int(dice.integers(0, len(held) + 20))
         offsets, corrections = [], []
         for bench in (one, two):
-            if isinstance(bench.sampler, Several) and turn % 3 == 0:
-                bench.sampler.kind = bench.sampler.kinds[turn // 3 % 3]
             bench.add(n, labels, np.minimum(hours, 10**6))
             bench.drop(gone)
             choice = bench.choose(wanted, turn)
@@ -281,53 +278,6 @@ class TestLoss:
         assert len(set(choice.slots.tolist())) == 100
         assert choice.correction is not None
         assert np.isfinite(choice.correction).all()
-
-
-class TestSeveral:
-    def test_each_draws_as_it_would_alone_whichever_drew_before(self) -> None:
-        """Also what was heard of while another one was asked counts."""
-        auto = Bench("auto")
-        assert isinstance(auto.sampler, Several)
-        assert auto.sampler.kinds == ("uniform", "class-balanced", "loss")
-        alone = {name: Bench(name) for name in auto.sampler.kinds}
-        dice = np.random.default_rng(0)
-        for turn in range(12):
-            losses = dice.exponential(size=50).astype(np.float32)
-            for bench in (auto, *alone.values()):
-                slots = bench.add(50, label=[0, 0, 0, 1])
-                bench.drop(np.arange(turn * 40, turn * 40 + 20))
-                bench.sampler.learned(slots, losses)
-            auto.sampler.kind = auto.sampler.kinds[turn % 3]
-            one, other = auto.choose(30, turn), alone[auto.sampler.kind].choose(30, turn)
-            assert one.slots.tolist() == other.slots.tolist()
-            corrections = [None if each.correction is None else each.correction.tolist() for each in (one, other)]
-            assert corrections[0] == corrections[1]
-
-    @pytest.mark.parametrize(("asked", "afterwards"), [("loss", "loss"), ("similar", "uniform")])
-    def test_a_restart_goes_on_with_the_one_that_was_asked_if_it_is_there(self, asked: str, afterwards: str) -> None:
-        bench = Bench("auto")
-        bench.add(20)
-        state = bench.sampler.state() | {"kind": np.frombuffer(asked.encode(), np.uint8)}
-        bench.sampler.restore(state)
-        assert isinstance(bench.sampler, Several)
-        assert bench.sampler.kind == afterwards
-
-    def test_they_are_those_that_the_labels_allow(self) -> None:
-        company = Company(Entries(10, 10, 0), 10, None, HOUR, None)
-        sampler = SAMPLERS["auto"](company)
-        assert isinstance(sampler, Several)
-        assert sampler.kinds == ("uniform", "loss")
-
-    def test_losses_are_asked_for_and_steps_share_a_choice_only_where_each_of_them_would(self) -> None:
-        company = Company(Entries(10, 10, 0), 10, 4, HOUR, None)
-        uniform, even, loss = (SAMPLERS[name](company) for name in ("uniform", "class-balanced", "loss"))
-        for samplers, hears, divisible in (
-            ({"a": uniform}, False, True),
-            ({"a": uniform, "b": even}, False, False),
-            ({"a": uniform, "b": loss}, True, False),
-        ):
-            several = Several(samplers)
-            assert (several.hears_losses, several.divisible) == (hears, divisible)
 
 
 @pytest.mark.parametrize("before", PLAIN)
