@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-PACKAGE | check | bench | faults | fmt: each makes .venv first, when it is missing or stale.
+# make demo | test | test-fast | test-PACKAGE | check | docs | bench | faults | fmt: each makes .venv first, when it is missing or stale.
 #
 #   ARGS='...'          goes to the demo, to pytest, to the benchmarks or to the faults
 #   JOBS=1              runs so many tests at once; 4 by default, since many wait for processes of theirs
@@ -27,7 +27,7 @@ FAST = not process and not services and not slow and not browser and not gpu
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: help demo test test-fast $(PARTS) check bench faults fmt screenshot clean again
+.PHONY: help demo test test-fast $(PARTS) check docs bench faults fmt screenshot clean again
 
 help:
 	@echo "make demo    the whole pipeline on this machine, with embedded parts and real data"
@@ -35,6 +35,7 @@ help:
 	@echo "make test-fast    those that start no process and need no service, in a minute"
 	@echo "make test-ingest  those of one package: also test-replay, test-learner, test-serving, test-anabranch"
 	@echo "make check   lint, format, types and import layers"
+	@echo "make docs    the docs site, into site/"
 	@echo "make bench   every benchmark, in its quick form"
 	@echo "make faults  what kills, malformed messages and overload cost, in its long form"
 	@echo "make fmt     format the code"
@@ -59,6 +60,11 @@ check: .venv/.dev
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
+# A link or an anchor that leads nowhere makes it fail. The variable silences a notice about the theme's successor.
+docs: .venv/.dev
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+	@echo "the docs are in $(CURDIR)/site/index.html; search needs a server: .venv/bin/python -m mkdocs serve"
+
 bench: .venv/.dev
 	@set -e; found=; \
 	for file in benchmarks/*.py; do \
@@ -78,7 +84,7 @@ screenshot: .venv/.dev
 	@.venv/bin/python -m tools.dashboard_screenshots docs/images
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist site *.egg-info
 
 # .demo holds what the demo needs, .dev everything.
 .venv/.demo: EXTRA = embedded
