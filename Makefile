@@ -34,7 +34,7 @@ help:
 	@echo "make test    every test"
 	@echo "make test-fast    those that start no process and need no service, in a minute"
 	@echo "make test-ingest  those of one package: also test-replay, test-learner, test-serving, test-anabranch"
-	@echo "make check   lint, format, types and import layers"
+	@echo "make check   lint, format, types, import layers and words"
 	@echo "make docs    the docs site, into site/"
 	@echo "make bench   every benchmark, in its quick form"
 	@echo "make faults  what kills, malformed messages and overload cost, in its long form"
@@ -59,6 +59,7 @@ check: .venv/.dev
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/python tools/check_words.py
 
 # A link or an anchor that leads nowhere makes it fail. The variable silences a notice about the theme's successor.
 docs: .venv/.dev
