@@ -35,8 +35,8 @@ from torch import nn
 from learner.config import LearnerSettings
 from learner.model.device import choose_precision
 from learner.model.task import Classification
+from learner.strategies.examples import rehearsal
 from learner.strategies.registry import STRATEGIES
-from learner.strategies.rehearsal import rehearsal
 from learner.training.trainer import Trainer
 from replay.store import Store
 

@@ -20,8 +20,7 @@ from learner.config import (
 )
 from learner.device_sharing.sharing import Terms
 from learner.distributed.data_parallel import leaves_some_out
-from learner.model.determinism import compute_deterministically
-from learner.model.device import Precision, choose_precision
+from learner.model.device import Precision, choose_precision, compute_deterministically
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_model, check_model, check_task, make_task, sample
 from learner.model.task import Embeds, Task

@@ -28,8 +28,7 @@ from learner.model.faulty_events import Raised, RaisingEventsError
 from learner.publishing.publisher import Progress, Publisher, Snapshot
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import FORGOTTEN, Cut
-from learner.strategies.base import OUTPUT, Examples
-from learner.strategies.rehearsal import rehearsal
+from learner.strategies.examples import OUTPUT, Examples, rehearsal
 from learner.stream.batches import Batch, Batches
 from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger

@@ -5,13 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anabranch.core.errors import SettingsError
+from ingest.config import StreamSettings
+from ingest.transport.shared_ring import MOST_ROWS as MOST_IN_A_BLOCK
 from learner.build import Deployment, Workbench
 from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import check_age, remembered
+from learner.config import LearnerSettings
 from learner.loop import Loop
-from learner.room import most_offered
 from learner.state_dir.checkpoint import RANK, Cut, Cuts
-from learner.strategies.base import OUTPUT, kept
+from learner.strategies.examples import OUTPUT, kept
+from learner.stream.batches import most_stored
+from learner.stream.round_robin import MOST_ROWS as MOST_WAITING
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.erasure.erasure_log import ForgottenLog
@@ -105,3 +109,13 @@ def check_columns(number: int, cut: Cut, wanted: list[int] | None, strategy: str
 
 def _output(shape: list[int] | None) -> str:
     return "no output of the model" if shape is None else f"an output of shape {shape}"
+
+
+def most_offered(learner: LearnerSettings, stream: StreamSettings, ranks: int) -> int:
+    """Return how many events a step of so many ranks trains on and stores without it, at most."""
+    trained = learner.batch_size * ranks
+    if stream.unlabelled != "store" and stream.lag_policy.action != "store-only":
+        return trained
+    if learner.deterministic:
+        return MOST_WAITING + trained
+    return trained + most_stored(trained) + MOST_IN_A_BLOCK

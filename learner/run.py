@@ -4,10 +4,8 @@ import contextlib
 import functools
 import gc
 import logging
-import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,10 +22,11 @@ from learner.checkpointing.erasure import Forgetting
 from learner.device_sharing.cuda_limits import confined, limit_threads
 from learner.device_sharing.sharing import share
 from learner.distributed.channel import Channel, lead
-from learner.distributed.data_parallel import Place, Replicas
+from learner.distributed.data_parallel import Replicas
 from learner.distributed.leader import Leader
+from learner.distributed.process_group import Place
 from learner.evaluation.holdout import GuardSet
-from learner.evaluation.scorer import Scorer
+from learner.evaluation.scoring import Scorer
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
 from learner.model.device import check_scaling, choose_device, without_denormals
@@ -36,7 +35,7 @@ from learner.publishing.publisher import Publisher
 from learner.reporter import Reporter
 from learner.resume import Resumed
 from learner.runtime.profiler import Tracing
-from learner.runtime.shutdown import Deadline
+from learner.runtime.shutdown import Deadline, bounded
 from learner.runtime.status_server import serve_status
 from learner.state_dir.checkpoint import RANK, Cuts
 from learner.state_dir.lock import check_epoch, hold_state_directory
@@ -204,21 +203,3 @@ def _finish(loop: Loop, reporter: Reporter, stop_timeout: timedelta) -> None:
     """Publish, cut and tell what was learned; a part of the time is left for the parts to close."""
     loop.finish(Deadline(stop_timeout * _FINISHING_SHARE))
     reporter.report()
-
-
-@contextlib.contextmanager
-def bounded(stop: threading.Event, stop_timeout: timedelta) -> Iterator[None]:
-    """End the process when `stop_timeout` has passed since `stop` was set: a step, a device or a disk may hang."""
-    done = threading.Event()
-
-    def watch() -> None:
-        stop.wait()
-        if not done.wait(stop_timeout.total_seconds()):
-            sys.stderr.write("anabranch: learner.stop_timeout is over; leaving without a clean end\n")
-            os._exit(1)
-
-    threading.Thread(target=watch, name="stop-timeout", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()

@@ -8,10 +8,11 @@ from learner.build import Deployment, prepare
 from learner.device_sharing.cuda_limits import confined, limit_threads
 from learner.device_sharing.sharing import share
 from learner.distributed.channel import Channel
-from learner.distributed.data_parallel import Meeting, Place, Replicas, join_group
+from learner.distributed.data_parallel import Replicas
 from learner.distributed.leader import follow
+from learner.distributed.process_group import Meeting, Place, join_group
 from learner.model.device import without_denormals
-from learner.run import bounded
+from learner.runtime.shutdown import bounded
 from learner.training.trainer import Trainer
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import AnabranchError
-from ingest.events.block import Array, TopicPartition
+from ingest.events.block import Array
+from ingest.events.partition import TopicPartition
 from replay.checkpoint.capture import Held
 from replay.plan import Draw
 from replay.snapshot import Change, Standing

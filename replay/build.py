@@ -13,8 +13,8 @@ from replay.config import COMPARING, ReplaySettings
 from replay.embedding_index.client import Neighbours
 from replay.embedding_index.embedding_tracker import CLUSTERS, Whereabouts
 from replay.policies import ADMISSIONS, SAMPLERS, Company, Policies, Surroundings
-from replay.reservoir.admission import Quotas
 from replay.reservoir.event_table import Entries
+from replay.reservoir.quotas import Quotas
 from replay.row_layout import Fields, RowLayout
 from replay.snapshot import Contents
 from replay.store import MOST_INSERTED, Store, slots_for

@@ -8,11 +8,19 @@ import numpy as np
 
 from anabranch.core.errors import SettingsError
 from replay.embedding_index.embedding_tracker import Whereabouts
-from replay.reservoir import admission
-from replay.reservoir.admission import Admission, Quotas
+from replay.reservoir.admission import (
+    Admission,
+    ClassBalancedAdmission,
+    DiverseAdmission,
+    RecencyAdmission,
+    ReservoirAdmission,
+)
 from replay.reservoir.event_table import Entries
-from replay.sampling import samplers as sampler
-from replay.sampling.samplers import Sampler
+from replay.reservoir.quotas import Quotas
+from replay.sampling.balanced import BalancedSampler, ClusterSampler
+from replay.sampling.base import Sampler, UniformSampler
+from replay.sampling.neighbours import NeighbourSampler
+from replay.sampling.proportional import PrioritizedSampler, RecencySampler
 
 _MOST_GROUPS = 2**15 - 1
 
@@ -55,19 +63,19 @@ def _classes_kept(around: Surroundings) -> Admission:
             'replay.admission = "class-balanced" needs schema.label.classes, fewer than 32767 and one an event; '
             'write "reservoir"'
         )
-    return admission.ClassBalanced(around.classes)
+    return ClassBalancedAdmission(around.classes)
 
 
 def _clusters_kept(around: Surroundings) -> Admission:
     if around.clusters is None:
         raise SettingsError('replay.admission = "diverse" needs model.embedding: the module whose output is compared')
-    return admission.Diverse(around.clusters)
+    return DiverseAdmission(around.clusters)
 
 
 ADMISSIONS: dict[str, Callable[[Surroundings], Admission]] = {
-    "reservoir": lambda _: admission.Reservoir(),
+    "reservoir": lambda _: ReservoirAdmission(),
     "class-balanced": _classes_kept,
-    "recent": lambda around: admission.Recent(around.half_life),
+    "recent": lambda around: RecencyAdmission(around.half_life),
     "diverse": _clusters_kept,
 }
 
@@ -97,7 +105,7 @@ def _classes_drawn(company: Company) -> Sampler:
             'replay.sampling = "class-balanced" needs schema.label.classes, one an event; write "uniform"'
         )
     # A label of -1, for none, is a group as any other.
-    return sampler.Even(company.entries, lambda slots: company.entries.of("label", slots).astype(np.int64) + 1)
+    return BalancedSampler(company.entries, lambda slots: company.entries.of("label", slots).astype(np.int64) + 1)
 
 
 def _whereabouts(company: Company, name: str) -> Whereabouts:
@@ -109,10 +117,10 @@ def _whereabouts(company: Company, name: str) -> Whereabouts:
 
 
 SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
-    "uniform": lambda company: sampler.Uniform(company.entries),
+    "uniform": lambda company: UniformSampler(company.entries),
     "class-balanced": _classes_drawn,
-    "recent": lambda company: sampler.Recent(company.entries, company.slots, company.half_life),
-    "loss": lambda company: sampler.Loss(company.entries, company.slots),
-    "similar": lambda company: sampler.Similar(company.entries, _whereabouts(company, "similar")),
-    "diverse": lambda company: sampler.Diverse(company.entries, _whereabouts(company, "diverse")),
+    "recent": lambda company: RecencySampler(company.entries, company.slots, company.half_life),
+    "loss": lambda company: PrioritizedSampler(company.entries, company.slots),
+    "similar": lambda company: NeighbourSampler(company.entries, _whereabouts(company, "similar")),
+    "diverse": lambda company: ClusterSampler(company.entries, _whereabouts(company, "diverse")),
 }

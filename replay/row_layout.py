@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ingest.events.block import Array
-from replay.tiers.staged_rows import PackedRows
+
+PackedRows = Tensor | NDArray[np.uint8]
+"""n rows, uint8 `[n, R]`: a tensor, or on the host an array, which is viewed as columns in half the time."""
+
 
 _ALIGNMENT = 8
 """Fields begin on multiples of the largest item size, so that a row can be viewed as any dtype."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import Array, TopicPartition
+from ingest.events.block import Array
+from ingest.events.partition import TopicPartition
 from replay.checkpoint.capture import Held
 from replay.checkpoint.restore import Resumption
 from replay.checkpoint.slot_allocator import Slots
@@ -21,9 +22,9 @@ from replay.erasure.erased_events import Forgotten
 from replay.holes import Holes
 from replay.plan import Draw, Plan, fetch, resumed
 from replay.policies import Policies
-from replay.reservoir.admission import Quotas
 from replay.reservoir.event_table import Entries, columns_of
 from replay.reservoir.pending_offers import Waiting
+from replay.reservoir.quotas import Quotas
 from replay.reservoir.reservoir import Offer, Roll
 from replay.row_layout import Fields, RowLayout
 from replay.sampling.step_rng import Chance

@@ -15,7 +15,7 @@ from serving.allocator import return_freed_memory
 
 if TYPE_CHECKING:
     from anabranch.config.loader import Config
-    from serving.model.loaded_version import Deployment
+    from serving.model.deployment import Deployment
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) 
 
 def _deployment(config: "Config") -> "Deployment":
     from ingest.events.schema import Schema
-    from serving.model.loaded_version import Deployment, pick_device
+    from serving.model.deployment import Deployment, pick_device
 
     pipeline = config.pipeline
     return Deployment(

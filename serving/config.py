@@ -2,14 +2,15 @@
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from anabranch.core.durations import Duration, PositiveDuration
 from anabranch.core.net import is_loopback
 from anabranch.core.settings import DeviceName, Section
-from serving.http.access_log import RequestLogLevel
+
+RequestLogLevel = Literal["none", "errors", "all"]
 
 
 class Tokens(Section):

@@ -6,9 +6,12 @@ from http import HTTPStatus
 from time import monotonic
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from serving.rollout.freshness import Ages
+Ages = NDArray[np.float64]
+"""Seconds, rising; each stands for equally many events."""
+
 
 WINDOW = timedelta(seconds=60)
 """How far back the percentiles of the report look."""

@@ -26,7 +26,8 @@ from serving.inference.batcher import Batcher
 from serving.inference.service import Service
 from serving.inference.shadow import Shadow
 from serving.metrics import Metrics
-from serving.model.loaded_version import Deployment, ServedVersion
+from serving.model.deployment import Deployment
+from serving.model.loaded_version import ServedVersion
 from serving.reporting.report import STOPPED, ServingReport, write_report
 from serving.reporting.worker_pool import Worker
 from serving.rollout.hot_swap import Swap

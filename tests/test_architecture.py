@@ -218,6 +218,12 @@ def test_the_packages_hold_a_docstring_and_nothing_else():
         assert isinstance(body[0].value.value, str)
 
 
+def test_no_folder_holds_more_than_a_reader_takes_in():
+    folders = {path.parent for path in FILES}
+    sizes = {str(folder.relative_to(ROOT)): len(list(folder.glob("[!_]*.py"))) for folder in folders}
+    assert {name: size for name, size in sizes.items() if size > 14} == {}
+
+
 def test_tests_are_no_packages():
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 

@@ -22,7 +22,7 @@ from ingest.formats.rows import row_dtype
 from learner.compatibility import RULES, Rule
 from learner.model.device import Precision
 from learner.model.factory import build_model, check_model, make_task
-from learner.strategies.base import NoReplay
+from learner.strategies.er import NoReplay
 from learner.training.trainer import Trainer
 from tools import reference
 

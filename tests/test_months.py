@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from ingest.config import LagPolicySettings, SchemaSettings
-from ingest.events.block import Block, Coverage, Outcome, SkipReason, TopicPartition
+from ingest.events.block import Block, Coverage, Outcome, SkipReason
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.metrics import IngestMetrics
 from ingest.reader.hang_detector import Silence
 from ingest.reader.reader import Partition
-from ingest.transport.protocol import Position
 from ingest.worker.stalled_partitions import Stalls
 from learner.adaptation.drift import Drift
 from learner.adaptation.replay_ratio import MeasuredRatio, Tally

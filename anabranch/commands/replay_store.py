@@ -17,15 +17,15 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import away_is_dependency
 from ingest.config import Vocabulary
-from ingest.events.block import TopicPartition
 from ingest.events.identity import identity_hash, partition_name
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import check_age, remembered
 from learner.errors import CutError, MisfitError
 from learner.state_dir.checkpoint import RANK, Cut, Cuts
 from learner.state_dir.report import read_report
-from learner.strategies.base import OUTPUT, kept
+from learner.strategies.examples import OUTPUT, kept
 from replay.erasure.erased_events import hash_of_key
 from replay.erasure.erasure_log import NAME, ForgottenLog
 from replay.row_layout import RowLayout

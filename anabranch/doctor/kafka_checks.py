@@ -15,11 +15,11 @@ from anabranch.doctor.findings import Finding, Patient, found, ok
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, CodecError, CredentialsError
 from ingest.events.block import Outcome
+from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 from ingest.kafka.client import Messages
 from ingest.kafka.topic_inspector import Inspector, Topic
-from ingest.transport.protocol import Position
 from ingest.worker.block_builder import Assembler, Incoming
 
 _CONNECT_SECONDS = 3.0

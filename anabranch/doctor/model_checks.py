@@ -14,7 +14,7 @@ from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
 from learner.build import hear
 from learner.config import LearnerSettings, ModelSettings
-from learner.distributed.data_parallel import Place, device_of
+from learner.distributed.process_group import Place, device_of
 from learner.distributed.rendezvous import meet_hosts
 from learner.errors import CutError
 from learner.model.device import Precision, check_scaling, choose_device, choose_precision
@@ -22,7 +22,7 @@ from learner.model.embedding import Embedding
 from learner.model.factory import build_model, check_model, check_task, make_task
 from learner.resume import check_columns
 from learner.state_dir.checkpoint import Cut, Cuts
-from learner.strategies.base import kept
+from learner.strategies.examples import kept
 from learner.strategies.registry import build_strategy
 from learner.training.activation_checkpointing import checkpoint_activations
 from learner.training.optimizers import build_optimizer

@@ -46,7 +46,7 @@ def look(asked: Asked, say: Callable[[Step | Said | Size], None]) -> None:
         return
     say(Said("", f"torch {torch.__version__} can be imported."))
     from anabranch.doctor.model_checks import try_device, try_model
-    from serving.model.loaded_version import pick_device
+    from serving.model.deployment import pick_device
 
     learner = LearnerSettings.model_validate_json(asked.learner)
     say(Step("looking for the device"))

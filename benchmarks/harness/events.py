@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.config import SchemaSettings
-from ingest.events.block import Array, BlockLayout, TopicPartition
+from ingest.events.block import Array, BlockLayout
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from replay.row_layout import RowLayout
 

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.policies import ADMISSIONS, SAMPLERS, Company, Surroundings
-from replay.reservoir.admission import Offered, Quotas
+from replay.reservoir.admission import Offered
 from replay.reservoir.event_table import FIELDS, Entries, records_of
+from replay.reservoir.quotas import Quotas
 from replay.snapshot import ENTRY
 
 Floats = NDArray[np.float64]

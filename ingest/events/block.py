@@ -6,13 +6,14 @@ its features are zeros. So whoever has consumed the first n rows knows exactly w
 Legend: N events. Within a partition rows are in the order of (offset, row).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ingest.events.position import Fingerprint
 from ingest.events.schema import Schema
 
 Array = NDArray[np.generic]
@@ -67,37 +68,6 @@ IDENTITY_COLUMNS: Mapping[str, np.dtype[np.generic]] = {
 place within it, `time_ms` the record's timestamp in milliseconds since 1970. `key_hash` and
 `group_hash` are 0 where the event has none.
 """
-
-
-@dataclass(frozen=True)
-class TopicPartition:
-    """One partition as the source numbers them; incarnation counts how often the topic was made anew."""
-
-    topic: str
-    partition: int
-    incarnation: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.topic}:{self.partition}"
-
-    @property
-    def anew(self) -> "TopicPartition":
-        """The partition of the topic that was made after this one."""
-        return TopicPartition(self.topic, self.partition, self.incarnation + 1)
-
-
-def current(partitions: Iterable[TopicPartition]) -> dict[tuple[str, int], int]:
-    """Return the place of each topic and number's last incarnation, which is the one that there is."""
-    return {(each.topic, each.partition): place for place, each in enumerate(partitions)}
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """A record by which a partition is known again: its place, its timestamp, and a hash of key and value."""
-
-    offset: int
-    time_ms: int
-    digest: str
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROW = np.uint64(0xD6E8FEB86659FD93)

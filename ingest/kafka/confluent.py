@@ -14,27 +14,22 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, RecreatedError, TruncatedError
-from ingest.events.block import TopicPartition
-from ingest.kafka.client import (
-    CORRUPT_SECONDS,
+from ingest.events.partition import TopicPartition
+from ingest.kafka.client import CORRUPT_SECONDS, DeadLetter, Lag, Messages, most_inflated, unreadable
+from ingest.kafka.confluent_dead_letters import LetterProducer, brief, headers_of, make
+from ingest.kafka.diagnostics import (
     RECREATED,
     TRUNCATED,
-    DeadLetter,
-    Lag,
-    Messages,
     damaged,
     gone_topic,
     missing_topic,
-    most_inflated,
     pass_hole,
     refused,
     silent,
     strange,
     too_large,
     unreachable,
-    unreadable,
 )
-from ingest.kafka.confluent_dead_letters import LetterProducer, brief, headers_of, make
 
 _PATIENCE = timedelta(seconds=8)
 _REQUEST_SECONDS = 2.0

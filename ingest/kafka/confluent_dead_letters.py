@@ -11,7 +11,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.kafka.client import BAD_HEADER, DeadLetter, sendable, smaller
+from ingest.kafka.client import DeadLetter, sendable, smaller
+from ingest.kafka.diagnostics import BAD_HEADER
 from ingest.kafka_properties import DEFAULTS, PROPERTIES
 
 _LARGEST_LETTER = 100_000_000

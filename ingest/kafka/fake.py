@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 import numpy as np
 
 from ingest.errors import BrokerError
-from ingest.events.block import Array, BlockLayout, TopicPartition
+from ingest.events.block import Array, BlockLayout
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.client import DeadLetter, Lag, Messages
 

@@ -16,26 +16,19 @@ from kafka.admin import OffsetSpec
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedError, TruncatedError
-from ingest.events.block import TopicPartition
-from ingest.kafka.client import (
+from ingest.events.partition import TopicPartition
+from ingest.kafka.client import CORRUPT_SECONDS, DeadLetter, Lag, Messages, most_inflated, sendable, smaller, unreadable
+from ingest.kafka.diagnostics import (
     BAD_HEADER,
-    CORRUPT_SECONDS,
     RECREATED,
     TRUNCATED,
-    DeadLetter,
-    Lag,
-    Messages,
     gone_topic,
     missing_topic,
-    most_inflated,
     pass_hole,
     refused,
-    sendable,
     silent,
-    smaller,
     strange,
     unreachable,
-    unreadable,
 )
 from ingest.kafka.kafka_records import ReplacedNames, UnreadableError, bound
 from ingest.kafka_properties import DEFAULTS, check, kafka_python_options

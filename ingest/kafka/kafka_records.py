@@ -14,8 +14,8 @@ from kafka.errors import CorruptRecordError, UnsupportedCodecError
 from kafka.record.default_records import DefaultRecord
 from kafka.record.util import decode_varint
 
-from ingest.kafka.client import damaged, too_large
 from ingest.kafka.decompression import TooLargeError, inflate
+from ingest.kafka.diagnostics import damaged, too_large
 
 
 class UnreadableError(CorruptRecordError):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from kafka.admin import ConfigResource, ConfigResourceType
 
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Messages
 from ingest.kafka.kafka_python import connect, undecodable
 

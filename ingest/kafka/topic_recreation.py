@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from ingest.events.block import Fingerprint, TopicPartition
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Fingerprint, Mark
 from ingest.kafka.client import Client, Messages
-from ingest.transport.protocol import Mark
 
 _POLL = timedelta(milliseconds=50)
 _READ_SECONDS = 5.0

@@ -9,9 +9,9 @@ from datetime import timedelta
 
 from anabranch.core.backoff import jittered
 from anabranch.core.errors import AnabranchError
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Mark, Position
 from ingest.reader.reader import Source
-from ingest.transport.protocol import Mark, Position
 
 PATIENCE = timedelta(seconds=30)
 """For a host to find the topics."""

@@ -11,11 +11,12 @@ from multiprocessing.connection import wait
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, RecreatedError, TruncatedError
-from ingest.events.block import Block, TopicPartition
+from ingest.events.block import Block
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Mark, Position
 from ingest.reader.assignment import far_off, share_out
 from ingest.reader.failover import PATIENCE, Absent, Received
 from ingest.reader.reader import Partition, Source
-from ingest.transport.protocol import Mark, Position
 
 _NOW = timedelta(0)
 _REST_SECONDS = 0.05

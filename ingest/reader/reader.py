@@ -19,7 +19,9 @@ from ingest import errors
 from ingest.child_environment import without_settings
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError
-from ingest.events.block import Block, BlockLayout, TopicPartition, current
+from ingest.events.block import Block, BlockLayout
+from ingest.events.partition import TopicPartition, current
+from ingest.events.position import Mark, Position
 from ingest.events.schema import Schema
 from ingest.reader.hang_detector import ANSWER_SECONDS, SILENT_SECONDS, Silence, Told
 from ingest.transport.protocol import (
@@ -28,12 +30,10 @@ from ingest.transport.protocol import (
     Failed,
     Filled,
     FromIngest,
-    Mark,
     Opened,
     Passed,
     PassOver,
     Pause,
-    Position,
     Release,
     Resume,
     Stop,

@@ -5,21 +5,9 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import Coverage, Fingerprint, TopicPartition
-
-
-class Position(msgspec.Struct, frozen=True):
-    """The first event of a partition without an outcome: `offset`, and `row` within its message."""
-
-    offset: int
-    row: int = 0
-
-
-class Mark(msgspec.Struct, frozen=True):
-    """What a partition is known again by: the id of its topic, and the last record that was read."""
-
-    topic_id: str | None = None
-    last: Fingerprint | None = None
+from ingest.events.block import Coverage
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Mark, Position
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

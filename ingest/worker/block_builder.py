@@ -17,11 +17,11 @@ from ingest.config import HoldOut, StreamSettings
 from ingest.events.block import Array, BlockLayout, Outcome, SkipReason
 from ingest.events.encoders import hash_texts
 from ingest.events.identity import identity_hash, partition_base, seeded_hash
+from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
 from ingest.formats.registry import FORMATS
 from ingest.kafka.client import DeadLetter, Messages
-from ingest.transport.protocol import Position
 
 _LONGEST_REASON = 500
 _LONGEST_ROWS = 4_000

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ingest.events.block import TopicPartition
-from ingest.transport.protocol import Position
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 
 STALLED_SECONDS = 20.0
 """With what it takes to look and to report this is told within 30 s."""

@@ -14,19 +14,20 @@ from multiprocessing.connection import Connection
 from anabranch.core.backoff import jittered
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, GapError, RecreatedError, TruncatedError
-from ingest.events.block import Coverage, TopicPartition, current
-from ingest.kafka.client import RECREATED, TRUNCATED, Client, DeadLetter, Lag, Messages, overwritten
+from ingest.events.block import Coverage
+from ingest.events.partition import TopicPartition, current
+from ingest.events.position import Mark, Position
+from ingest.kafka.client import Client, DeadLetter, Lag, Messages
+from ingest.kafka.diagnostics import RECREATED, TRUNCATED, overwritten
 from ingest.kafka.topic_recreation import compare, fingerprint
 from ingest.transport.protocol import (
     Broker,
     Commit,
     Filled,
-    Mark,
     Opened,
     Passed,
     PassOver,
     Pause,
-    Position,
     Release,
     Resume,
     Stop,

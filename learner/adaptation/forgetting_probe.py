@@ -11,7 +11,7 @@ from ingest.events.block import Array
 from learner.adaptation.replay_ratio import Ratio, Tally
 from learner.evaluation.holdout import GuardSet
 from learner.model.faulty_events import RaisingEventsError
-from learner.strategies.rehearsal import rehearsal
+from learner.strategies.examples import rehearsal
 from learner.training.trainer import Trainer
 from replay.plan import Draw
 from replay.sampling.step_rng import Chance

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import DependencyError
-from ingest.events.block import Array, Outcome, SkipReason, TopicPartition, current
+from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.identity import partition_base, partition_name
+from ingest.events.partition import TopicPartition, current
 from ingest.reader.reader import Partition
 from learner.checkpointing.checkpointer import Cutter
 from learner.checkpointing.erase_checkpoints import Eraser

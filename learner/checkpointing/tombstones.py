@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ingest.events.block import Array, SkipReason, TopicPartition
+from ingest.events.block import Array, SkipReason
 from ingest.events.identity import partition_name
-from ingest.transport.protocol import Position
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from learner.stream.batches import Span
 from replay.erasure.erased_events import ByKey
 from replay.erasure.erasure_log import now

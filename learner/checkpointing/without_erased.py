@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.events.block import TopicPartition
 from ingest.events.identity import partition_base
+from ingest.events.partition import TopicPartition
 from learner.errors import MisfitError
 from learner.state_dir.checkpoint import FORGOTTEN, SEGMENT, Cut
 from replay.erasure.erased_events import Forgotten
 from replay.erasure.erasure_log import ForgottenLog
 from replay.reservoir.event_table import columns_of
-from replay.sampling.samplers import BY_POSITION
+from replay.sampling.base import BY_POSITION
 from replay.snapshot import ENTRY, PLANNED
 
 Tensors = Mapping[str, Tensor]

@@ -2,16 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from anabranch.core.errors import SettingsError
 from learner.config import ShareSettings
-
-Lane = Callable[[], contextlib.AbstractContextManager[object]]
-"""Returns what work for the device is given in."""
+from learner.training.trainer import Lane
 
 _MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"

@@ -20,7 +20,7 @@ from learner.device_sharing.launch_depth import Ahead
 from learner.device_sharing.layer_hooks import look_between_layers
 from learner.device_sharing.lease import Field, Servers, Slot, hold_learner
 from learner.device_sharing.micro_batch_pacing import Allowance, Pace
-from learner.distributed.data_parallel import SILENCE
+from learner.distributed.process_group import SILENCE
 from learner.state_dir.report import ShareReport
 from learner.training.trainer import Trainer
 

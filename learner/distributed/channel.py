@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anabranch.core.errors import AnabranchError
 from learner.config import LearnerSettings
-from learner.distributed.data_parallel import SILENCE, Place, join_group
+from learner.distributed.process_group import SILENCE, Place, join_group
 from learner.errors import RankLostError
 
 _HEADER = 24

@@ -25,8 +25,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from learner.config import LearnerSettings
-from learner.distributed.data_parallel import Meeting, Place
 from learner.distributed.membership import Round
+from learner.distributed.process_group import Meeting, Place
 from learner.distributed.rendezvous import Change, Hosts
 
 _RESTARTS = 3

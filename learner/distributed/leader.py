@@ -31,7 +31,7 @@ from learner.distributed.scatter import (
 )
 from learner.model.faulty_events import RaisingEventsError, error_of
 from learner.model.rng import restore_rng, rng_tensors, rng_values
-from learner.strategies.base import Examples
+from learner.strategies.examples import Examples
 from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
 

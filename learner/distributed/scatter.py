@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from learner.strategies.base import Examples
+from learner.strategies.examples import Examples
 
 _ALIGNMENT = 16
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ingest.events.block import Array, TopicPartition
+from ingest.events.block import Array
 from ingest.events.identity import identity_hash, partition_base
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from replay.erasure.erased_events import Forgotten
 

@@ -1,6 +1,7 @@
 """Device and arithmetic of the forward pass, from `learner.device` and `learner.precision`."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,3 +77,17 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     if name == "fp16" and device.type != "cuda":
         raise SettingsError(f'learner.precision = "fp16" needs a CUDA device, but the device is {device}; try "auto"')
     return Precision(name, {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name])
+
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def compute_deterministically() -> None:
+    """Have torch use algorithms alone that give the same bits each time, on one thread; before the first of its work.
+
+    Sums of floats depend on how many threads share them, and the number of threads on the machine's load and limits.
+    """
+    os.environ.setdefault(_CUBLAS, ":4096:8")  # what cuBLAS wants for it
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.set_num_threads(1)

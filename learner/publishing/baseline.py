@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ingest.events.block import Array
-from learner.evaluation.scorer import Scorer
-from learner.publishing.gate import Marks, Scores
+from learner.evaluation.scoring import Scorer, Scores
+from learner.publishing.gate import Marks
 
 Hashes = NDArray[np.uint64]
 """Of the identities of events."""

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.config import GateSettings
+from learner.evaluation.scoring import Scores
 from learner.state_dir.version import Verdict
 
-Scores = NDArray[np.float64]
-"""Of each event `[G]`: 1 for right and 0 for wrong, or minus the error; larger is better."""
 Marks = NDArray[np.bool_]
 """Which events belong to something, `[G]`."""
 

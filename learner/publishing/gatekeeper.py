@@ -18,10 +18,9 @@ from torch import Tensor
 from learner.config import GateSettings
 from learner.errors import VersionError
 from learner.evaluation.holdout import YOUNG, GuardRows
-from learner.evaluation.scorer import Scorer
-from learner.evaluation.scoring import class_marks
+from learner.evaluation.scoring import Scorer, Scores, class_marks
 from learner.publishing.baseline import Contender
-from learner.publishing.gate import Hearing, Scores, compare, judge, surpasses
+from learner.publishing.gate import Hearing, compare, judge, surpasses
 from learner.state_dir.version import ModelReference, RegistryState, Verdict, Versions
 
 WATCH_ROWS = 50

@@ -12,16 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ingest.events.position import Position
 from ingest.events.schema import Schema
-from ingest.transport.protocol import Position
 from learner.config import VersionsSettings
 from learner.errors import VersionError
 from learner.evaluation.forgetting_metric import Retention
 from learner.evaluation.holdout import GuardRows
-from learner.evaluation.scorer import Scorer
-from learner.evaluation.scoring import Evaluation, evaluation_of, newcomers
+from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
 from learner.metrics import LearnerMetrics
-from learner.publishing.gate import Scores
 from learner.publishing.gatekeeper import Jury
 from learner.runtime.background_worker import Background
 from learner.runtime.shutdown import Deadline

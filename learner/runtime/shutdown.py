@@ -1,6 +1,11 @@
 """One budget of time that is handed down through the parts of a shutdown."""
 
+import contextlib
+import os
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 
@@ -14,3 +19,21 @@ class Deadline:
     def left(self) -> float:
         """Seconds left, never less than 0."""
         return max(0.0, self._at - time.monotonic())
+
+
+@contextlib.contextmanager
+def bounded(stop: threading.Event, stop_timeout: timedelta) -> Iterator[None]:
+    """End the process when `stop_timeout` has passed since `stop` was set: a step, a device or a disk may hang."""
+    done = threading.Event()
+
+    def watch() -> None:
+        stop.wait()
+        if not done.wait(stop_timeout.total_seconds()):
+            sys.stderr.write("anabranch: learner.stop_timeout is over; leaving without a clean end\n")
+            os._exit(1)
+
+    threading.Thread(target=watch, name="stop-timeout", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

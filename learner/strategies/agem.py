@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.strategies.base import Examples, Forward, Loss, Strategy, Whole, apart, joined, weighted
+from learner.strategies.base import Forward, Loss, Strategy, Whole, weighted
+from learner.strategies.examples import Examples, apart, joined
 
 
 @dataclass(frozen=True)

@@ -8,75 +8,18 @@ draws, each of a number of events of its own: most strategies ask for one, DER++
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from learner.model.task import Task
-from replay.row_layout import Fields
+from learner.strategies.examples import Examples, Tensors
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 """Runs the model on features by name, `[B, ...]`; returns its output."""
-Tensors = Mapping[str, Tensor]
-OUTPUT = "output"
-"""A column that a step adds to its events where the strategy keeps what the model said of them."""
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Events as tensors on the learner's device: features by name `[B, ...]`, labels `[B]`, loss weights `[B]`.
-
-    An event without a label has weight 0 and some valid label. `output_B` is what the model said when the event was
-    new, NaN where that is not known; it is there for strategies that keep it.
-    """
-
-    features: Tensors
-    label_B: Tensor
-    weight_B: Tensor
-    output_B: Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.label_B.shape[0]
-
-    def __getitem__(self, which: slice | Tensor) -> "Examples":
-        """Return some of them."""
-        return Examples(
-            {name: value[which] for name, value in self.features.items()},
-            self.label_B[which],
-            self.weight_B[which],
-            None if self.output_B is None else self.output_B[which],
-        )
-
-
-def joined(parts: Sequence[Examples]) -> Examples:
-    """Return all events of several, in order; what the model said of them is left out."""
-    if len(parts) == 1:
-        return parts[0]
-    return Examples(
-        {name: torch.cat([part.features[name] for part in parts]) for name in parts[0].features},
-        torch.cat([part.label_B for part in parts]),
-        torch.cat([part.weight_B for part in parts]),
-    )
-
-
-def apart(values: Tensor, parts: Sequence[Examples]) -> list[Tensor]:
-    """Return what several have of values that were found for all their events, in order."""
-    ends = [*itertools.accumulate(map(len, parts))]
-    return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def twice(one: Examples) -> Examples:
-    """Return an event and its double, which has no weight: batch norm has no statistics of a lone event."""
-    return Examples(
-        {name: torch.cat([value, value]) for name, value in one.features.items()},
-        torch.cat([one.label_B, one.label_B]),
-        torch.cat([one.weight_B, torch.zeros_like(one.weight_B)]),
-    )
 
 
 @contextlib.contextmanager
@@ -228,39 +171,6 @@ class Strategy:
 
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
         """Take up what a cut kept; of another strategy's nothing fits, and it begins anew."""
-
-
-class NoReplay(Strategy):
-    """Learns from new events alone; what a model without this project does."""
-
-    replays = False
-    sees_classes = False
-
-    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: Whole) -> Loss:
-        """Weighted mean loss of the new events."""
-        output = forward(new.features)
-        losses = self.learner.task.loss(output, new.label_B)
-        return Loss(weighted(losses, new.weight_B, whole.new), output.detach(), (), losses.detach())
-
-
-class ExperienceReplay(Strategy):
-    """Learns from new and replayed events in one batch (ER: Chaudhry et al. 2019, "On tiny episodic memories")."""
-
-    sees_classes = False
-
-    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole) -> Loss:
-        """Weighted mean loss of new and old events together."""
-        everything = joined([new, *old])
-        output = forward(everything.features)
-        losses = self.learner.task.loss(output, everything.label_B)
-        total = weighted(losses, everything.weight_B, sum(whole.old, whole.new))
-        known, n = losses.detach(), len(new)
-        return Loss(total, output[:n].detach(), [known[n:]] if old else (), known[:n])
-
-
-def kept(shape: tuple[int, ...]) -> Fields:
-    """Return the column in which a store keeps the model's output, which has a shape for each event."""
-    return {OUTPUT: (np.dtype(np.float32), shape)}
 
 
 def weighted(loss_B: Tensor, weight_B: Tensor, whole: Tensor) -> Tensor:

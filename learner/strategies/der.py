@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from learner.strategies.base import Examples, Forward, Loss, Strategy, Whole, apart, joined, weighted
+from learner.strategies.base import Forward, Loss, Strategy, Whole, weighted
+from learner.strategies.examples import Examples, apart, joined
 
 
 class DarkReplay(Strategy):

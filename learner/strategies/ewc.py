@@ -8,7 +8,9 @@ from torch import Tensor
 
 from learner.model.factory import forward as run
 from learner.model.faulty_events import may_be_of_events
-from learner.strategies.base import Examples, NoReplay, Tensors, evaluated
+from learner.strategies.base import evaluated
+from learner.strategies.er import NoReplay
+from learner.strategies.examples import Examples, Tensors
 
 
 class ElasticWeights(NoReplay):

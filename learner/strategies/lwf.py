@@ -9,8 +9,10 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from learner.model.task import Classification
-from learner.strategies.base import Examples, Forward, Loss, NoReplay, Tensors, Whole, evaluated, weighted
+from learner.strategies.base import Forward, Loss, Whole, evaluated, weighted
 from learner.strategies.der import moved
+from learner.strategies.er import NoReplay
+from learner.strategies.examples import Examples, Tensors
 
 
 class Distillation(NoReplay):

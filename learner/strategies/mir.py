@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from learner.strategies.base import Examples, ExperienceReplay, Forward, twice, weighted
+from learner.strategies.base import Forward, weighted
+from learner.strategies.er import ExperienceReplay
+from learner.strategies.examples import Examples, twice
 
 
 class InterferedReplay(ExperienceReplay):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
-from learner.strategies.base import Examples, Forward, Learner, Loss, Strategy, Tensors, Whole, evaluated, weighted
+from learner.strategies.base import Forward, Learner, Loss, Strategy, Whole, evaluated, weighted
+from learner.strategies.examples import Examples, Tensors
 
 _NEVER = -1e6
 """The logit of a class that has not been seen."""

@@ -8,8 +8,9 @@ from anabranch.core.errors import SettingsError
 from learner.config import ModelSettings, StrategySettings
 from learner.model.task import TASKS, Embeds, Task
 from learner.strategies.agem import ProjectedGradient
-from learner.strategies.base import ExperienceReplay, NoReplay, Strategy
+from learner.strategies.base import Strategy
 from learner.strategies.der import DarkReplay, DarkReplayPlus
+from learner.strategies.er import ExperienceReplay, NoReplay
 from learner.strategies.er_ace import AsymmetricReplay
 from learner.strategies.ewc import ElasticWeights
 from learner.strategies.lwf import Distillation

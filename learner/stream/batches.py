@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import IDENTITY_COLUMNS, Array, Block, Fingerprint, Outcome, SkipReason
-from ingest.transport.protocol import Position
+from ingest.events.block import IDENTITY_COLUMNS, Array, Block, Outcome, SkipReason
+from ingest.events.position import Fingerprint, Position
 
 PATIENCE = timedelta(milliseconds=100)
 _AT_ONCE = timedelta(0)

@@ -12,8 +12,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import IDENTITY_COLUMNS, Array, Fingerprint, Outcome, SkipReason, TopicPartition, current
-from ingest.transport.protocol import Mark, Position
+from ingest.events.block import IDENTITY_COLUMNS, Array, Outcome, SkipReason
+from ingest.events.partition import TopicPartition, current
+from ingest.events.position import Fingerprint, Mark, Position
 from learner.state_dir.report import PartitionReport
 from learner.state_dir.trained_through import Trained
 from learner.stream.batches import Span

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from learner.strategies.base import Examples, twice
+from learner.strategies.examples import Examples, twice
 
 Part = tuple[Examples, list[Examples]]
 """Some of the new events, and some of those of each draw."""

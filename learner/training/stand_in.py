@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learner.model.faulty_events import may_be_of_events
-from learner.strategies.base import Examples
+from learner.strategies.examples import Examples
 from learner.training.parallelism import Ranks
 
 _T = TypeVar("_T")

@@ -18,7 +18,6 @@ from anabranch.core.failures import out_of_memory
 from ingest.events.block import Array
 from ingest.events.schema import Schema
 from learner.config import LearnerSettings
-from learner.device_sharing.cuda_limits import Lane
 from learner.errors import CutError
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings
@@ -26,7 +25,8 @@ from learner.model.factory import forward, tensor_dtype
 from learner.model.faulty_events import RaisingEventsError, error_of, may_be_of_events, raising, works_on_zeros
 from learner.model.rng import restore_rng, rng_tensors, rng_values
 from learner.model.task import Task
-from learner.strategies.base import Examples, Learner, Loss, Strategy, Tensors, Whole, joined, twice
+from learner.strategies.base import Learner, Loss, Strategy, Whole
+from learner.strategies.examples import Examples, Tensors, joined, twice
 from learner.training.activation_checkpointing import checkpoint_activations
 from learner.training.buffers import Buffers, Saved
 from learner.training.compile import compiled
@@ -514,3 +514,7 @@ def _probe(schema: Schema, device: torch.device) -> dict[str, Tensor]:
         noise = torch.randn(shape, generator=generator) if dtype.is_floating_point else torch.zeros(shape)
         found[feature.name] = noise.to(device, dtype)
     return found
+
+
+Lane = Callable[[], contextlib.AbstractContextManager[object]]
+"""Returns what work for the device is given in."""

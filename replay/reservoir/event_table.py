@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import Array, TopicPartition
+from ingest.events.block import Array
 from ingest.events.identity import identity_hash, partition_base
+from ingest.events.partition import TopicPartition
 from replay.erasure.erased_events import Forgotten
 from replay.snapshot import ENTRY
 

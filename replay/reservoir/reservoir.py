@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from ingest.events.block import Array
 from ingest.events.identity import identity_hash
-from replay.reservoir.admission import Admission, Offered, Quotas
-from replay.reservoir.changes import Changes
+from replay.reservoir.admission import Admission, Offered
 from replay.reservoir.event_table import Entries, records_of
+from replay.reservoir.quotas import Quotas
 from replay.reservoir.watermarks import Watermarks
-from replay.snapshot import Change, Standing
+from replay.snapshot import Change, Changes, Standing
 
 _LATEST = 2**32 - 1
 

@@ -6,7 +6,7 @@ Legend: n slots of a call, G groups that were met.
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.reservoir.admission import level
+from replay.reservoir.quotas import level
 
 _ROOM = 64
 _SPARSE = 16

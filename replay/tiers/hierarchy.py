@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from replay.row_layout import PackedRows
 from replay.snapshot import TierFile
 from replay.tiers.clock_cache import Budget, Cache
 from replay.tiers.io_worker import Courier
 from replay.tiers.memory import MemoryTier
-from replay.tiers.staged_rows import Late, PackedRows, Staged
-from replay.tiers.tier import SlowTier, Tier
-from replay.tiers.tier_stats import TierStats
+from replay.tiers.staged_rows import Late, Staged
+from replay.tiers.tier import SlowTier, Tier, TierStats
 
 Identify = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
 """Returns the identities of the events in n slots."""

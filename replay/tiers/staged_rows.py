@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-PackedRows = Tensor | NDArray[np.uint8]
-"""n rows, uint8 `[n, R]`: a tensor, or on the host an array, which is viewed as columns in half the time."""
+from replay.row_layout import PackedRows
 
 
 @dataclass(frozen=True)

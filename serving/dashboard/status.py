@@ -7,7 +7,7 @@ from typing import Any
 
 from learner.state_dir.report import LAG_STALE, LearnerReport, read_report
 from serving.dashboard.time_series import RESOLUTIONS, History
-from serving.model.loaded_version import Deployment
+from serving.model.deployment import Deployment
 from serving.reporting.health import ReportAge, judge
 from serving.reporting.report import ServingReport
 from serving.reporting.worker_pool import Worker

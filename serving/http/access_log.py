@@ -6,8 +6,8 @@ import os
 import re
 import time
 from datetime import timedelta
-from typing import Literal
 
+from serving.config import RequestLogLevel
 from serving.errors import shorten
 
 log = logging.getLogger("anabranch.requests")
@@ -15,7 +15,6 @@ log = logging.getLogger("anabranch.requests")
 HEADER = b"x-request-id"
 """By which a client, or a proxy, names a request; whoever does not gets a name."""
 
-RequestLogLevel = Literal["none", "errors", "all"]
 
 _USABLE = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _MOST_LINES = 100

@@ -10,7 +10,8 @@ from serving.config import ServingSettings
 from serving.errors import BadRequestError, BusyError, CrowdedError, LateError, UnknownError, shorten
 from serving.inference.batcher import Batcher
 from serving.inference.shadow import Shadow
-from serving.model.loaded_version import Deployment, ServedVersion
+from serving.model.deployment import Deployment
+from serving.model.loaded_version import ServedVersion
 from serving.protocol.codec import Request, Signature
 from serving.reporting.worker_pool import Worker
 from serving.rollout.commands import ORDERS

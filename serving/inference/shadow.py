@@ -26,7 +26,8 @@ import numpy as np
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
 from serving.metrics import Metrics
-from serving.model.loaded_version import Deployment, ServedVersion, load_version
+from serving.model.deployment import Deployment
+from serving.model.loaded_version import ServedVersion, load_version
 from serving.protocol.tensors import Array
 from serving.reporting.report import ShadowReport
 from serving.rollout.load_retry import Retries, may_pass

@@ -5,17 +5,14 @@ with the next. Ages are those of all events alike, so a burst weighs more than a
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from learner.errors import VersionError
 from learner.state_dir.version import Versions
 from learner.stream.record_times import RecordTimes
+from serving.metrics import Ages
 
 _MOST_TIMES = 32
 _MOST_VERSIONS = 64
-
-Ages = NDArray[np.float64]
-"""Seconds, rising; each stands for equally many events."""
 
 
 class Unserved:

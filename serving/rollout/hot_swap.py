@@ -19,7 +19,8 @@ from learner.errors import VersionError
 from learner.state_dir.version import Manifest, RegistryState
 from serving.errors import ConflictError
 from serving.metrics import Metrics
-from serving.model.loaded_version import Deployment, ServedVersion, load_version
+from serving.model.deployment import Deployment
+from serving.model.loaded_version import ServedVersion, load_version
 from serving.rollout.commands import Order, pin, promote
 from serving.rollout.directory_watcher import Notices
 from serving.rollout.eligibility import Choice, lowered

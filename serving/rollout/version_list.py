@@ -6,7 +6,7 @@ import msgspec
 
 from learner.errors import VersionError
 from learner.state_dir.version import Manifest, Verdict
-from serving.model.loaded_version import Deployment
+from serving.model.deployment import Deployment
 from serving.rollout.hot_swap import Swap
 
 NEWEST = 20

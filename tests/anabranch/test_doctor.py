@@ -48,7 +48,8 @@ from learner.state_dir.checkpoint import Cut, Cuts
 from learner.state_dir.lock import hold_state_directory
 from learner.state_dir.report import LearnerReport, write_report
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
-from learner.strategies.base import OUTPUT, ExperienceReplay
+from learner.strategies.er import ExperienceReplay
+from learner.strategies.examples import OUTPUT
 from learner.training.trainer import Trainer
 
 EVENT = {"x": [0.5] * 64, "y": 7}

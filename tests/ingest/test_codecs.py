@@ -11,7 +11,7 @@ from confluent_kafka import Producer
 
 from ingest.config import StreamSettings
 from ingest.errors import CodecError
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.kafka.registry import CLIENTS
 
 CODECS = ["gzip", "lz4", "snappy", "zstd"]

@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 import pytest
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import BlockLayout, Coverage, TopicPartition
+from ingest.events.block import BlockLayout, Coverage
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.reader.reader import Source
 from ingest.transport.protocol import Broker, Filled, Opened, Passed, send

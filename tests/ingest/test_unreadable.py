@@ -12,7 +12,7 @@ from kafka import KafkaProducer
 
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Client, Messages
 from ingest.kafka.registry import CLIENTS
 from tests.faults.proxy import Proxy

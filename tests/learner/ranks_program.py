@@ -23,14 +23,15 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
 from learner.distributed.channel import Channel
-from learner.distributed.data_parallel import Meeting, Place, Replicas, join_group
+from learner.distributed.data_parallel import Replicas
 from learner.distributed.leader import Leader, follow
+from learner.distributed.process_group import Meeting, Place, join_group
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.faulty_events import RaisingEventsError
 from learner.model.task import Classification
 from learner.state_dir.checkpoint import Cut, Cuts
-from learner.strategies.base import Examples
+from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from anabranch.core.errors import DependencyError
-from ingest.events.block import TopicPartition
 from ingest.events.identity import base_of
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.reader.reader import Partition
-from ingest.transport.protocol import Position
 from learner.checkpointing.erasure import Forgetting
 from replay.erasure.erased_events import ByKey
 from replay.erasure.erasure_log import ForgottenLog

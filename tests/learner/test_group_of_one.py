@@ -17,10 +17,11 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
-from learner.distributed.data_parallel import Place, Replicas, join_group
+from learner.distributed.data_parallel import Replicas
+from learner.distributed.process_group import Place, join_group
 from learner.model.device import choose_precision
 from learner.model.task import Classification
-from learner.strategies.base import Examples
+from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
 

@@ -12,7 +12,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.transport.shared_ring import MOST_ROWS
 from learner.config import LearnerSettings
-from learner.room import most_offered
+from learner.resume import most_offered
 from learner.stream.batches import Batches
 
 BATCH = 24

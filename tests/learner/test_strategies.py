@@ -20,10 +20,12 @@ from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification, MultiLabel, Regression, Task
 from learner.strategies.agem import ProjectedGradient
-from learner.strategies.base import Examples, Learner, NoReplay, Strategy, Whole, joined
+from learner.strategies.base import Learner, Strategy, Whole
 from learner.strategies.der import DarkReplay, DarkReplayPlus
+from learner.strategies.er import NoReplay
 from learner.strategies.er_ace import AsymmetricReplay
 from learner.strategies.ewc import ElasticWeights
+from learner.strategies.examples import Examples, joined
 from learner.strategies.lwf import Distillation
 from learner.strategies.mir import InterferedReplay
 from learner.strategies.ncm import NearestClassMean

@@ -14,7 +14,7 @@ import torch
 
 from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store

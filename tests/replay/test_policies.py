@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay import policies
@@ -20,7 +20,7 @@ from replay.build import build_store
 from replay.config import COMPARING, ReplaySettings
 from replay.fake import FakeCuts
 from replay.policies import ADMISSIONS, SAMPLERS
-from replay.reservoir.admission import Quotas
+from replay.reservoir.quotas import Quotas
 from replay.snapshot import Contents
 from replay.store import Store
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store

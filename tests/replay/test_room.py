@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store

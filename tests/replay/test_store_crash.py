@@ -23,7 +23,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from ingest.config import SchemaSettings
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from learner.checkpointing.checkpointer import Cutter, Moment

@@ -25,8 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ingest.events.block import TopicPartition
 from ingest.events.identity import identity_hash, partition_base, partition_name
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
@@ -35,7 +35,7 @@ from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, Forgotten, Record
 from replay.fake import FakeCuts
 from replay.plan import Draw
-from replay.sampling.samplers import BY_POSITION
+from replay.sampling.base import BY_POSITION
 from replay.snapshot import Contents
 from replay.store import AHEAD, Store
 from replay.tiers.disk_files import make_way

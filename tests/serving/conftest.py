@@ -21,7 +21,7 @@ from learner.config import ModelSettings
 from learner.state_dir.trained_through import Learned, Trained
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
 from serving.config import ServingSettings
-from serving.model.loaded_version import Deployment
+from serving.model.deployment import Deployment
 from serving.reporting.report import ServingReport, read_report
 from serving.server import serve
 

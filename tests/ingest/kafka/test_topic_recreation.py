@@ -5,11 +5,11 @@ from datetime import datetime
 
 import pytest
 
-from ingest.events.block import Fingerprint, TopicPartition
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Fingerprint, Mark
 from ingest.kafka.client import Messages
 from ingest.kafka.fake import FakeClient, FakePartition
 from ingest.kafka.topic_recreation import Changed, compare, fingerprint
-from ingest.transport.protocol import Mark
 
 P0 = TopicPartition("events", 0)
 NOTHING = Changed([], {}, [])

@@ -20,14 +20,15 @@ from kafka.errors import KafkaError
 from anabranch.core.errors import SettingsError
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, GapError, RecreatedError
-from ingest.events.block import Outcome, TopicPartition
+from ingest.events.block import Outcome
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Mark, Position
 from ingest.kafka.client import DeadLetter, Lag
 from ingest.kafka.confluent import ConfluentClient
 from ingest.kafka.kafka_python import KafkaPythonClient
 from ingest.kafka.registry import CLIENTS
 from ingest.reader import hang_detector as silence
 from ingest.reader.reader import Source
-from ingest.transport.protocol import Mark, Position
 from tests.faults.proxy import Fault, Proxy
 
 pytestmark = pytest.mark.process

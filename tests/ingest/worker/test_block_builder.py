@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import Outcome, SkipReason, TopicPartition
+from ingest.events.block import Outcome, SkipReason
 from ingest.events.encoders import hash_texts
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.formats.base import Decoded
 from ingest.formats.json import JsonFormat
 from ingest.formats.rows import pack_rows
 from ingest.kafka.client import Messages
-from ingest.transport.protocol import Position
 from ingest.worker.block_builder import Assembled, Assembler, Incoming, _ranges
 
 PARTITION = TopicPartition("events", 3)

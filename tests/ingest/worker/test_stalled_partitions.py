@@ -2,8 +2,8 @@
 
 import pytest
 
-from ingest.events.block import TopicPartition
-from ingest.transport.protocol import Position
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.worker.stalled_partitions import STALLED_SECONDS, Stalls
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import GapError, RecreatedError
-from ingest.events.block import Block, BlockLayout, Coverage, Fingerprint, Outcome, TopicPartition
+from ingest.events.block import Block, BlockLayout, Coverage, Outcome
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Fingerprint, Mark, Position
 from ingest.events.schema import Schema
 from ingest.formats.base import Decoded
 from ingest.formats.rows import RowsFormat, pack_rows
@@ -27,12 +29,10 @@ from ingest.transport.protocol import (
     Commit,
     Filled,
     FromIngest,
-    Mark,
     Opened,
     Passed,
     PassOver,
     Pause,
-    Position,
     Release,
     Resume,
     Stop,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from learner.adaptation.forgetting_probe import ENOUGH, Probe

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.checkpointing.erase_checkpoints import Eraser

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ingest.events.block import Outcome, SkipReason, TopicPartition
+from ingest.events.block import Outcome, SkipReason
 from ingest.events.identity import partition_base, partition_name
-from ingest.transport.protocol import Position
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from learner.checkpointing import tombstones
 from learner.checkpointing.tombstones import Tombstones
 from learner.stream.batches import Span

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from anabranch.core.errors import SettingsError
 from learner.config import LearnerSettings
-from learner.distributed.data_parallel import Place, join_group
+from learner.distributed.process_group import Place, join_group
 from learner.distributed.scatter import Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
 from learner.state_dir.checkpoint import Cuts
-from learner.strategies.base import Examples
+from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 
 LONG = "ANABRANCH_TEST_STEPS"

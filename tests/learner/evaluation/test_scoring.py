@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ingest.config import SchemaSettings
-from ingest.events.block import Array, TopicPartition
+from ingest.events.block import Array
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.evaluation.forgetting_metric import Peak, Retention, retention_of

@@ -14,7 +14,7 @@ from learner.errors import ModelError
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification
-from learner.strategies.base import Examples
+from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
 

@@ -20,7 +20,7 @@ from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.faulty_events import Raised, RaisingEventsError, may_be_of_events, raising
 from learner.model.task import Classification
-from learner.strategies.base import Examples
+from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
 from tests.learner.state_dir.test_checkpoint import ROWS, Bench

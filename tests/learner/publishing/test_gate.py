@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.config import GateSettings
-from learner.publishing.gate import Hearing, Scores, compare, judge, surpasses
+from learner.evaluation.scoring import Scores
+from learner.publishing.gate import Hearing, compare, judge, surpasses
 from learner.state_dir.version import Verdict
 
 EVENTS = 2000

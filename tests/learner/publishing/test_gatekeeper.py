@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
 from ingest.config import SchemaSettings
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings, ModelSettings, VersionsSettings
 from learner.evaluation.holdout import GuardSet
-from learner.evaluation.scorer import Scorer
+from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification, MultiLabel, Task
 from learner.publishing.gate import compare

@@ -18,13 +18,13 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from ingest.errors import SecondLearnerError
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from ingest.transport.protocol import Position
 from learner.config import GateSettings, ModelSettings, VersionsSettings
 from learner.evaluation.holdout import GuardSet
-from learner.evaluation.scorer import Scorer
+from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification
 from learner.publishing.gatekeeper import Jury

@@ -27,7 +27,8 @@ from torch import nn
 from anabranch.core.errors import SettingsError
 from ingest.config import LagPolicySettings, SchemaSettings, StreamSettings
 from ingest.errors import SecondLearnerError
-from ingest.events.block import Block, Coverage, TopicPartition
+from ingest.events.block import Block, Coverage
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from ingest.metrics import IngestMetrics
@@ -47,7 +48,7 @@ from learner.config import (
 from learner.device_sharing.sharing import Terms
 from learner.errors import CutError, MisfitError
 from learner.evaluation.holdout import GuardSet
-from learner.evaluation.scorer import Scorer
+from learner.evaluation.scoring import Scorer
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
 from learner.model.device import choose_precision
@@ -55,16 +56,16 @@ from learner.model.embedding import Embedding
 from learner.model.task import Classification
 from learner.publishing.gatekeeper import Jury
 from learner.publishing.publisher import Publisher
-from learner.resume import Resumed
-from learner.room import most_offered
+from learner.resume import Resumed, most_offered
 from learner.run import learn
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import RANK, Cuts
 from learner.state_dir.folders import MANIFEST
 from learner.state_dir.lock import EPOCH, check_epoch
 from learner.state_dir.version import Versions, reference_to
-from learner.strategies.base import Examples, Strategy, kept
+from learner.strategies.base import Strategy
 from learner.strategies.der import DarkReplayPlus
+from learner.strategies.examples import Examples, kept
 from learner.strategies.registry import STRATEGIES
 from learner.stream.lag import LagPolicy
 from learner.training.trainer import Trainer

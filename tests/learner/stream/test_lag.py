@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingest.config import LagPolicySettings
-from ingest.events.block import Block, Coverage, Outcome, SkipReason, TopicPartition
+from ingest.events.block import Block, Coverage, Outcome, SkipReason
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.reader.reader import Partition
-from ingest.transport.protocol import Position
 from learner.stream.batches import Batches
 from learner.stream.lag import Arrivals, LagPolicy
 from learner.stream.ledger import Ledger, PartitionLedger

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.events.block import Block, Coverage, Fingerprint, Outcome, SkipReason, TopicPartition
+from ingest.events.block import Block, Coverage, Outcome, SkipReason
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Fingerprint, Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from ingest.transport.protocol import Position
 from learner.state_dir.trained_through import Trained
 from learner.stream.batches import Batch, Batches
 from learner.stream.ledger import Ledger

@@ -2,7 +2,8 @@
 
 from prometheus_client import CollectorRegistry
 
-from ingest.events.block import Outcome, TopicPartition
+from ingest.events.block import Outcome
+from ingest.events.partition import TopicPartition
 from ingest.metrics import IngestMetrics
 from learner.stream.ledger import PartitionLedger
 from learner.stream.outcome_counters import LetterCounters, OutcomeCounters

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ingest.events.block import TopicPartition
-from ingest.transport.protocol import Position
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from learner.stream.ledger import PartitionLedger
 from learner.stream.partition_rates import Rates
 

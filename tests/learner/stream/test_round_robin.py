@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.events.block import Block, Coverage, Outcome, TopicPartition
+from ingest.events.block import Block, Coverage, Outcome
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.reader.reader import Partition

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from learner.training.buffers import Buffers
-from learner.training.gradients import Gradients
+from learner.training.optimizer_step import Gradients
 
 
 @pytest.mark.parametrize("most", [0.1, 1.0, 1e6, math.inf])

@@ -15,7 +15,8 @@ from learner.config import LearnerSettings
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification
-from learner.strategies.base import Examples, Strategy
+from learner.strategies.base import Strategy
+from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.micro_batches import micro_batches
 from learner.training.trainer import Trainer

@@ -14,7 +14,7 @@ from anabranch.core.failures import out_of_memory
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
-from learner.evaluation.scorer import Scorer
+from learner.evaluation.scoring import Scorer
 from learner.model.device import Precision, choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES

@@ -18,8 +18,8 @@ from learner.model.device import Precision, choose_device, choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification
 from learner.strategies.base import Forward
+from learner.strategies.examples import rehearsal
 from learner.strategies.registry import STRATEGIES
-from learner.strategies.rehearsal import rehearsal
 from learner.training.host_to_device import Transfer
 from learner.training.trainer import Examples, Trainer
 from replay.plan import Draw

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replay.checkpoint.segments import Segment, Tensors, advance, assemble
-from replay.reservoir.changes import Changes
-from replay.snapshot import ENTRY, Change
+from replay.snapshot import ENTRY, Change, Changes
 
 R = 8
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from anabranch.core.errors import SettingsError
-from ingest.events.block import TopicPartition
 from ingest.events.identity import partition_name
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from replay.embedding_index import client as neighbours
 from replay.embedding_index.client import IndexStats, Neighbours
 from replay.embedding_index.protocol import NO_ID, Kind, Record
-from replay.index_metrics import IndexMetrics
+from replay.metrics import IndexMetrics
 
 ROOT = Path(__file__).parents[3]
 DIM = 4

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.events.block import TopicPartition
 from ingest.events.identity import identity_hash, partition_base, partition_name
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store

@@ -14,21 +14,20 @@ from anabranch.core.errors import SettingsError
 from replay.policies import ADMISSIONS, Surroundings
 from replay.reservoir.admission import (
     Admission,
-    ClassBalanced,
+    ClassBalancedAdmission,
     Offered,
-    Quotas,
-    Recent,
-    Reservoir,
+    RecencyAdmission,
+    ReservoirAdmission,
     exponentials,
-    level,
 )
+from replay.reservoir.quotas import Quotas, level
 
 HOUR = timedelta(hours=1)
 CLASSES = 4
 POLICIES: dict[str, Callable[[], Admission]] = {
-    "reservoir": Reservoir,
-    "class-balanced": lambda: ClassBalanced(CLASSES),
-    "recent": lambda: Recent(HOUR),
+    "reservoir": ReservoirAdmission,
+    "class-balanced": lambda: ClassBalancedAdmission(CLASSES),
+    "recent": lambda: RecencyAdmission(HOUR),
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
@@ -171,7 +170,7 @@ def test_recent_keeps_half_as_many_for_each_half_life_that_they_are_older() -> N
     for seed in range(20):
         identity = np.random.default_rng(seed).integers(2**64, size=4000 * hours, dtype=np.uint64)
         time_s = np.repeat(np.arange(hours, dtype=np.uint32) * 3600, 4000)
-        policy, quotas = Recent(HOUR), Quotas(400)
+        policy, quotas = RecencyAdmission(HOUR), Quotas(400)
         weights = np.ones(len(identity), np.float32)
         stays = quotas.lower(policy.priorities(Offered(identity, weights, time_s)), np.zeros(len(identity), np.int16))
         assert stays.sum() == 400

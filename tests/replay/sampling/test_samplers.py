@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from replay.policies import SAMPLERS, Company
 from replay.reservoir.event_table import Entries, records_of
-from replay.sampling.samplers import Choice, Sampler
+from replay.sampling.base import Choice, Sampler
 
 HOUR = timedelta(hours=1)
 PLAIN = ["uniform", "class-balanced", "recent", "loss"]

@@ -13,7 +13,7 @@ import torch
 from redis._parsers import _RESP2Parser
 
 from anabranch.core.errors import DependencyError, SettingsError
-from ingest.events.block import TopicPartition
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store

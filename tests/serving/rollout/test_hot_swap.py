@@ -33,8 +33,10 @@ from learner.state_dir.trained_through import Learned
 from learner.state_dir.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
 from serving.errors import ConflictError, UnknownError
 from serving.metrics import Metrics
+from serving.model import deployment
 from serving.model import loaded_version as served
-from serving.model.loaded_version import ServedVersion, pick_device
+from serving.model.deployment import pick_device
+from serving.model.loaded_version import ServedVersion
 from serving.rollout import directory_watcher as notice
 from serving.rollout import load_retry as retry
 from serving.rollout.commands import pin, promote, roll_back, unpin
@@ -818,8 +820,8 @@ def test_the_factory_is_called_once_and_versions_share_no_weights(
     numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[object] = []
-    build = served.build_model
-    monkeypatch.setattr(served, "build_model", lambda *arguments: built.append(arguments) or build(*arguments))
+    build = deployment.build_model
+    monkeypatch.setattr(deployment, "build_model", lambda *arguments: built.append(arguments) or build(*arguments))
     numbers.publish(1)
     watched.look()
     first = watched.swap.current

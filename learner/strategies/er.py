@@ -1,0 +1,34 @@
+"""Plain rehearsal, and none."""
+
+from collections.abc import Sequence
+
+from learner.strategies.base import Forward, Loss, Strategy, Whole, weighted
+from learner.strategies.examples import Examples, joined
+
+
+class NoReplay(Strategy):
+    """Learns from new events alone; what a model without this project does."""
+
+    replays = False
+    sees_classes = False
+
+    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: Whole) -> Loss:
+        """Weighted mean loss of the new events."""
+        output = forward(new.features)
+        losses = self.learner.task.loss(output, new.label_B)
+        return Loss(weighted(losses, new.weight_B, whole.new), output.detach(), (), losses.detach())
+
+
+class ExperienceReplay(Strategy):
+    """Learns from new and replayed events in one batch (ER: Chaudhry et al. 2019, "On tiny episodic memories")."""
+
+    sees_classes = False
+
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole) -> Loss:
+        """Weighted mean loss of new and old events together."""
+        everything = joined([new, *old])
+        output = forward(everything.features)
+        losses = self.learner.task.loss(output, everything.label_B)
+        total = weighted(losses, everything.weight_B, sum(whole.old, whole.new))
+        known, n = losses.detach(), len(new)
+        return Loss(total, output[:n].detach(), [known[n:]] if old else (), known[:n])

@@ -1,0 +1,108 @@
+"""The events of a step, new and replayed, as a strategy takes them.
+
+Legend: B new events, R replayed ones, C classes, D dimensions of an embedding.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replay.plan import Draw
+from replay.row_layout import Fields
+
+Tensors = Mapping[str, Tensor]
+
+
+OUTPUT = "output"
+"""A column that a step adds to its events where the strategy keeps what the model said of them."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Events as tensors on the learner's device: features by name `[B, ...]`, labels `[B]`, loss weights `[B]`.
+
+    An event without a label has weight 0 and some valid label. `output_B` is what the model said when the event was
+    new, NaN where that is not known; it is there for strategies that keep it.
+    """
+
+    features: Tensors
+    label_B: Tensor
+    weight_B: Tensor
+    output_B: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.label_B.shape[0]
+
+    def __getitem__(self, which: slice | Tensor) -> "Examples":
+        """Return some of them."""
+        return Examples(
+            {name: value[which] for name, value in self.features.items()},
+            self.label_B[which],
+            self.weight_B[which],
+            None if self.output_B is None else self.output_B[which],
+        )
+
+
+def joined(parts: Sequence[Examples]) -> Examples:
+    """Return all events of several, in order; what the model said of them is left out."""
+    if len(parts) == 1:
+        return parts[0]
+    return Examples(
+        {name: torch.cat([part.features[name] for part in parts]) for name in parts[0].features},
+        torch.cat([part.label_B for part in parts]),
+        torch.cat([part.weight_B for part in parts]),
+    )
+
+
+def apart(values: Tensor, parts: Sequence[Examples]) -> list[Tensor]:
+    """Return what several have of values that were found for all their events, in order."""
+    ends = [*itertools.accumulate(map(len, parts))]
+    return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def twice(one: Examples) -> Examples:
+    """Return an event and its double, which has no weight: batch norm has no statistics of a lone event."""
+    return Examples(
+        {name: torch.cat([value, value]) for name, value in one.features.items()},
+        torch.cat([one.label_B, one.label_B]),
+        torch.cat([one.weight_B, torch.zeros_like(one.weight_B)]),
+    )
+
+
+def kept(shape: tuple[int, ...]) -> Fields:
+    """Return the column in which a store keeps the model's output, which has a shape for each event."""
+    return {OUTPUT: (np.dtype(np.float32), shape)}
+
+
+_FEATURE = "feature."
+
+
+def rehearsal(draw: Draw, draws: Sequence[int]) -> list[Examples]:
+    """Make examples of a draw, dealt among the `draws` that the strategy asks for: fewer each when fewer came, and
+    none when there is not one for each.
+
+    Their weight is 0 where there is no label. The draw's importance makes up for how events were kept and drawn:
+    where `[schema.weight]` is declared, heavy events are kept more often than light ones, and the rehearsed loss
+    is that of the stream all the same.
+    """
+    columns = draw.columns
+    labelled, label, weight = columns["labelled"], columns["label"], draw.importance
+    # Mostly all are; to look is to wait for a device that is not the host. Both are copied: they are whole then, and
+    # nobody else's.
+    if labelled.is_cpu and labelled.numpy().all():
+        label, weight = label.clone(memory_format=torch.contiguous_format), weight.clone()
+    else:
+        known = labelled.reshape(-1, *[1] * (label.dim() - 1))
+        label = torch.where(known, label, torch.zeros_like(label))
+        weight = torch.where(labelled, weight, 0.0)
+    features = {name.removeprefix(_FEATURE): column for name, column in columns.items() if name.startswith(_FEATURE)}
+    everything, n, wanted = Examples(features, label, weight, columns.get(OUTPUT)), len(draw), sum(draws)
+    if len(draws) == 1:
+        return [everything]
+    ends = [sum(draws[: place + 1]) * n // wanted for place in range(len(draws))]
+    parts = [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return parts if all(map(len, parts)) else []

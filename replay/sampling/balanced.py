@@ -1,0 +1,90 @@
+"""Samplers that draw from groups alike: classes, or clusters of embeddings.
+
+Legend: H events held, n drawn, G groups.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.embedding_index.embedding_tracker import UNKNOWN, Whereabouts
+from replay.reservoir.event_table import Entries
+from replay.sampling.base import MOST_STALE, PLACED, Choice, Slots, UniformSampler, stale_share
+from replay.sampling.group_lists import Groups
+
+
+class BalancedSampler(UniformSampler):
+    """Every group comes as often as any other, and within a group every event; what a small one lacks, others give."""
+
+    divisible = False
+
+    def __init__(self, entries: Entries, group_of: Callable[[Slots], NDArray[np.int64]]) -> None:
+        super().__init__(entries)
+        self._group_of = group_of
+        self._groups = Groups()
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Deal n among the groups as evenly as their sizes allow, and choose within each."""
+        slots = self._groups.choose(min(n, len(self._entries)), generator)
+        return Choice(generator.permutation(slots))
+
+    def come(self, slots: Slots) -> None:
+        """Put events into their groups."""
+        self._groups.add(self._group_of(slots), slots)
+
+    def leave(self, slots: Slots) -> None:
+        """Take events out of their groups."""
+        self._groups.discard(slots)
+
+
+class ClusterSampler(BalancedSampler):
+    """Every cluster of the model's embeddings comes as often as any other.
+
+    Events whose cluster is not known, as after a restart, have the share of a draw that they are of the store. When the
+    index process has found other clusters, all events are grouped anew. Within a cluster, those whose embeddings are of
+    a model long gone come sooner: being drawn renews them.
+    """
+
+    def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
+        super().__init__(entries, lambda slots: whereabouts.clusters(slots).astype(np.int64))
+        self._whereabouts = whereabouts
+        self._grouped = whereabouts.training
+        self._stale = np.empty(0, np.int32)
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Group anew if need be, and choose; one in eight makes way for an event of its cluster that is stale."""
+        if self._grouped != self._whereabouts.training:
+            self._grouped, self._groups = self._whereabouts.training, Groups()
+            self.come(self._entries.slots)
+        any_ = UniformSampler.choose(self, n, generator).slots
+        slots = any_[self._whereabouts.clusters(any_) == UNKNOWN]
+        slots = np.concatenate([slots, self._groups.choose(len(any_) - len(slots), generator)])
+        # Where the clusters have less than that, all of them are in.
+        slots = np.concatenate([slots, any_[~np.isin(any_, slots)]])[: len(any_)]
+        return Choice(generator.permutation(self._with_stale(slots, stale_share(n, generator))))
+
+    def come(self, slots: Slots) -> None:
+        """Put events into their groups, those that have one."""
+        super().come(slots[self._whereabouts.clusters(slots) != UNKNOWN])
+
+    def leave(self, slots: Slots) -> None:
+        """Take events out of their groups."""
+        super().leave(slots)
+        self._stale = self._stale[~np.isin(self._stale, slots)]
+
+    def _with_stale(self, slots: Slots, n: int) -> Slots:
+        """Put at most n stale events in the places of others of their clusters; those without a place wait."""
+        stale = self._stale
+        if len(stale) < MOST_STALE:
+            stale = np.concatenate([stale, self._whereabouts.stale(n)])
+        clusters = self._whereabouts.clusters(slots).copy()
+        clusters[np.isin(slots, stale)] = PLACED
+        stale = stale[~np.isin(stale, slots)]
+        waits = np.ones(len(stale), np.bool_)
+        for at, cluster in enumerate(self._whereabouts.clusters(stale).tolist()):
+            places = np.flatnonzero(clusters == cluster)[: n - int((~waits).sum())]
+            if len(places):
+                slots[places[0]], clusters[places[0]], waits[at] = stale[at], PLACED, False
+        self._stale = stale[waits]
+        return slots

@@ -1,0 +1,110 @@
+"""The contract of a sampler, and the uniform one.
+
+A sampler is told which events come and go, by slot, and chooses among those that are held. It may keep what it needs to
+choose fast; what it keeps is made anew when a cut is taken up.
+
+Legend: H events held, n drawn, G groups.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.reservoir.event_table import Entries
+
+BY_POSITION = frozenset({"seats", "weights"})
+"""Which names of a sampler's state are of values for each event held, in logical order."""
+Slots = NDArray[np.int32]
+_STALE_SHARE = 8
+MOST_STALE = 64
+"""Stale events that wait for a draw of their cluster."""
+PLACED = -1
+"""A cluster that no event is in."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is to be drawn.
+
+    Attributes:
+        slots: of n different events that are held, in an order in which any prefix is a fair draw.
+        correction: the factor by which each counts less for being chosen more often, float64 `[n]`; None: 1 for all.
+    """
+
+    slots: Slots
+    correction: NDArray[np.float64] | None = None
+
+
+class Sampler(Protocol):
+    """Chooses events for rehearsal.
+
+    A pure function of the contents and its arguments, but for those that follow what other processes find.
+    """
+
+    hears_losses: bool
+    """Whether the losses of what was drawn decide what is drawn later."""
+    divisible: bool
+    """Whether a choice for several steps may be dealt out among them: each part is as good as a choice of its own."""
+
+    def choose(self, n: int, generator: np.random.Generator, /) -> Choice:
+        """Choose n events, or all when fewer are held, by a generator that belongs to the step."""
+        ...
+
+    def come(self, slots: Slots, /) -> None:
+        """Take up events that are held from now on."""
+        ...
+
+    def leave(self, slots: Slots, /) -> None:
+        """Forget those that are held no more."""
+        ...
+
+    def learned(self, slots: Slots, losses: NDArray[np.float32], /) -> None:
+        """Hear of the losses of events that are held, float32 `[n]`."""
+        ...
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return what a cut has to keep, beside the events, for the draws to go on alike; arrays of any shape."""
+        ...
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]], /) -> None:
+        """Take up what `state` returned, after `come` was told of the events, in the same order."""
+        ...
+
+
+class UniformSampler:
+    """Every event held is drawn with the same probability, without repeats within a draw."""
+
+    hears_losses = False
+    divisible = True
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Choose positions."""
+        held = self._entries.slots
+        return Choice(held.take(generator.choice(len(held), size=min(n, len(held)), replace=False)))
+
+    def come(self, slots: Slots) -> None:
+        """Nothing is kept."""
+
+    def leave(self, slots: Slots) -> None:
+        """Nothing is kept."""
+
+    def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
+        """Losses decide nothing."""
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Nothing is kept."""
+        return {}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Nothing is kept."""
+
+
+def stale_share(n: int, generator: np.random.Generator) -> int:
+    """Return how many of n events may be drawn for their age: an eighth, by chance where that is no whole number."""
+    return (n + int(generator.integers(_STALE_SHARE))) // _STALE_SHARE

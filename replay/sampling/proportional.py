@@ -1,0 +1,202 @@
+"""Samplers that draw in proportion to a weight: of age, or of the last loss.
+
+Legend: H events held, n drawn.
+"""
+
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.reservoir.event_table import Entries
+from replay.sampling.base import Choice, Slots, UniformSampler
+from replay.sampling.stable_positions import Seats
+from replay.sampling.sum_tree import SumTree
+
+_ROUNDS = 2
+"""How often a draw in proportion tries again for events that it has already, before it leaves them out."""
+_MOST_ROUNDS = 16
+"""How often it tries then, before the rest of a draw is uniform."""
+_MOST_EXPONENT = 500.0
+_HIGH = 0.99
+"""Which quantile of them: one outlier, or one in a hundred, says nothing of events to come."""
+_LEAST = 1e-3
+"""A loss below this counts as this, so that every event may be drawn."""
+_HEARD = 1024
+"""So many of the newest losses decide what an event counts as whose own is not known."""
+_ALPHA, _BETA = 0.6, 0.4
+"""How far the last loss decides, and how far the importance makes up for it (Schaul et al. 2016, proportional)."""
+
+
+class WeightedSampler(UniformSampler):
+    """Events are drawn in proportion to weights, without repeats within a draw."""
+
+    divisible = False
+
+    def __init__(self, entries: Entries, slots: int) -> None:
+        super().__init__(entries)
+        self._seats = Seats(slots, entries.limit)
+        self._tree = SumTree(entries.limit)
+
+    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+        """Throw points on the weights. What falls on the same event twice is thrown again, in the end without it.
+
+        What is missing then, since weights are too uneven or 0, is drawn uniformly.
+        """
+        n = min(n, len(self._entries))
+        chosen = self._thrown(np.empty(0, np.int64), n, generator, _ROUNDS)
+        if len(chosen) < n:
+            chosen = self._thrown_beside(chosen, n, generator)
+        slots = self._seats.slots(chosen)
+        if len(slots) < n:
+            # Of n of all that are held, at most as many are in the draw already as that has.
+            any_ = UniformSampler.choose(self, n, generator).slots
+            slots = np.concatenate([slots, any_[~np.isin(any_, slots)][: n - len(slots)]])
+        return Choice(slots, self._correction(slots))
+
+    def _thrown(
+        self, chosen: NDArray[np.int64], n: int, generator: np.random.Generator, rounds: int
+    ) -> NDArray[np.int64]:
+        """Return the seats chosen and what further points fall on, at most n, in the order in which they were found."""
+        for _ in range(rounds):
+            if len(chosen) == n or self._tree.total <= 0:
+                break
+            found = self._tree.find(generator.random(n - len(chosen)) * self._tree.total)
+            both = np.concatenate([chosen, found[self._tree[found] > 0]])
+            chosen = both[np.sort(np.unique(both, return_index=True)[1])]
+        return chosen
+
+    def _thrown_beside(self, chosen: NDArray[np.int64], n: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return the same, with nothing on the seats chosen meanwhile: one event may have nearly all the weight."""
+        weights, left = np.empty(0), chosen
+        for _ in range(_MOST_ROUNDS):
+            weights = np.concatenate([weights, self._tree[left]])
+            self._tree.set(left, 0.0)
+            before, chosen = len(chosen), self._thrown(chosen, n, generator, 1)
+            left = chosen[before:]
+            if len(chosen) == n or self._tree.total <= 0:
+                break
+        self._tree.set(chosen[: len(weights)], weights)
+        return chosen
+
+    def leave(self, slots: Slots) -> None:
+        """Nothing falls on them any more."""
+        self._tree.set(self._seats.leave(slots), 0.0)
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return the seats by position."""
+        return {"seats": self._seats.of(self._entries.slots)}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take up the seats; a cut that was made with a sampler of another kind has none that fit."""
+        seats, slots = state.get("seats", np.empty(0)).astype(np.int32), self._entries.slots
+        if len(seats) == len(slots) and seats.max(initial=-1) < self._seats.count:
+            weights = self._weights(slots)
+            self._tree.set(self._seats.of(slots), 0.0)
+            self._seats.restore(slots, seats)
+            self._weigh(slots, weights)
+
+    def _weigh(self, slots: Slots, weights: NDArray[np.float64] | float, /) -> None:
+        self._tree.set(self._seats.of(slots), weights)
+
+    def _weights(self, slots: Slots, /) -> NDArray[np.float64]:
+        return self._tree[self._seats.of(slots)]
+
+    def _correction(self, _slots: Slots, /) -> NDArray[np.float64] | None:
+        return None
+
+
+class RecencySampler(WeightedSampler):
+    """An event half as likely for each `half_life` that it is older than the newest."""
+
+    def __init__(self, entries: Entries, slots: int, half_life: timedelta) -> None:
+        super().__init__(entries, slots)
+        self._decay = math.log(2) / half_life.total_seconds()
+        self._epoch = -math.inf
+
+    def come(self, slots: Slots) -> None:
+        """Weigh events by their record time; the scale moves before numbers overflow."""
+        if not len(slots):
+            return
+        self._seats.take(slots)
+        newest = float(self._entries.of("time_s", slots).max())
+        if self._decay * (newest - self._epoch) > _MOST_EXPONENT:
+            self._epoch = newest
+            slots = self._entries.slots
+        self._weigh_by_age(slots)
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return the seats, and the time that weights are told from."""
+        return {**super().state(), "epoch": np.array([self._epoch])}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take up both; another half-life makes the weights anew all the same, as does a time far from what is held."""
+        super().restore(state)
+        if "epoch" in state and len(self._entries):
+            epoch = float(state["epoch"][0])
+            if self._decay * abs(self._epoch - epoch) <= _MOST_EXPONENT:
+                self._epoch = epoch
+            self._weigh_by_age(self._entries.slots)
+
+    def _weigh_by_age(self, slots: Slots) -> None:
+        age = self._epoch - self._entries.of("time_s", slots).astype(np.float64)
+        self._weigh(slots, np.exp(np.maximum(-self._decay * age, -_MOST_EXPONENT)))
+
+
+class PrioritizedSampler(WeightedSampler):
+    """Events of a large last loss are drawn more often, and count less in return: prioritised replay.
+
+    The probability is that of the loss to the power 0.6; an event whose loss is not known has a high one, of those
+    heard last when it came. The largest ever would be that of an outlier for good. The correction is
+    (H * probability)**-0.4, divided by the largest of the draw (Schaul et al. 2016, "Prioritized experience replay").
+    """
+
+    hears_losses = True
+
+    def __init__(self, entries: Entries, slots: int) -> None:
+        super().__init__(entries, slots)
+        self._heard = np.empty(0, np.float32)
+        """The newest weights that losses gave, the oldest first."""
+
+    def come(self, slots: Slots) -> None:
+        """Give new events a high weight, so that each is drawn soon."""
+        self._seats.take(slots)
+        self._weigh(slots, self._high)
+
+    @property
+    def _high(self) -> float:
+        if not len(self._heard):
+            return 1.0
+        place = int(_HIGH * (len(self._heard) - 1))
+        return float(np.partition(self._heard, place)[place])
+
+    def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
+        """Weigh events by their losses; one that is not finite changes nothing."""
+        finite = np.isfinite(losses)
+        slots, losses = slots[finite], losses[finite]
+        if len(slots):
+            # Rounded to what a cut keeps of them.
+            weights = (np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA).astype(np.float32)
+            self._heard = np.concatenate([self._heard, weights])[-_HEARD:]
+            self._weigh(slots, weights.astype(np.float64))
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """Return the seats, the weights by position, and those that were heard last."""
+        weights = self._weights(self._entries.slots).astype(np.float32)
+        return {**super().state(), "weights": weights, "heard": self._heard}
+
+    def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take up all of them; a cut that was made with another sampler has no weights."""
+        super().restore(state)
+        if {"weights", "heard"} <= state.keys():
+            self._heard = state["heard"].astype(np.float32)
+            self._weigh(self._entries.slots, state["weights"].astype(np.float64))
+
+    def _correction(self, slots: Slots, /) -> NDArray[np.float64] | None:
+        if not len(slots):
+            return None
+        scarcity: NDArray[np.float64] = (len(self._entries) * self._weights(slots) / self._tree.total) ** -_BETA
+        scarcity /= scarcity.max()
+        return scarcity

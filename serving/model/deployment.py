@@ -1,0 +1,135 @@
+"""What all versions of a model share: schema, task, device."""
+
+import contextlib
+import copy
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from anabranch.core.errors import SettingsError
+from ingest.events.schema import Schema
+from learner.config import ModelSettings
+from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
+from learner.model.factory import build_model, check_model, make_task
+from learner.model.task import Embeds, Task
+from learner.state_dir.version import Versions
+from serving.protocol.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is served, apart from how.
+
+    Attributes:
+        name: the model's name in URLs.
+        folder: the folder of `pipeline.toml`; model factories are imported from it.
+    """
+
+    name: str
+    schema: Schema
+    model: ModelSettings
+    folder: Path
+    state_dir: Path
+    device: torch.device
+    stream_priority: bool = True
+    """Whether a CUDA device is to take serving's work first."""
+
+    @property
+    def versions(self) -> Versions:
+        """The directory that the learner publishes into."""
+        return Versions(self.state_dir / "versions")
+
+    @cached_property
+    def task(self) -> Task:
+        """The meaning of the model's output."""
+        return make_task(self.model.task, self.folder)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the model has an embedding: a module of that name, or a task that knows it."""
+        return bool(self.model.embedding) or isinstance(self.task, Embeds)
+
+    def embedding_of(self, module: nn.Module) -> Embeddings | None:
+        """Listen to a module's embedding; raises ModelError when it has no module of the name in `model.embedding`."""
+        if self.model.embedding:
+            return Embedding(module, self.model.embedding)
+        if isinstance(self.task, Embeds):
+            return TaskEmbedding(module, self.task, [feature.name for feature in self.schema.features])
+        return None
+
+    def stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the device is given work."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._stream)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream | None:
+        if self.device.type != "cuda" or not self.stream_priority:
+            return None
+        return torch.cuda.Stream(self.device, priority=_HIGHEST)  # type: ignore[no-untyped-call]
+
+    def outputs(self) -> list[TensorSpec]:
+        """Describe what the task predicts, by trying it on an output of one row."""
+        predictions = self.task.predict(torch.zeros((1, *self._output_shape)))
+        return [TensorSpec(name, value.numpy().dtype, tuple(value.shape[1:])) for name, value in predictions.items()]
+
+    def check(self) -> None:
+        """Build the configured model once; raises ModelError when that fails, before any version exists."""
+        assert self._output_shape is not None
+
+    @cached_property
+    def pattern(self) -> "_Pattern":
+        """The configured model, built and checked once.
+
+        Raises:
+            ModelError: it cannot be built, fails, or its output does not fit the task.
+        """
+        module = build_model(self.model.factory, self.model.args, self.folder).to(self.device)
+        shape = check_model(module, self.task, self.schema, self.device)
+        self.embedding_of(copy.deepcopy(module))
+        return _Pattern(module.cpu().eval().requires_grad_(False), shape)
+
+    @property
+    def _output_shape(self) -> tuple[int, ...]:
+        """The shape of the configured model's output for one event."""
+        return self.pattern.output_shape
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of that name, for `auto` CUDA where there is one, else the CPU.
+
+    Raises:
+        SettingsError: this machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as exc:
+        raise SettingsError(f'serving.device = "{name}" cannot be used here: {_sentence(exc)}') from exc
+
+
+_LONGEST_SENTENCE = 400
+
+
+_HIGHEST = -100
+"""Of the priorities of CUDA streams: torch takes the highest that the device has for any beyond it."""
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A module on the CPU whose weights are of no version; versions are copies, since factories take long."""
+
+    module: nn.Module
+    output_shape: tuple[int, ...]
+    warmed: set[int] = field(default_factory=set)
+    """Batches, by rows, that a version has answered: torch keeps what it has planned for their shapes."""
+
+
+def _sentence(exc: BaseException) -> str:
+    sentence = " ".join(str(exc).split())[:_LONGEST_SENTENCE]
+    return sentence if isinstance(exc, SettingsError) else f"{type(exc).__name__}: {sentence}"
