@@ -143,7 +143,7 @@ def deployment_of(config: "Config", rows: int | None = None) -> "Deployment":
         learner=pipeline.learner if rows is None else pipeline.learner.model_copy(update={"micro_batch_size": rows}),
         replay=pipeline.replay,
         versions=pipeline.versions,
-        cuts=pipeline.cuts,
+        checkpoints=pipeline.checkpoints,
         gate=pipeline.gate,
         seed=pipeline.seed,
         folder=config.folder,

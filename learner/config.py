@@ -101,9 +101,9 @@ def _named(value: object) -> object:
 class DriftSettings(Section):
     """What is done when the error on new events rises: the stream has changed."""
 
-    actions: tuple[Literal["mark", "raise-lr", "raise-replay", "cut"], ...] = ("mark",)
+    actions: tuple[Literal["mark", "raise-lr", "raise-replay", "checkpoint"], ...] = ("mark",)
     """`mark` counts and logs it, as every other does too; `raise-lr` and `raise-replay` raise the learning rate and the
-    replay ratio for a while; `cut` begins a cut before that. Empty: drift is not looked for."""
+    replay ratio for a while; `checkpoint` begins a checkpoint before that. Empty: drift is not looked for."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 0.002
     """Chance of finding drift in a window where there is none; smaller finds less, and later."""
     lr_factor: Annotated[float, Field(ge=1, le=100)] = 2.0
@@ -200,7 +200,7 @@ class LearnerSettings(Section):
     """Whether `anabranch up` keeps a second process that has imported what a learner needs, and that goes on when the
     learner dies."""
     stop_timeout: PositiveDuration = timedelta(seconds=30)
-    """Time in which SIGTERM stops the learner, its last cut and version included."""
+    """Time in which SIGTERM stops the learner, its last checkpoint and version included."""
     status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"
     """Address of the learner's `/metrics` and `/healthz`; off loopback `serving.tokens.read` is required."""
 
@@ -231,13 +231,13 @@ class VersionsSettings(Section):
     """Beyond those, the last version of each of so many hours."""
 
 
-class CutsSettings(Section):
+class CheckpointSettings(Section):
     """How often everything is saved that a restart resumes from."""
 
     every: PositiveDuration = timedelta(seconds=30)
-    """Time between cuts: what a crash costs at most is learning that long again."""
+    """Time between checkpoints: what a crash costs at most is learning that long again."""
     keep: Annotated[int, Field(ge=2)] = 3
-    """Newest cuts to keep."""
+    """Newest checkpoints to keep."""
 
 
 class GateSettings(Section):

@@ -17,7 +17,7 @@ from ingest.reader.reader import Partition, Source
 from learner.adaptation.drift import Drift
 from learner.adaptation.forgetting_probe import Probe
 from learner.adaptation.replay_ratio import Tally, make_ratio
-from learner.checkpointing.checkpointer import Cutter, Moment
+from learner.checkpointing.checkpointer import Checkpointer, Moment
 from learner.checkpointing.erasure import Forgetting
 from learner.config import LearnerSettings
 from learner.evaluation.forgetting_metric import retention_of
@@ -27,7 +27,7 @@ from learner.metrics import LearnerMetrics
 from learner.model.faulty_events import Raised, RaisingEventsError
 from learner.publishing.publisher import Progress, Publisher, Snapshot
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import FORGOTTEN, Cut
+from learner.state_dir.checkpoint import FORGOTTEN, Checkpoint
 from learner.strategies.examples import OUTPUT, Examples, rehearsal
 from learner.stream.batches import Batch, Batches
 from learner.stream.lag import LagPolicy
@@ -59,7 +59,7 @@ class Parts:
     clerk: Clerk | None
     guard: GuardSet
     publisher: Publisher
-    cutter: Cutter
+    checkpointer: Checkpointer
     forgetting: Forgetting
     lag: LagPolicy
 
@@ -108,7 +108,8 @@ class Loop:
         self._told_of_score = False
 
     def begin(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
-        """Have a cut say where each partition is begun, where there is no cut: called before `run`, once that is known.
+        """Have a checkpoint say where each partition is begun, where there is no checkpoint: called before `run`, once
+        that is known.
 
         Without it a restart would begin at `stream.start` again, which by then may be another place. `at_boundary` is
         called while this waits for the disk.
@@ -117,7 +118,7 @@ class Loop:
             DependencyError: it cannot be written.
         """
         self._meet_partitions()
-        self._parts.cutter.cut_first({"ledger": self.ledger.state()}, stop, at_boundary)
+        self._parts.checkpointer.checkpoint_first({"ledger": self.ledger.state()}, stop, at_boundary)
 
     def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
         """Learn until `stop` is set; `at_boundary` is called between steps.
@@ -126,7 +127,7 @@ class Loop:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
         """
         self._plan_ahead()
-        self._cut_if_due()  # the cut that this goes on from may have left too few slots for a step
+        self._checkpoint_if_due()  # the checkpoint that this goes on from may have left too few slots for a step
         while not stop.is_set():
             batch = self._batches.next(stop)
             self._meet_partitions()
@@ -138,21 +139,22 @@ class Loop:
             self._parts.publisher.publish_if_due(self._progress, self._snapshot)
             self._parts.publisher.watch_if_due(lambda: self._parts.guard.held)
             self._hold_out_no_more()
-            self._cut_if_due()
+            self._checkpoint_if_due()
             self._commit_if_due()
             at_boundary()
         self.count()
 
     def finish(self, deadline: Deadline) -> None:
-        """Publish what was learned since the last version, cut, and commit positions, before the deadline.
+        """Publish what was learned since the last version, checkpoint, and commit positions, before the deadline.
 
-        Weights that are spoiled are not cut: the next start goes on from before, and learns the events since again.
+        Weights that are spoiled are not checkpoint: the next start goes on from before, and learns the events since
+        again.
         """
         self._parts.forgetting.look()
         if self._parts.forgetting.settled and not self.spoiled and not self.raised.is_all:
-            self._parts.cutter.cut_last(self._moment, deadline, self._standing)
+            self._parts.checkpointer.checkpoint_last(self._moment, deadline, self._standing)
         else:
-            self._parts.cutter.wait(deadline)
+            self._parts.checkpointer.wait(deadline)
         self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
         self._next_commit = 0.0
         self._commit_if_due()
@@ -162,7 +164,7 @@ class Loop:
         """Do all that a batch is about, in an order in which a crash costs nothing.
 
         Only the first is durable, and may be done again: a crash anywhere loses the batch whole, and a restart learns
-        it again from the cut.
+        it again from the checkpoint.
 
         1. Write down what tombstones forget, which alone is durable, and leave out what is forgotten.
         2. Take the old events that were chosen some steps ago: no event is replayed in the step that learns it.
@@ -306,8 +308,8 @@ class Loop:
             )
         if self.drift.add(self.steps, new):
             self._metrics.learner.drifts.inc()
-            if self.drift.cuts:
-                self._parts.cutter.ask()
+            if self.drift.checkpoints:
+                self._parts.checkpointer.ask()
             else:
                 self._respond()
 
@@ -411,32 +413,33 @@ class Loop:
         """One sentence on what the learner did to go on, though it is not ill."""
         return self._parts.trainer.note
 
-    def restore(self, cut: Cut) -> None:
-        """Take up a cut, before the first step, but for the store's part; raises CutError when it does not fit."""
-        parts, state = self._parts, cut.state
-        if cut.begins:
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take up a checkpoint, before the first step, but for the store's part; raises CheckpointError when it does
+        not fit."""
+        parts, state = self._parts, checkpoint.state
+        if checkpoint.begins:
             self.ledger.restore(state["ledger"])
             return
-        parts.trainer.restore(cut.tensors, state["trainer"])
-        parts.guard.restore(cut.tensors["guard"])
+        parts.trainer.restore(checkpoint.tensors, state["trainer"])
+        parts.guard.restore(checkpoint.tensors["guard"])
         self.ledger.restore(state["ledger"])
         self.rates.restore(state.get("rates", {}), self.ledger.partitions)
         self.prequential.restore(state["prequential"])
         self.drift.restore(state["drift"])
         self.ratio.restore(state["ratio"])
         parts.publisher.retention = retention_of(state["retention"])
-        self.steps, self.rows_new, self.rows_replay = cut.step, state["rows_new"], state["rows_replay"]
+        self.steps, self.rows_new, self.rows_replay = checkpoint.step, state["rows_new"], state["rows_replay"]
         self._replay_debt = state["replay_debt"]
         self._batches.restore(state.get("batches", {}))
         parts.lag.restore(state.get("lag", {}))
         parts.publisher.jury.restore(state.get("gate", {}))
         parts.publisher.go_on_from(self._progress(), self.ledger.trained_through)
-        parts.trainer.restore_generators(cut.tensors["rng"], state["rng"])
+        parts.trainer.restore_generators(checkpoint.tensors["rng"], state["rng"])
         if self.drift.pending:
             self._respond()
 
     def _moment(self, number: int) -> Moment:
-        """Copy all that cut `number` is made from; called between steps."""
+        """Copy all that checkpoint `number` is made from; called between steps."""
         parts = self._parts
         self.rates.measure(self.ledger.partitions)
         tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors()}
@@ -462,7 +465,7 @@ class Loop:
         return Moment(self.steps, tensors, state, parts.clerk.store.hold(number) if parts.clerk is not None else None)
 
     def _standing(self) -> object:
-        """What tells one cut from the next: a change of anything else comes with a change of these."""
+        """What tells one checkpoint from the next: a change of anything else comes with a change of these."""
         parts = self._parts
         return self.steps, self.ledger.state(), self.drift.state(), parts.publisher.retention, parts.forgetting.records
 
@@ -480,16 +483,17 @@ class Loop:
             learned=self.ledger.take_learned(),
         )
 
-    def _cut_if_due(self) -> None:
-        """Cut when it is time, but not while steps are not finite: it may be the weights, and the good cuts go.
+    def _checkpoint_if_due(self) -> None:
+        """Write a checkpoint when it is due, but not while steps are not finite: it may be the weights, and the good
+        checkpoints go.
 
         Nor while the model raises on everything: when it was corrected, the events since are learned after all.
         """
         if self._parts.forgetting.settled and not self.non_finite_in_a_row and not self.raised.is_all:
-            self._parts.cutter.cut_if_due(self._moment, self._standing)
+            self._parts.checkpointer.checkpoint_if_due(self._moment, self._standing)
         else:
-            self._parts.cutter.end_if_written()
-        if self.drift.pending and not self._parts.cutter.asked:
+            self._parts.checkpointer.end_if_written()
+        if self.drift.pending and not self._parts.checkpointer.asked:
             self._respond()
 
     def _commit_if_due(self) -> None:

@@ -70,17 +70,23 @@ class LearnerMetrics:
         self.publish_skipped = Counter(
             "anabranch_publish_skipped", "Versions that fell due while one was being written.", registry=registry
         )
-        self.cut = Histogram(
-            "anabranch_cut_duration_seconds",
-            "Time to write a cut, in the background.",
+        self.checkpoint = Histogram(
+            "anabranch_checkpoint_duration_seconds",
+            "Time to write a checkpoint, in the background.",
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
             registry=registry,
         )
-        self.cut_stall = Counter(
-            "anabranch_cut_stall_seconds", "Time that steps waited for a cut to be written.", registry=registry
+        self.checkpoint_stall = Counter(
+            "anabranch_checkpoint_stall_seconds",
+            "Time that steps waited for a checkpoint to be written.",
+            registry=registry,
         )
-        self.cut_number = Gauge("anabranch_cut_number", "The newest cut; 0 without one.", registry=registry)
-        self.cut_time = Gauge("anabranch_cut_time_seconds", "When it was made, since 1970.", registry=registry)
+        self.checkpoint_number = Gauge(
+            "anabranch_checkpoint_number", "The newest checkpoint; 0 without one.", registry=registry
+        )
+        self.checkpoint_time = Gauge(
+            "anabranch_checkpoint_time_seconds", "When it was made, since 1970.", registry=registry
+        )
         self.guard = Gauge("anabranch_guard_rows", "Held-out events in the guard set.", registry=registry)
         self.heartbeat = Gauge(
             "anabranch_learner_heartbeat_time_seconds",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ingest.reader.multi_host import Sources
 from ingest.reader.reader import Source
-from learner.checkpointing.checkpointer import Cutter
+from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Forgetting
 from learner.device_sharing.sharing import Sharing
 from learner.evaluation.holdout import GuardSet
@@ -37,7 +37,7 @@ class Reporter:
         clerk: Clerk | None,
         guard: GuardSet,
         publisher: Publisher,
-        cutter: Cutter,
+        checkpointer: Checkpointer,
         forgetting: Forgetting,
         lag: LagPolicy,
         metrics: Metrics,
@@ -55,7 +55,7 @@ class Reporter:
         self._clerk = clerk
         self._guard = guard
         self._publisher = publisher
-        self._cutter = cutter
+        self._checkpointer = checkpointer
         self._forgetting = forgetting
         self._lag = lag
         self._resumed_at = loop.steps
@@ -85,7 +85,7 @@ class Reporter:
             self._source.ill,
             self._publisher.ill,
             self._publisher.jury.ill,
-            self._cutter.ill,
+            self._checkpointer.ill,
             self._forgetting.ill,
             replay,
             self._ill,
@@ -104,7 +104,7 @@ class Reporter:
             return None
         return (
             f"the last {self._loop.non_finite_in_a_row} steps were skipped because loss or gradient was not finite: "
-            "are the weights? No cut is made until a step is finite, so that a restart goes on from before"
+            "are the weights? No checkpoint is made until a step is finite, so that a restart goes on from before"
         )
 
     def report_if_due(self) -> None:
@@ -136,8 +136,8 @@ class Reporter:
             strategy=self._strategy,
             steps=loop.steps,
             steps_since_start=loop.steps - self._resumed_at,
-            cut=self._cutter.number or None,
-            cut_time=self._cutter.time,
+            checkpoint=self._checkpointer.number or None,
+            checkpoint_time=self._checkpointer.time,
             ill=self.ill(),
             notes=self.notes(),
             outcomes=loop.ledger.outcomes,
@@ -229,8 +229,8 @@ class Reporter:
         self._metrics.learner.guard.set(report.guard_rows)
         self._metrics.learner.version.set(report.version or 0)
         self._metrics.learner.hold.set(self._publisher.jury.held_seconds)
-        self._metrics.learner.cut_number.set(report.cut or 0)
-        self._metrics.learner.cut_time.set(report.cut_time or 0)
+        self._metrics.learner.checkpoint_number.set(report.checkpoint or 0)
+        self._metrics.learner.checkpoint_time.set(report.checkpoint_time or 0)
         self._metrics.learner.ill.set(len(report.ill))
 
     def _set_measures(self, report: LearnerReport) -> None:

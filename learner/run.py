@@ -17,7 +17,7 @@ from ingest.metrics import IngestMetrics
 from ingest.reader.multi_host import Sources
 from ingest.reader.reader import Source
 from learner.build import Deployment, Workbench, prepare
-from learner.checkpointing.checkpointer import Cutter
+from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Forgetting
 from learner.device_sharing.cuda_limits import confined, limit_threads
 from learner.device_sharing.sharing import share
@@ -37,7 +37,7 @@ from learner.resume import Resumed
 from learner.runtime.profiler import Tracing
 from learner.runtime.shutdown import Deadline, bounded
 from learner.runtime.status_server import serve_status
-from learner.state_dir.checkpoint import RANK, Cuts
+from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_epoch, hold_state_directory
 from learner.state_dir.version import Versions, reference_to
 from learner.stream.lag import LagPolicy
@@ -50,8 +50,9 @@ from replay.metrics import ReplayMetrics
 
 _FINISHING_SHARE = 0.8
 _AWAY = (
-    "the cuts in {} cannot be read for now, and no older one takes the place of the newest; start again once its disk "
-    "answers, or move the folder of a cut away that it has lost"
+    "the checkpoints in {} cannot be read for now, and no older one takes the place of the newest; start again once "
+    "its disk "
+    "answers, or move the folder of a checkpoint away that it has lost"
 )
 
 log = logging.getLogger(__name__)
@@ -94,9 +95,12 @@ def learn(
         guard = GuardSet(schema, deployment.gate.guard_rows)
         written = ForgottenLog(deployment.state_dir / LOG)
         written.refresh()
-        cuts, ranks = Cuts(deployment.state_dir / "cuts", schema.digest, epoch), place.size if place is not None else 1
-        with away_is_dependency(_AWAY.format(cuts.path)):
-            resumed = Resumed.newest(cuts, written)
+        checkpoints, ranks = (
+            Checkpoints(deployment.state_dir / "checkpoints", schema.digest, epoch),
+            place.size if place is not None else 1,
+        )
+        with away_is_dependency(_AWAY.format(checkpoints.path)):
+            resumed = Resumed.newest(checkpoints, written)
         store = resumed.store(deployment, bench, ranks)
         # Metal does not bear that two threads give it work at once.
         clerk = Clerk(store, beside=device.type != "mps") if store is not None else None
@@ -104,17 +108,33 @@ def learn(
             stack.callback(clerk.close)
         if isinstance(trainer, Leader):
             trainer.listens = clerk is not None and clerk.listens
-        with away_is_dependency(_AWAY.format(cuts.path)):
-            cutter = Cutter(cuts, deployment.cuts, clerk, metrics.learner, resumed.segments, alone)
-        forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, clerk, guard, cutter)
+        with away_is_dependency(_AWAY.format(checkpoints.path)):
+            checkpointer = Checkpointer(
+                checkpoints, deployment.checkpoints, clerk, metrics.learner, resumed.segments, alone
+            )
+        forgetting = Forgetting(
+            written, checkpoints, deployment.state_dir / "replay" / RANK, clerk, guard, checkpointer
+        )
         forgetting.take_note(*resumed.less)
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
-        parts = Parts(source, trainer, clerk, guard, publisher, cutter, forgetting, lag)
+        parts = Parts(source, trainer, clerk, guard, publisher, checkpointer, forgetting, lag)
         bounded_scores = schema.label.classes is not None
         loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
         resumed.restore(loop)
         reporter = Reporter(
-            *(deployment.state_dir, epoch, loop, source, clerk, guard, publisher, cutter, forgetting, lag, metrics),
+            *(
+                deployment.state_dir,
+                epoch,
+                loop,
+                source,
+                clerk,
+                guard,
+                publisher,
+                checkpointer,
+                forgetting,
+                lag,
+                metrics,
+            ),
             strategy=deployment.learner.strategy.name,
             classification=bounded_scores,
             launched=place is not None,
@@ -165,9 +185,11 @@ def learn(
 
 
 def _latest_epoch(state_dir: Path) -> int:
-    """Return the latest epoch of a learner that wrote a version or a cut; 0 when there is none."""
+    """Return the latest epoch of a learner that wrote a version or a checkpoint; 0 when there is none."""
     with away_is_dependency(f"what lies in {state_dir} cannot be read"):
-        return max(Versions(state_dir / "versions").epoch(), Cuts(state_dir / "cuts", schema="", epoch=0).epoch())
+        return max(
+            Versions(state_dir / "versions").epoch(), Checkpoints(state_dir / "checkpoints", schema="", epoch=0).epoch()
+        )
 
 
 def _publisher(
@@ -200,6 +222,6 @@ def _trainer(bench: Workbench, channel: Channel | None, rows: int | None) -> Tra
 
 
 def _finish(loop: Loop, reporter: Reporter, stop_timeout: timedelta) -> None:
-    """Publish, cut and tell what was learned; a part of the time is left for the parts to close."""
+    """Publish, checkpoint and tell what was learned; a part of the time is left for the parts to close."""
     loop.finish(Deadline(stop_timeout * _FINISHING_SHARE))
     reporter.report()

@@ -1,4 +1,5 @@
-"""A storage of cuts and versions in memory: what an object store has to do, and what tests of long times write to."""
+"""A storage of checkpoints and versions in memory: what an object store has to do, and what tests of long times write
+to."""
 
 import contextlib
 import itertools

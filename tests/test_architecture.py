@@ -67,9 +67,9 @@ WALL_CLOCK = {
     "ingest/worker/block_builder.py": "compares with the record times of the stream",
     "ingest/kafka/confluent.py": "the time of records that cannot be read",
     "ingest/kafka/kafka_records.py": "the time of records that cannot be read",
-    "learner/checkpointing/checkpointer.py": "a cut's time, for display",
+    "learner/checkpointing/checkpointer.py": "a checkpoint's time, for display",
     "learner/publishing/gatekeeper.py": "since when nothing has passed, for display",
-    "learner/stream/lag.py": "a cut keeps since when events wait, and they waited while no learner ran",
+    "learner/stream/lag.py": "a checkpoint keeps since when events wait, and they waited while no learner ran",
     "learner/publishing/publisher.py": "a version's time, for display",
     "learner/reporter.py": "a report's time",
     "replay/erasure/erasure_log.py": "a record's time, for display",
@@ -96,7 +96,7 @@ KEYS_OF_THE_DESIGN = words("""
     replay.admission replay.sampling replay.capacity replay.device_bytes replay.redis.url replay.redis.bytes
     replay.disk.bytes
     versions.publish_every versions.keep versions.keep_hourly
-    cuts.every cuts.keep gate.guard_fraction gate.guard_rows
+    checkpoints.every checkpoints.keep gate.guard_fraction gate.guard_rows
     gate.max_drop_new gate.max_drop_old gate.min_rows gate.max_hold gate.on_hold
     serving.host serving.port serving.max_batch serving.max_delay
     serving.slo share.policy
@@ -127,7 +127,7 @@ METRICS_OF_THE_DESIGN = words("""
     anabranch_replay_stall_seconds_total
     anabranch_serving_requests_total anabranch_serving_request_duration_seconds anabranch_serving_version
     anabranch_serving_freshness_duration_seconds anabranch_serving_swaps_total
-    anabranch_cut_duration_seconds anabranch_cut_stall_seconds_total
+    anabranch_checkpoint_duration_seconds anabranch_checkpoint_stall_seconds_total
     anabranch_share_wait_duration_seconds anabranch_share_training_ratio
 """)
 METRICS_ADDED = words("""
@@ -142,7 +142,8 @@ METRICS_ADDED = words("""
     anabranch_replay_index_bytes anabranch_replay_index_waiting_requests anabranch_replay_index_answer_seconds
     anabranch_replay_index_declined_total anabranch_replay_index_left_out_rows_total
     anabranch_replay_index_restarts_total
-    anabranch_cut_number anabranch_cut_time_seconds anabranch_serving_ill anabranch_learner_heartbeat_time_seconds
+    anabranch_checkpoint_number anabranch_checkpoint_time_seconds
+    anabranch_serving_ill anabranch_learner_heartbeat_time_seconds
     anabranch_learner_loss anabranch_learner_window_rows anabranch_learner_class_accuracy_ratio
     anabranch_learner_group_accuracy_ratio anabranch_learner_forgetting_ratio anabranch_learner_drifts_total
     anabranch_learner_replay_ratio

@@ -44,7 +44,7 @@ from learner.model.faulty_events import Raised
 from learner.publishing.gatekeeper import Jury
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.reporter import Reporter
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.trained_through import Learned, Trained
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
 from learner.stream.batches import Batches
@@ -235,16 +235,16 @@ def publisher(year: Year, *, holds_out: bool) -> Driven:
 
 
 def checkpoints(year: Year) -> Driven:
-    cuts = Cuts(year.folder / "cuts", year.schema.digest, 1, year.storage("fetched"))
+    checkpoints = Checkpoints(year.folder / "checkpoints", year.schema.digest, 1, year.storage("fetched"))
 
-    def cut(tick: int) -> None:
-        cuts.write(tick + 1, Cut(tick, {"model": {"w": torch.zeros(3)}}, {"step": tick}), year.now)
+    def checkpoint(tick: int) -> None:
+        checkpoints.write(tick + 1, Checkpoint(tick, {"model": {"w": torch.zeros(3)}}, {"step": tick}), year.now)
         if tick % 3 == 2:
-            cuts._storage.folder(tick + 1).write("rank-0/model.safetensors", b"damaged")
-            cuts.newest()
-        cuts.prune(2)
+            checkpoints._storage.folder(tick + 1).write("rank-0/model.safetensors", b"damaged")
+            checkpoints.newest()
+        checkpoints.prune(2)
 
-    return Driven(cuts, cut)
+    return Driven(checkpoints, checkpoint)
 
 
 def reporter(year: Year) -> Driven:

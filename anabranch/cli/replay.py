@@ -18,7 +18,8 @@ def replay_stats(
     config: ConfigPath = PIPELINE,
     as_json: Annotated[bool, typer.Option("--json", help="Print them as a JSON object.")] = False,
 ) -> int:
-    """Show what the newest cut holds: events by tier, class and age, how they are kept and drawn, what is forgotten."""
+    """Show what the newest checkpoint holds: events by tier, class and age, how they are kept and drawn, what is
+    forgotten."""
 
     def start() -> None:
         from anabranch.commands.replay_store import read_stats, render_stats
@@ -40,7 +41,7 @@ def replay_sample(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Draw the same events again.")] = None,
 ) -> int:
-    """Print stored events of the newest cut, drawn uniformly, as JSON lines."""
+    """Print stored events of the newest checkpoint, drawn uniformly, as JSON lines."""
 
     def start() -> None:
         import json
@@ -70,7 +71,7 @@ def replay_forget(
     ] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as a JSON object.")] = False,
 ) -> int:
-    """Forget events: they leave store, guard set and cuts, and do not come back. Weights are not unlearned."""
+    """Forget events: they leave store, guard set and checkpoints, and do not come back. Weights are not unlearned."""
     if not key and not offsets:
         raise typer.BadParameter("name what to forget by --key or --offsets")
 

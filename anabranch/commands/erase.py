@@ -69,7 +69,7 @@ def forget(config: Config, keys: Sequence[str], ranges: Sequence[str], patience:
     """Forget the events of some keys and of some ranges of offsets.
 
     1. Append to the log: from here on it is forgotten, whatever crashes.
-    2. A learner at work applies it, which this waits for. Without one, cuts and disk tier are rewritten here.
+    2. A learner at work applies it, which this waits for. Without one, checkpoints and disk tier are rewritten here.
 
     Raises:
         SettingsError: a range or a key cannot be meant, or something cannot be written.

@@ -125,8 +125,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     table.add_row("held out", f"{report.guard_rows:,}")
     if report.share is not None:
         table.add_row("share", _share(report.share))
-    made = "" if report.cut_time is None else f", made {_age(time.time() - report.cut_time)} ago"
-    table.add_row("cut", "none yet" if report.cut is None else f"{report.cut}{made}")
+    made = "" if report.checkpoint_time is None else f", made {_age(time.time() - report.checkpoint_time)} ago"
+    table.add_row("checkpoint", "none yet" if report.checkpoint is None else f"{report.checkpoint}{made}")
     newest = "none yet" if report.version is None else str(report.version)
     table.add_row("version", f"{newest}, {report.versions_published:,} published, {report.publish_skipped:,} skipped")
     table.add_row("gate", _gate(report))

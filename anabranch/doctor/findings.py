@@ -101,7 +101,7 @@ FINDINGS: dict[str, Kind] = {
     "redis.unseen": Kind("note", "Let the user of replay.redis.url say INFO, or nothing."),
     "state.unwritable": Kind("problem", "Mend the rights of the directory, or set state_dir."),
     "state.full": Kind("problem", "Make room, set state_dir elsewhere, or lower replay.device_bytes or replay.disk."),
-    "state.filling": Kind("warning", "Make room, or lower cuts.keep, versions.keep and versions.keep_hourly."),
+    "state.filling": Kind("warning", "Make room, or lower checkpoints.keep, versions.keep and versions.keep_hourly."),
     "state.memory": Kind("warning", "Set state_dir to a disk."),
     "state.network": Kind("warning", "Set state_dir to a local disk, unless its locks and fsync can be relied upon."),
     "state.sync": Kind("problem", "Set state_dir to a file system that can fsync."),
@@ -110,9 +110,13 @@ FINDINGS: dict[str, Kind] = {
         "warning", "chmod 700 {path}, by its owner; or set state_dir to a folder for the state alone."
     ),
     "state.held": Kind("note", "Nothing; stop that learner before another is started."),
-    "cut.damaged": Kind("warning", "Nothing, when an older cut is whole; else move {path} away to begin anew."),
-    "cut.schema": Kind("problem", "Put [schema] back, or begin anew by moving {path} away."),
-    "cut.misfit": Kind("problem", "Put the settings of the cut back, or begin anew by moving the cuts away."),
+    "checkpoint.damaged": Kind(
+        "warning", "Nothing, when an older checkpoint is whole; else move {path} away to begin anew."
+    ),
+    "checkpoint.schema": Kind("problem", "Put [schema] back, or begin anew by moving {path} away."),
+    "checkpoint.misfit": Kind(
+        "problem", "Put the settings of the checkpoint back, or begin anew by moving the checkpoints away."
+    ),
     "version.damaged": Kind("warning", 'Nothing, serving takes none such; see "anabranch versions show {number}".'),
     "version.model": Kind("warning", "Put [model] back, or let the learner publish a version of it."),
     "version.schema": Kind("note", "Nothing, when [schema] was changed on purpose: serving waits for newer ones."),

@@ -113,7 +113,7 @@ def in_a_process(asked: Asked, seconds: float) -> Told:
 
 
 def check_model(patient: Patient, launch: Launcher = in_a_process) -> Iterator[Finding]:
-    """Import torch, find the device, build the model and what learns with it, and go on from the newest cut."""
+    """Import torch, find the device, build the model and what learns with it, and go on from the newest checkpoint."""
     pipeline, seconds = patient.config.pipeline, patient.timeout * _SHARE
     asked = Asked(
         pipeline.events.model_dump_json(),

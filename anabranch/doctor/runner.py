@@ -17,7 +17,7 @@ from rich.text import Text
 
 from anabranch.config.loader import examine_config
 from anabranch.core.errors import SettingsError
-from anabranch.doctor.artifact_checks import check_cuts, check_versions
+from anabranch.doctor.artifact_checks import check_checkpoints, check_versions
 from anabranch.doctor.environment_checks import check_install, check_limits
 from anabranch.doctor.findings import Finding, Patient, found, ok
 from anabranch.doctor.kafka_checks import check_broker
@@ -50,8 +50,8 @@ CHECKS: Sequence[Check] = (
     Check("replicas", check_alone, ("learner",)),
     Check("broker", check_broker, ("stream", "schema")),
     Check("redis", check_redis, ("replay", "name")),
-    Check("state", check_state, ("state_dir", "learner", "replay", "cuts", "versions", "schema")),
-    Check("cuts", check_cuts, ("state_dir", "schema")),
+    Check("state", check_state, ("state_dir", "learner", "replay", "checkpoints", "versions", "schema")),
+    Check("checkpoints", check_checkpoints, ("state_dir", "schema")),
     Check("versions", check_versions, ("state_dir", "schema")),
     Check("ports", check_ports, ("serving", "learner", "state_dir")),
     Check("tls", check_tls, ("serving",)),

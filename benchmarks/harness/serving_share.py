@@ -158,7 +158,7 @@ def document(stream: Stream, model: dict[str, Any], policy: str) -> dict[str, An
         "learner": {"batch_size": BATCH, "max_grad_norm": float("inf")},
         "replay": {"capacity": _STORED},
         "versions": {"publish_every": "1s", "keep": 20},
-        "cuts": {"every": "30s"},
+        "checkpoints": {"every": "30s"},
         "gate": {"guard_fraction": 0.01},
     }
     serving = {"port": 0, "max_delay": "1ms", "device": "cpu"}

@@ -6,7 +6,7 @@ from anabranch.core.errors import DependencyError
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.without_erased import remembered
 from learner.errors import MisfitError
-from learner.state_dir.checkpoint import RANK, Cuts
+from learner.state_dir.checkpoint import RANK, Checkpoints
 from replay.erasure.erased_events import Forgotten
 from replay.erasure.erasure_log import ForgottenLog, now
 from replay.erasure.log_file import Applied
@@ -16,24 +16,24 @@ ERASED = "disk"
 
 
 def erase(state_dir: Path, schema: str, written: ForgottenLog, *, whole: bool) -> Applied:
-    """Take all records that are not applied yet out of cuts and disk tier, and say so in the log.
+    """Take all records that are not applied yet out of checkpoints and disk tier, and say so in the log.
 
     Args:
         state_dir: whose lock the caller holds.
-        schema: the digest of the schema, under which the cuts were made.
+        schema: the digest of the schema, under which the checkpoints were made.
         written: the log.
         whole: whether there are no rows elsewhere; else the log says what was removed, and not that it is all.
 
     Raises:
-        SettingsError: no cut can be used.
+        SettingsError: no checkpoint can be used.
         DependencyError: something cannot be read or written; it is done again by the next start of a learner.
     """
-    cuts = Cuts(state_dir / "cuts", schema, 0)
+    checkpoints = Checkpoints(state_dir / "checkpoints", schema, 0)
     through = written.count
     forgotten = Forgotten(written.since(written.through))
     try:
-        store, guard = _counted(cuts, forgotten)
-        Eraser(cuts, state_dir / "replay" / RANK, forgotten).run()
+        store, guard = _counted(checkpoints, forgotten)
+        Eraser(checkpoints, state_dir / "replay" / RANK, forgotten).run()
         done = Applied(time=now(), through=through if whole else written.through, store=store, guard=guard)
         written.append(done)
     except OSError as exc:
@@ -44,10 +44,10 @@ def erase(state_dir: Path, schema: str, written: ForgottenLog, *, whole: bool) -
     return done
 
 
-def _counted(cuts: Cuts, forgotten: Forgotten) -> tuple[int, int]:
-    """Return how many events of store and guard set the newest cut loses."""
+def _counted(checkpoints: Checkpoints, forgotten: Forgotten) -> tuple[int, int]:
+    """Return how many events of store and guard set the newest checkpoint loses."""
     try:
-        found = cuts.newest()
+        found = checkpoints.newest()
     except MisfitError:
         return 0, 0  # of another schema or release: it is looked through all the same
     return remembered(found[1], forgotten)[1] if found is not None else (0, 0)

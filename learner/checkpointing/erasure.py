@@ -18,12 +18,12 @@ from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.identity import partition_base, partition_name
 from ingest.events.partition import TopicPartition, current
 from ingest.reader.reader import Partition
-from learner.checkpointing.checkpointer import Cutter
+from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.tombstones import Positions, Tombstones
 from learner.evaluation.holdout import GuardSet
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import Cuts
+from learner.state_dir.checkpoint import Checkpoints
 from learner.stream.batches import Batch, Span
 from replay.background_store import Clerk
 from replay.erasure.erased_events import Forgotten, Record
@@ -52,24 +52,30 @@ class Forgetting:
     """What the log covers, kept out of a learner. Used by the loop's thread, between steps."""
 
     def __init__(
-        self, written: ForgottenLog, cuts: Cuts, folder: Path, clerk: Clerk | None, guard: GuardSet, cutter: Cutter
+        self,
+        written: ForgottenLog,
+        checkpoints: Checkpoints,
+        folder: Path,
+        clerk: Clerk | None,
+        guard: GuardSet,
+        checkpointer: Checkpointer,
     ) -> None:
         """Take a log that was read, and parts that hold nothing of what it covers.
 
         Args:
             written: the log.
-            cuts: of the learner.
+            checkpoints: of the learner.
             folder: where the disk tier's files lie.
             clerk: of the learner's store.
             guard: of the learner.
-            cutter: whose thread rewrites cuts.
+            checkpointer: whose thread rewrites checkpoints.
         """
         self._log = written
-        self._cuts = cuts
+        self._checkpoints = checkpoints
         self._folder = folder
         self._clerk = clerk
         self._guard = guard
-        self._cutter = cutter
+        self._checkpointer = checkpointer
         self._looked = written.count
         self._erased = written.through
         self._count = _Count()
@@ -106,11 +112,12 @@ class Forgetting:
 
     @property
     def settled(self) -> bool:
-        """Whether all tombstones are written down, without which no cut may say that they were read."""
+        """Whether all tombstones are written down, without which no checkpoint may say that they were read."""
         return not self._unwritten
 
     def take_note(self, store: int, guard: int) -> None:
-        """Hear how many forgotten events the cut had that the learner goes on from: cuts and tiers may have more."""
+        """Hear how many forgotten events the checkpoint had that the learner goes on from: checkpoints and tiers may
+        have more."""
         self._count = _Count(self._count.store + store, self._count.guard + guard)
         if store or guard:
             self._erased = 0
@@ -158,7 +165,7 @@ class Forgetting:
         self._go_on()
 
     def look(self) -> None:
-        """Let everything leave that the log covers: after this, neither draws nor cuts have it.
+        """Let everything leave that the log covers: after this, neither draws nor checkpoints have it.
 
         Raises:
             SettingsError: the log is damaged.
@@ -181,12 +188,12 @@ class Forgetting:
         """Do all that is left to do, before the deadline; the next start does the rest."""
         while self._erased < self._looked and deadline.left > 0 and self._retry_at is None:
             self._go_on()
-            self._cutter.wait(deadline)
+            self._checkpointer.wait(deadline)
 
     def _go_on(self) -> None:
-        """Erase in cuts and tiers, in pieces between steps."""
+        """Erase in checkpoints and tiers, in pieces between steps."""
         if self._work is None and self._erased < self._looked:
-            if self._cutter.busy or (self._retry_at is not None and time.monotonic() < self._retry_at):
+            if self._checkpointer.busy or (self._retry_at is not None and time.monotonic() < self._retry_at):
                 return
             self._work = self._erase(self._looked)
         if self._work is None and self._log.is_long and (self._retry_at is None or time.monotonic() >= self._retry_at):
@@ -198,11 +205,13 @@ class Forgetting:
                 self._work = None
 
     def _erase(self, through: int) -> Iterator[None]:
-        """Take records out of cuts and tiers, in an order in which a crash costs nothing; yields between the pieces.
+        """Take records out of checkpoints and tiers, in an order in which a crash costs nothing; yields between the
+        pieces.
 
-        1. Rewrite cuts, in the thread that writes them: no cut that is begun later has what was forgotten.
+        1. Rewrite checkpoints, in the thread that writes them: no checkpoint that is begun later has what was
+        forgotten.
         2. Erase what is left behind where a tier could not be written or erased, and the places of the disk tier that
-           no cut names, and of which is not known who has left them.
+           no checkpoint names, and of which is not known who has left them.
         3. Wait until the disk has it, and write into the log that it is done. A crash before this does all again.
         """
         self._retry_at = None
@@ -212,7 +221,7 @@ class Forgetting:
         else:
             forgotten = Forgotten(self._log.since(self._erased)[: through - self._erased])
         current = self._clerk.store.tiers.file if self._clerk is not None else None
-        eraser = Eraser(self._cuts, self._folder, forgotten)
+        eraser = Eraser(self._checkpoints, self._folder, forgotten)
         rewriting = _Job(lambda: eraser.run(current.id if current is not None else None).named)
         yield from self._wait_for(rewriting)
         if self._clerk is not None and rewriting.error is None:
@@ -237,7 +246,7 @@ class Forgetting:
         """Write the log anew, beside the steps, without what it need not say any more."""
         self._retry_at = None
         written, log_starts = self._log.copy(), self._log_starts()
-        compacting = _Job(lambda: _compact(written, log_starts, self._cuts))
+        compacting = _Job(lambda: _compact(written, log_starts, self._checkpoints))
         yield from self._wait_for(compacting)
         if compacting.error is not None:
             self._retry_at = time.monotonic() + _RETRY_SECONDS
@@ -262,7 +271,7 @@ class Forgetting:
         return found
 
     def _wait_for(self, job: "_Job") -> Iterator[None]:
-        while not self._cutter.run(job.run):
+        while not self._checkpointer.run(job.run):
             yield
         while not job.done:
             yield
@@ -286,7 +295,7 @@ class Forgetting:
             self._log.append(self._unwritten)
         except OSError as exc:
             self._write_at = time.monotonic() + _WRITE_SECONDS
-            self._say(f"{self._log.path} cannot be written: {exc.strerror}; no cut is made until it can")
+            self._say(f"{self._log.path} cannot be written: {exc.strerror}; no checkpoint is made until it can")
             return
         self._unwritten, self._said_by, self._uncovered, self.ill = [], set(), Forgotten(), None
 
@@ -327,9 +336,11 @@ class _Job:
         self.done = True
 
 
-def _compact(written: ForgottenLog, log_starts: Mapping[str, int], cuts: Cuts) -> Mapping[str, NDArray[np.int64]]:
+def _compact(
+    written: ForgottenLog, log_starts: Mapping[str, int], checkpoints: Checkpoints
+) -> Mapping[str, NDArray[np.int64]]:
     try:
-        written.compact(log_starts, cuts.clean_of(written.through) if log_starts else 0)
+        written.compact(log_starts, checkpoints.clean_of(written.through) if log_starts else 0)
     except DependencyError as exc:  # it cannot be read now, which the next try may
         raise OSError(str(exc)) from exc
     return {}

@@ -1,7 +1,8 @@
-"""A cut without what is forgotten: applied to every cut that is loaded, and to those that lie on the disk.
+"""A checkpoint without what is forgotten: applied to every checkpoint that is loaded, and to those that lie on the
+disk.
 
-Events stay where they are in their segment, as zeros that no longer count: so whoever goes on from the cut before knows
-the events of a segment by their places.
+Events stay where they are in their segment, as zeros that no longer count: so whoever goes on from the checkpoint
+before knows the events of a segment by their places.
 
 Legend: n events of a part, B events held.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from ingest.events.identity import partition_base
 from ingest.events.partition import TopicPartition
 from learner.errors import MisfitError
-from learner.state_dir.checkpoint import FORGOTTEN, SEGMENT, Cut
+from learner.state_dir.checkpoint import FORGOTTEN, SEGMENT, Checkpoint
 from replay.erasure.erased_events import Forgotten
 from replay.erasure.erasure_log import ForgottenLog
 from replay.reservoir.event_table import columns_of
@@ -32,11 +33,11 @@ _NO_EVENT = -1
 
 
 def without(tensors: Mapping[str, Tensors], state: Mapping[str, Any], forgotten: Forgotten) -> dict[str, Tensors]:
-    """Return those parts of a cut that have forgotten events, without them.
+    """Return those parts of a checkpoint that have forgotten events, without them.
 
     Args:
-        tensors: of the cut, by part; of segments that are lost nothing. Only what has to be looked at is read.
-        state: of the cut.
+        tensors: of the checkpoint, by part; of segments that are lost nothing. Only what has to be looked at is read.
+        state: of the checkpoint.
         forgotten: what is.
     """
     bases, found = partition_bases(state), dict[str, Tensors]()
@@ -58,19 +59,22 @@ def without(tensors: Mapping[str, Tensors], state: Mapping[str, Any], forgotten:
     return found | ({"replay": changed} if changed is not None else {})
 
 
-def check_age(number: int, cut: Cut, written: ForgottenLog) -> None:
-    """Raise MisfitError where the log does not know any more all that was forgotten since a cut was made."""
-    if not cut.begins and cut.state.get(FORGOTTEN, 0) < written.dropped:
+def check_age(number: int, checkpoint: Checkpoint, written: ForgottenLog) -> None:
+    """Raise MisfitError where the log does not know any more all that was forgotten since a checkpoint was made."""
+    if not checkpoint.begins and checkpoint.state.get(FORGOTTEN, 0) < written.dropped:
         raise MisfitError(
-            f"cut {number} was made before events were forgotten that {written.path} does not know any more, which "
-            "would come back with it; put a newer cut in its place, or begin anew by moving the cuts away"
+            f"checkpoint {number} was made before events were forgotten that {written.path} does not know any more, "
+            f"which "
+            "would come back with it; put a newer checkpoint in its place, or begin anew by moving the checkpoints away"
         )
 
 
-def remembered(cut: Cut, forgotten: Forgotten) -> tuple[Cut, tuple[int, int]]:
-    """Return a cut without what is forgotten, and how many events of store and guard set that leaves out."""
-    parts = without(cut.tensors, cut.state, forgotten)
-    return replace(cut, tensors={**cut.tensors, **parts}), _left_out(cut.tensors, parts, cut.state)
+def remembered(checkpoint: Checkpoint, forgotten: Forgotten) -> tuple[Checkpoint, tuple[int, int]]:
+    """Return a checkpoint without what is forgotten, and how many events of store and guard set that leaves out."""
+    parts = without(checkpoint.tensors, checkpoint.state, forgotten)
+    return replace(checkpoint, tensors={**checkpoint.tensors, **parts}), _left_out(
+        checkpoint.tensors, parts, checkpoint.state
+    )
 
 
 def _left_out(before: Mapping[str, Tensors], parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> tuple[int, int]:
@@ -85,7 +89,7 @@ def _left_out(before: Mapping[str, Tensors], parts: Mapping[str, Tensors], state
 
 
 def named_slots(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> NDArray[np.int64]:
-    """Return the slots that a cut names for the events that it holds."""
+    """Return the slots that a checkpoint names for the events that it holds."""
     found = [np.empty(0, np.int64)]
     for number, rows in state["replay"]["segments"] if "replay" in tensors else ():
         part = f"{SEGMENT}{number}"
@@ -96,7 +100,7 @@ def named_slots(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> NDA
 
 
 def partition_bases(state: Mapping[str, Any]) -> NDArray[np.uint64]:
-    """Return `partition_base` of each partition that a cut knows, by its index."""
+    """Return `partition_base` of each partition that a checkpoint knows, by its index."""
     names = [TopicPartition(each["topic"], each["partition"], each["incarnation"]) for each in state["ledger"]]
     return np.array([partition_base(name) for name in names], np.uint64)
 
@@ -116,7 +120,8 @@ def _standing(
     forgotten: Forgotten,
     bases: NDArray[np.uint64],
 ) -> Tensors | None:
-    """Return what a cut has beside events, when it names events that are hit or plans forgotten ones; else None."""
+    """Return what a checkpoint has beside events, when it names events that are hit or plans forgotten ones; else
+    None."""
     changed, stays = dict(tensors), [np.empty(0, np.bool_)]
     for number, rows in state["segments"]:
         live = _live(tensors, number, rows)

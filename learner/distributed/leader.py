@@ -1,8 +1,8 @@
 """One rank leads, all compute: how the leader tells the others what to do, and they do it.
 
-Rank 0 reads the stream and has the store, the ledger, versions and cuts. For each step it deals events to all ranks,
-itself included; all do the same step, in which gradients are averaged; what the others found out comes back. Whatever
-is decided is decided by rank 0 and told in a header, so that all ranks do it or none.
+Rank 0 reads the stream and has the store, the ledger, versions and checkpoints. For each step it deals events to all
+ranks, itself included; all do the same step, in which gradients are averaged; what the others found out comes back.
+Whatever is decided is decided by rank 0 and told in a header, so that all ranks do it or none.
 """
 
 import json
@@ -36,7 +36,7 @@ from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
 
 _PARTS = ("model", "optimizer", "strategy")
-"""What of a cut all ranks take up."""
+"""What of a checkpoint all ranks take up."""
 _LOSSES, _EMBEDDINGS, _OUTPUTS = 1, 2, 4
 """What the leader wants back from a step."""
 
@@ -81,7 +81,7 @@ class Leader(Trainer):
         return self._together(mine, shares, wants)
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Take up the weights and the optimizer of a cut, on all ranks."""
+        """Take up the weights and the optimizer of a checkpoint, on all ranks."""
         super().restore(tensors, state)
         self._gathered = False
         flat = {
@@ -97,7 +97,8 @@ class Leader(Trainer):
         return tensors | others, values
 
     def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Put the random generators of all ranks back; a rank that the cut does not know goes on from its seed."""
+        """Put the random generators of all ranks back; a rank that the checkpoint does not know goes on from its
+        seed."""
         super().restore_generators(tensors, values)
         for rank in self._channel.others:
             if (kept := tensors.get(_of_rank(rank))) is not None:
@@ -119,12 +120,12 @@ class Leader(Trainer):
         return super().moments()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Weights and the optimizer's tensors of all ranks, copied on the device, for a cut."""
+        """Weights and the optimizer's tensors of all ranks, copied on the device, for a checkpoint."""
         self._gather()
         return super().tensors()
 
     def state(self) -> dict[str, Any]:
-        """What optimizer and scaler have beside tensors, as JSON values, for a cut."""
+        """What optimizer and scaler have beside tensors, as JSON values, for a checkpoint."""
         self._gather()
         return super().state()
 
@@ -279,7 +280,7 @@ def _pieces(result: StepResult, share: Share, wants: int) -> list[Tensor]:
 
 
 def _of_rank(rank: int) -> str:
-    """Name what a cut has of the generators of a rank that is led."""
+    """Name what a checkpoint has of the generators of a rank that is led."""
     return f"rank-{rank}"
 
 

@@ -151,12 +151,12 @@ class GuardSet:
         return left
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The set, for a cut, with what is still to be trimmed; later events do not change it."""
+        """The set, for a checkpoint, with what is still to be trimmed; later events do not change it."""
         self._hold(joined(self._take_in()))
         return {name: torch.from_numpy(column) for part in self._parts for name, column in part.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take up the set of a cut."""
+        """Take up the set of a checkpoint."""
         self._hold({name: tensor.numpy() for name, tensor in tensors.items()})
 
     def _hold(self, columns: Mapping[str, Array]) -> None:

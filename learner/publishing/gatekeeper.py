@@ -70,7 +70,7 @@ class Jury:
         self._surpasses = True
         self._held: _Held | None = None
         self._held_before: _Held | None = None
-        """What the cut says that the learner goes on from; counts while the same version is served."""
+        """What the checkpoint says that the learner goes on from; counts while the same version is served."""
         self.reasons: list[str] = []
         """Why the last one did."""
         self.withdrawn = 0
@@ -99,12 +99,12 @@ class Jury:
         return f"no version has passed the gate since {when}: {why}; promote one, or look at the events since then"
 
     def state(self) -> dict[str, Any]:
-        """Return what a cut keeps, so that a restart does not begin a hold anew. Any thread may ask."""
+        """Return what a checkpoint keeps, so that a restart does not begin a hold anew. Any thread may ask."""
         held = self._held
         return {} if held is None else {"held_seconds": self.held_seconds, "served": held.served}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a cut kept, before anything is judged; time in which no learner ran does not count."""
+        """Take up what a checkpoint kept, before anything is judged; time in which no learner ran does not count."""
         if "held_seconds" in state:
             seconds = float(state["held_seconds"])
             self._held_before = _Held(time.monotonic() - seconds, time.time() - seconds, state["served"])

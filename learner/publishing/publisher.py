@@ -147,7 +147,7 @@ class Publisher:
             return {}
 
     def go_on_from(self, progress: Progress, trained_through: Mapping[str, Trained]) -> None:
-        """Publish a cut's progress only if the newest version has not come as far, or is of another model."""
+        """Publish a checkpoint's progress only if the newest version has not come as far, or is of another model."""
         if self._has_published(progress[0], trained_through):
             self._progress = progress
 

@@ -1,4 +1,4 @@
-"""Where cuts and versions lie: numbered folders of files, each there whole or not at all.
+"""Where checkpoints and versions lie: numbered folders of files, each there whole or not at all.
 
 An object store is one more class beside `LocalStorage`. What tells the learner and serving of each other (`state.json`,
 reports, locks) and the disk tier are files of the host in any case.

@@ -47,8 +47,8 @@ def hold_state_directory(
     The kernel lets go of the lock when the process ends, however it ends; it is proof of life also between containers
     that share the volume but not their process ids. From `stop` on others may know that this one ends; so long, and
     `patience` at most, is waited for one that does: when a supervisor is killed, the next one's learner comes before
-    the last cut of the one before it is written. A holder that is no learner names its `command`, which ends by itself:
-    whoever has patience waits for it, for an hour at most. `known` tells the latest epoch of what lies in the
+    the last checkpoint of the one before it is written. A holder that is no learner names its `command`, which ends by
+    itself: whoever has patience waits for it, for an hour at most. `known` tells the latest epoch of what lies in the
     directory: what is written from now on is newer, also where the file of epochs was lost.
 
     Raises:

@@ -71,9 +71,9 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Steps over the life of the pipeline, restarts included."""
     steps_since_start: int = 0
     """Steps of this process."""
-    cut: int | None = None
-    """The newest cut."""
-    cut_time: float | None = None
+    checkpoint: int | None = None
+    """The newest checkpoint."""
+    checkpoint_time: float | None = None
     """When it was made."""
     ill: list[str] = []
     """One sentence for each part that does not work as it should; empty when all is well."""
@@ -131,7 +131,7 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     forgotten: int = 0
     """Records of what is forgotten; none of it is trained on or stored from then on."""
     forgotten_through: int = 0
-    """The last of them of which nothing is left in store, guard set and cuts."""
+    """The last of them of which nothing is left in store, guard set and checkpoints."""
     version: int | None = None
     """The newest version published."""
     verdict: str | None = None

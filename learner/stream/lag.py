@@ -177,13 +177,13 @@ class LagPolicy:
         return self._said() if self.behind else None
 
     def state(self) -> dict[str, Any]:
-        """Return what a cut keeps, so that a restart knows how long events have been waiting."""
+        """Return what a checkpoint keeps, so that a restart knows how long events have been waiting."""
         now, wall = self._clock(), self._wall()
         marks = [[(wall - now + moment, end) for moment, end in each.marks] for each in self._arrivals]
         return {"behind": self.behind, "arrivals": marks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a cut kept; the time since then has passed for events too."""
+        """Take up what a checkpoint kept; the time since then has passed for events too."""
         now, wall = self._clock(), self._wall()
         self.behind = bool(state.get("behind", False))
         self._arrivals = [

@@ -137,7 +137,7 @@ class Whereabouts:
         self._placed[slots] = False
 
     def restore(self, slots: NDArray[np.int32]) -> None:
-        """Take up events of a cut: where they lie is found when they are drawn."""
+        """Take up events of a checkpoint: where they lie is found when they are drawn."""
         self._name(slots)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ checksum is damage, and is refused: what it said must not come back in silence.
 
 Now and then `compact` writes a new file, in which what all records cover is packed, and puts it in the place of the old
 one. Numbers go on from there, so that a log that lost records is told from one that is whole. Records by key whose
-events cannot be read again, nor come from a cut, are dropped then.
+events cannot be read again, nor come from a checkpoint, are dropped then.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class ForgottenLog:
         self.store = self.guard = 0
         """Events of the store and of the guard set that were removed in all."""
         self.dropped = 0
-        """The highest number of a record that was dropped: what it forgot may be in a cut that is older."""
+        """The highest number of a record that was dropped: what it forgot may be in a checkpoint that is older."""
         self._log_starts: dict[str, int] = {}
         self._open: list[Record] = []
         """Those after `through`, in order."""
@@ -168,8 +168,8 @@ class ForgottenLog:
 
         Args:
             log_starts: by name of the partition the first offset that may still be read.
-            through: the number of the last record of which no cut has events. With all its events below `log_starts`,
-                a record up to it, and of which is known that it is applied, is dropped.
+            through: the number of the last record of which no checkpoint has events. With all its events below
+                `log_starts`, a record up to it, and of which is known that it is applied, is dropped.
 
         Whoever reads sees the old file or the new one. Most of it is done while others may append; what they did is
         taken over, under the lock, before the new one takes its place. A crash leaves a file that is written over.

@@ -49,13 +49,13 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="wha
     ends: dict[str, int] = {}
     """Those of the last tombstone, to which lines that have none refer."""
     dropped: int = 0
-    """The highest number of a record that was dropped: a cut that is older may have what it forgot."""
+    """The highest number of a record that was dropped: a checkpoint that is older may have what it forgot."""
     log_starts: dict[str, int] = {}
     """Below which all lay that was dropped last: who has read the records drops the same."""
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied", tag_field="what"):
-    """Everything that the records up to number `through` cover is gone from store, guard set, tiers and cuts."""
+    """Everything that the records up to number `through` cover is gone from store, guard set, tiers and checkpoints."""
 
     time: float
     through: int

@@ -90,7 +90,7 @@ class WeightedSampler(UniformSampler):
         return {"seats": self._seats.of(self._entries.slots)}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take up the seats; a cut that was made with a sampler of another kind has none that fit."""
+        """Take up the seats; a checkpoint that was made with a sampler of another kind has none that fit."""
         seats, slots = state.get("seats", np.empty(0)).astype(np.int32), self._entries.slots
         if len(seats) == len(slots) and seats.max(initial=-1) < self._seats.count:
             weights = self._weights(slots)
@@ -177,7 +177,7 @@ class PrioritizedSampler(WeightedSampler):
         finite = np.isfinite(losses)
         slots, losses = slots[finite], losses[finite]
         if len(slots):
-            # Rounded to what a cut keeps of them.
+            # Rounded to what a checkpoint keeps of them.
             weights = (np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA).astype(np.float32)
             self._heard = np.concatenate([self._heard, weights])[-_HEARD:]
             self._weigh(slots, weights.astype(np.float64))
@@ -188,7 +188,7 @@ class PrioritizedSampler(WeightedSampler):
         return {**super().state(), "weights": weights, "heard": self._heard}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take up all of them; a cut that was made with another sampler has no weights."""
+        """Take up all of them; a checkpoint that was made with another sampler has no weights."""
         super().restore(state)
         if {"weights", "heard"} <= state.keys():
             self._heard = state["heard"].astype(np.float32)

@@ -325,7 +325,7 @@ class RedisServer:
             self._leave(exc)
             return
         if removed:
-            log.info("removed %d rows from %s that belong to no cut", removed, self.address)
+            log.info("removed %d rows from %s that belong to no checkpoint", removed, self.address)
         self._sweeps.popleft()
 
 

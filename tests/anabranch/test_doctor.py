@@ -44,7 +44,7 @@ from ingest.events.schema import Schema
 from learner.config import ShareSettings
 from learner.model.device import Precision
 from learner.model.task import Classification
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.lock import hold_state_directory
 from learner.state_dir.report import LearnerReport, write_report
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
@@ -167,7 +167,7 @@ def test_every_finding_has_a_test_that_makes_it_real():
 def test_every_finding_is_used_and_says_how_to_mend_it():
     sources = "".join(path.read_text() for path in Path(examination.__file__).parent.glob("*.py"))
     for kind, (level, mend, _) in FINDINGS.items():
-        name = re.sub(r"^(cut|version)\.", "{what}.", kind)
+        name = re.sub(r"^(checkpoint|version)\.", "{what}.", kind)
         assert sources.count(f'"{kind}"') + sources.count(f'"{name}"') >= 2 or f'f"{name}"' in sources, kind
         assert level in ("note", "warning", "problem")
         assert mend.endswith(".")
@@ -188,15 +188,17 @@ class TestConfig:
         edit('topics = ["events"]', 'topics = ["events"]\nproperties = {"sasl.password" = {env = "DOCTOR_NOT_SET"}}')
         setting("learner.nope", 3)
         diagnoses = list(
-            examine(example / "pipeline.toml", 20, checks=[c for c in CHECKS if c.name in ("state", "ports", "cuts")])
+            examine(
+                example / "pipeline.toml", 20, checks=[c for c in CHECKS if c.name in ("state", "ports", "checkpoints")]
+            )
         )
         diagnose.seen.update(finding.kind for _, finding in diagnoses)
         told = [finding.matter for check, finding in diagnoses if check == "config"]
         for part in ("batchsize", "precision = 'fp99'", "serving.port = 99999", "DOCTOR_NOT_SET", "LEARNER__NOPE"):
             assert sum(part in matter for matter in told) == 1, part
         assert len(told) == 5
-        # The ports' and the state's settings are at fault; the cuts' are not.
-        assert {check for check, _ in diagnoses} == {"config", "cuts"}
+        # The ports' and the state's settings are at fault; the checkpoints' are not.
+        assert {check for check, _ in diagnoses} == {"config", "checkpoints"}
 
     @pytest.mark.finds("schema.invalid")
     @pytest.mark.parametrize(
@@ -710,10 +712,10 @@ class TestStateDirectory:
         assert "Read-only file system" in only(diagnose("state"), "state.unwritable").matter
 
     @pytest.mark.finds("state.full")
-    def test_too_little_room_for_a_cut(self, diagnose, setting, mounted):
+    def test_too_little_room_for_a_checkpoint(self, diagnose, setting, mounted):
         setting("state_dir", str(mounted("size=1m")))
         assert only(diagnose("state"), "state.full").matter.endswith(
-            "a full cut and a version need 0.6 MB, and the disk tier 32.0 MB."
+            "a full checkpoint and a version need 0.6 MB, and the disk tier 32.0 MB."
         )
 
     @pytest.mark.finds("state.filling")
@@ -774,12 +776,14 @@ class TestStateDirectory:
 class TestWhatIsSaved:
     @pytest.fixture
     def save(self, example):
-        """Writes a cut and a version under a schema; returns their directories."""
+        """Writes a checkpoint and a version under a schema; returns their directories."""
 
         def write(digest=None, model=None):
             config = load_config(example / "pipeline.toml")
             digest = digest or Schema(config.pipeline.events).digest
-            cut = Cuts(config.state_dir / "cuts", digest, 1).write(3, Cut(1, {"model": {"w": torch.ones(9)}}, {}), 1.0)
+            checkpoint = Checkpoints(config.state_dir / "checkpoints", digest, 1).write(
+                3, Checkpoint(1, {"model": {"w": torch.ones(9)}}, {}), 1.0
+            )
             manifest = Manifest(
                 number=4,
                 epoch=1,
@@ -794,20 +798,20 @@ class TestWhatIsSaved:
                 files={},
             )
             versions = Versions(config.state_dir / "versions")
-            return cut, versions.write({"w": torch.ones(9)}, manifest, Verdict("pass"))
+            return checkpoint, versions.write({"w": torch.ones(9)}, manifest, Verdict("pass"))
 
         return write
 
     def test_sound_ones_have_no_finding(self, diagnose, save):
         save()
-        told = [finding.matter for finding in diagnose("cuts") + diagnose("versions")]
+        told = [finding.matter for finding in diagnose("checkpoints") + diagnose("versions")]
         assert told == [
-            "The newest cut, 3, is whole and of this schema.",
+            "The newest checkpoint, 3, is whole and of this schema.",
             "The newest version, 4, is whole and of this schema.",
         ]
 
-    @pytest.mark.finds("cut.misfit")
-    def test_a_cut_of_another_strategy_model_or_optimizer(self, diagnose, example, edit, setting):
+    @pytest.mark.finds("checkpoint.misfit")
+    def test_a_checkpoint_of_another_strategy_model_or_optimizer(self, diagnose, example, edit, setting):
         setting("learner.device", "cpu")
         config = load_config(example / "pipeline.toml")
         layers = [torch.nn.Linear(*sizes) for sizes in ((64, 128), (128, 128), (128, 10))]
@@ -818,44 +822,47 @@ class TestWhatIsSaved:
             *(model, task, ExperienceReplay(), schema, settings, torch.device("cpu"), Precision("fp32", None))
         )
         tensors = {**trainer.tensors(), "replay": {"retired": torch.zeros(1)}}
-        cut = Cut(1, tensors, {"trainer": trainer.state(), OUTPUT: None})
-        Cuts(config.state_dir / "cuts", schema.digest, 1).write(3, cut, 1.0)
-        assert kinds(diagnose("model") + diagnose("cuts")) == []
+        checkpoint = Checkpoint(1, tensors, {"trainer": trainer.state(), OUTPUT: None})
+        Checkpoints(config.state_dir / "checkpoints", schema.digest, 1).write(3, checkpoint, 1.0)
+        assert kinds(diagnose("model") + diagnose("checkpoints")) == []
         setting("learner.strategy", "der")
-        matter = only(diagnose("model"), "cut.misfit").matter
+        matter = only(diagnose("model"), "checkpoint.misfit").matter
         assert matter.startswith('learner.strategy = "der" wants an output of shape [10] kept with each stored event')
         setting("learner.strategy", "er")
         setting("learner.optimizer.name", "sgd")
-        assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "cut.misfit").matter
+        assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "checkpoint.misfit").matter
         edit("hidden = 128", "hidden = 64")
-        assert "does not fit the model" in only(diagnose("model"), "cut.misfit").matter
+        assert "does not fit the model" in only(diagnose("model"), "checkpoint.misfit").matter
 
-    @pytest.mark.finds("cut.misfit")
-    def test_a_cut_of_another_release(self, diagnose, save):
-        cut, _ = save()
-        manifest = json.loads((cut / "manifest.json").read_text())
-        (cut / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-        assert "is of format 1, and this release reads" in only(diagnose("model"), "cut.misfit").matter
+    @pytest.mark.finds("checkpoint.misfit")
+    def test_a_checkpoint_of_another_release(self, diagnose, save):
+        checkpoint, _ = save()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+        assert "is of format 1, and this release reads" in only(diagnose("model"), "checkpoint.misfit").matter
 
-    @pytest.mark.finds("cut.damaged", "version.damaged")
+    @pytest.mark.finds("checkpoint.damaged", "version.damaged")
     def test_a_flipped_bit(self, diagnose, save):
         for directory in save():
             (path,) = directory.rglob("model.safetensors")
             content = path.read_bytes()
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        assert "does not have its digest" in only(diagnose("cuts"), "cut.damaged").matter
+        assert "does not have its digest" in only(diagnose("checkpoints"), "checkpoint.damaged").matter
         assert "model.safetensors does not have" in only(diagnose("versions"), "version.damaged").matter
 
-    @pytest.mark.finds("cut.damaged", "version.damaged")
+    @pytest.mark.finds("checkpoint.damaged", "version.damaged")
     def test_a_file_that_is_gone(self, diagnose, save):
         for directory in save():
             next(directory.rglob("model.safetensors")).unlink()
-        assert [*kinds(diagnose("cuts")), *kinds(diagnose("versions"))] == ["cut.damaged", "version.damaged"]
+        assert [*kinds(diagnose("checkpoints")), *kinds(diagnose("versions"))] == [
+            "checkpoint.damaged",
+            "version.damaged",
+        ]
 
-    @pytest.mark.finds("cut.schema", "version.schema")
+    @pytest.mark.finds("checkpoint.schema", "version.schema")
     def test_another_schema(self, diagnose, save):
         save("0" * 64)
-        assert only(diagnose("cuts"), "cut.schema").level == "problem"
+        assert only(diagnose("checkpoints"), "checkpoint.schema").level == "problem"
         assert only(diagnose("versions"), "version.schema").level == "note"
 
     @pytest.mark.finds("version.model")

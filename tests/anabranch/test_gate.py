@@ -24,7 +24,7 @@ strategy = "none"
 optimizer = {{name = "sgd", lr = {lr}}}
 [versions]
 publish_every = "100ms"
-[cuts]
+[checkpoints]
 every = "1h"
 [gate]
 guard_fraction = 0.25

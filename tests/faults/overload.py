@@ -57,7 +57,7 @@ device_bytes = "1MB"
 publish_every = "1s"
 keep = 2
 keep_hourly = 0
-[cuts]
+[checkpoints]
 every = "5s"
 [gate]
 guard_rows = 100

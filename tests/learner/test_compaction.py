@@ -18,8 +18,8 @@ from replay.erasure.erasure_log import ForgottenLog
 from replay.erasure.log_file import Applied
 
 
-class Cuts:
-    """No cuts, in a thread that does at once what it is given."""
+class Checkpoints:
+    """No checkpoints, in a thread that does at once what it is given."""
 
     busy = False
 
@@ -39,8 +39,8 @@ def test_a_learner_at_work_compacts_a_long_log_and_tries_again_when_it_cannot_be
     written.append(records)
     written.append(Applied(time=0.0, through=written.count, store=0, guard=0))
     assert written.is_long
-    cuts: Any = Cuts()
-    forgetting = Forgetting(written, cuts, tmp_path, None, cuts, cuts)
+    checkpoints: Any = Checkpoints()
+    forgetting = Forgetting(written, checkpoints, tmp_path, None, checkpoints, checkpoints)
     before = written.path.stat().st_size
 
     def away(*_arguments: object) -> None:
@@ -74,8 +74,8 @@ def test_what_is_dropped_is_below_what_kafka_has_and_below_what_is_learned(
     written = ForgottenLog(tmp_path / "forgotten.log")
     written.append([ByKey(time=0.0, by="command", key_hash=f"{n:016x}", up_to=each) for n, each in enumerate(ends)])
     written.append(Applied(time=0.0, through=written.count, store=0, guard=0))
-    cuts: Any = Cuts()
-    forgetting = Forgetting(written, cuts, tmp_path, None, cuts, cuts)
+    checkpoints: Any = Checkpoints()
+    forgetting = Forgetting(written, checkpoints, tmp_path, None, checkpoints, checkpoints)
     starts = [None, 40, 50, None]
     positions = dict(zip(names, map(Position, [5, 30, 70, 9]), strict=True))
     found = [Partition(name, 0, 99, None, start) for name, start in zip(names, starts, strict=True)]

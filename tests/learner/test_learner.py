@@ -15,7 +15,7 @@ import torch
 from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
-from learner.state_dir.checkpoint import Cuts
+from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.lock import EPOCH, LOCK, hold_state_directory
 from learner.state_dir.report import LearnerReport, read_report
 from learner.state_dir.version import Versions
@@ -65,10 +65,10 @@ def ended(config: Path, **environment: str) -> tuple[int, str]:
 
 
 def read_log(learner: Learner, times: int) -> str:
-    """Wait for a first report, and return what all processes so far said; `times` of them went on from a cut."""
+    """Wait for a first report, and return what all processes so far said; `times` of them went on from a checkpoint."""
     learner.wait_for(lambda _: True)
     said = learner.log.read_text()
-    assert said.count("going on from cut") == times, said
+    assert said.count("going on from checkpoint") == times, said
     return said
 
 
@@ -186,7 +186,7 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
         produce(kafka.bootstrap, topic, values, partition=partition)
     environment = {
         "ANABRANCH__LEARNER__DETERMINISTIC": "true",
-        "ANABRANCH__CUTS__EVERY": "500ms",
+        "ANABRANCH__CHECKPOINTS__EVERY": "500ms",
         "ANABRANCH__REPLAY__CAPACITY": "500",
         "ANABRANCH__GATE__GUARD_FRACTION": "0",
     }
@@ -197,7 +197,7 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
     whole = learner.state_dir.rename(learner.state_dir.parent / "whole")
     for kill in (True, False):
         learner = start(config, **environment)
-        report = learner.wait_for(lambda each: each.steps_since_start > 20 and (each.cut or 0) > 1)
+        report = learner.wait_for(lambda each: each.steps_since_start > 20 and (each.checkpoint or 0) > 1)
         assert report.steps < steps, "it is over before it is interrupted"
         if kill:
             learner.kill()
@@ -210,7 +210,11 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
     assert learner.stop() == 0
     for part in ("model", "optimizer"):
         mine, others = (
-            load_file(max((path / "cuts").iterdir(), key=lambda cut: int(cut.name)) / "rank-0" / f"{part}.safetensors")
+            load_file(
+                max((path / "checkpoints").iterdir(), key=lambda checkpoint: int(checkpoint.name))
+                / "rank-0"
+                / f"{part}.safetensors"
+            )
             for path in (learner.state_dir, whole)
         )
         assert mine.keys() == others.keys() != set()
@@ -218,7 +222,7 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
 
 
 @pytest.mark.parametrize("home", ["device", "disk"])
-def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
+def test_after_kill_9_it_goes_on_from_the_checkpoint_and_everything_adds_up(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -229,7 +233,7 @@ def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
     topic = make_topic(partitions=2)
     config = pipeline(kafka.bootstrap, topic)
     produced = 0
-    environment = {"ANABRANCH__CUTS__EVERY": "200ms"}
+    environment = {"ANABRANCH__CHECKPOINTS__EVERY": "200ms"}
     if home == "disk":
         environment |= {"ANABRANCH__REPLAY__DISK__BYTES": "1MB", "ANABRANCH__REPLAY__DEVICE_BYTES": "10kB"}
     learner = start(config, **environment)
@@ -237,11 +241,11 @@ def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
         for partition in range(2):
             produce(kafka.bootstrap, topic, [*events(150), b"bad"], partition=partition)
         produced += 302
-        report = learner.wait_for(lambda each, n=produced: total(each) >= n // 2 and (each.cut or 0) > 1)
+        report = learner.wait_for(lambda each, n=produced: total(each) >= n // 2 and (each.checkpoint or 0) > 1)
         assert adds_up(report)
         learner.kill()
         learner = start(config, **environment)
-        assert "going on from cut" in read_log(learner, round_)
+        assert "going on from checkpoint" in read_log(learner, round_)
     report = learner.wait_for(lambda each: total(each) == produced)
     assert adds_up(report)
     assert report.outcomes["dead_lettered"] == 8
@@ -251,7 +255,7 @@ def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
     assert report.guard_rows == report.outcomes["held_out"]
 
 
-def test_sigterm_cuts_so_that_no_event_comes_twice(
+def test_sigterm_writes_a_checkpoint_so_that_no_event_comes_twice(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -268,16 +272,16 @@ def test_sigterm_cuts_so_that_no_event_comes_twice(
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 300)
     assert before is not None
-    assert before.cut is not None
-    manifest = json.loads((learner.state_dir / "cuts" / str(before.cut) / "manifest.json").read_bytes())
-    assert before.cut_time == manifest["time"]
+    assert before.checkpoint is not None
+    manifest = json.loads((learner.state_dir / "checkpoints" / str(before.checkpoint) / "manifest.json").read_bytes())
+    assert before.checkpoint_time == manifest["time"]
     assert report.steps == before.steps + report.steps_since_start
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 300
     assert adds_up(report)
 
 
 @pytest.mark.any_broker
-def test_a_learner_that_rests_makes_no_cuts_and_is_well(
+def test_a_learner_that_rests_makes_no_checkpoints_and_is_well(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -285,27 +289,27 @@ def test_a_learner_that_rests_makes_no_cuts_and_is_well(
     start: Callable[..., Learner],
 ) -> None:
     topic = make_topic()
-    learner = start(pipeline(kafka.bootstrap, topic, '[cuts]\nevery = "50ms"\n'))
+    learner = start(pipeline(kafka.bootstrap, topic, '[checkpoints]\nevery = "50ms"\n'))
 
     def rests() -> LearnerReport:
-        """Wait until twenty cuts were due and none was made."""
+        """Wait until twenty checkpoints were due and none was made."""
         since = learner.wait_for(lambda _: True)
         while (now := learner.wait_for(lambda _: True)).time < since.time + 1:
-            since = since if now.cut == since.cut else now
+            since = since if now.checkpoint == since.checkpoint else now
         return now
 
     produce(kafka.bootstrap, topic, events(100))
-    learner.wait_for(lambda each: total(each) == 100 and (each.cut or 0) > 1)
+    learner.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
     before = rests()
     assert before.ill == []
     produce(kafka.bootstrap, topic, events(100))
-    learner.wait_for(lambda each: (each.cut or 0) > (before.cut or 0))
+    learner.wait_for(lambda each: (each.checkpoint or 0) > (before.checkpoint or 0))
     report = rests()
     assert total(report) == 200
     assert learner.stop() == 0
     after = read_report(learner.state_dir)
     assert after is not None
-    assert after.cut == report.cut, "a learner that had nothing new made a last cut"
+    assert after.checkpoint == report.checkpoint, "a learner that had nothing new made a last checkpoint"
 
 
 @pytest.mark.any_broker
@@ -361,7 +365,7 @@ def test_a_second_learner_on_the_same_state_directory_ends_with_2(
 
 
 @pytest.mark.any_broker
-def test_a_learner_goes_on_after_what_is_there_of_versions_and_cuts_where_the_file_of_epochs_was_lost(
+def test_a_learner_goes_on_after_what_is_there_of_versions_and_checkpoints_where_the_file_of_epochs_was_lost(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -376,8 +380,10 @@ def test_a_learner_goes_on_after_what_is_there_of_versions_and_cuts_where_the_fi
         learner.wait_for(lambda each, n=50 * turn: total(each) == n)
         assert learner.stop() == 0
         versions = Versions(learner.state_dir / "versions")
-        cuts = Cuts(learner.state_dir / "cuts", "", 0)
-        assert [versions.epoch(), cuts.epoch(), cuts.manifest(max(cuts.numbers())).epoch] == [turn] * 3
+        checkpoints = Checkpoints(learner.state_dir / "checkpoints", "", 0)
+        assert [versions.epoch(), checkpoints.epoch(), checkpoints.manifest(max(checkpoints.numbers())).epoch] == [
+            turn
+        ] * 3
         assert versions.stale(versions.numbers()) == set()
         (learner.state_dir / EPOCH).unlink()
         if turn == 2:
@@ -393,16 +399,16 @@ def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writ
     start: Callable[..., Learner],
 ) -> None:
     topic = make_topic()
-    learner = start(pipeline(kafka.bootstrap, topic, '[cuts]\nevery = "50ms"\n'))
+    learner = start(pipeline(kafka.bootstrap, topic, '[checkpoints]\nevery = "50ms"\n'))
     produce(kafka.bootstrap, topic, events(100))
-    learner.wait_for(lambda each: total(each) == 100 and (each.cut or 0) > 1)
+    learner.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
     (learner.state_dir / LOCK).unlink()  # as a network file system may let go of it
     with hold_state_directory(learner.state_dir) as epoch:
         assert epoch == 2
-        before = sorted((learner.state_dir / "cuts").iterdir())
+        before = sorted((learner.state_dir / "checkpoints").iterdir())
         produce(kafka.bootstrap, topic, events(100))
         assert learner.process.wait(30) == 2
-        assert sorted((learner.state_dir / "cuts").iterdir()) == before
+        assert sorted((learner.state_dir / "checkpoints").iterdir()) == before
     assert "another learner has taken" in learner.log.read_text().splitlines()[-1]
 
 
@@ -594,7 +600,7 @@ def test_the_output_of_the_model_is_kept_with_each_event_for_der(
     pipeline: Callable[..., Path],
     start: Callable[..., Learner],
 ) -> None:
-    """Also of a cut that is gone on from, but not under a strategy that keeps none."""
+    """Also of a checkpoint that is gone on from, but not under a strategy that keeps none."""
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
     environment = {"ANABRANCH__LEARNER__STRATEGY": "der++", "ANABRANCH__STREAM__UNLABELLED": "store"}

@@ -174,8 +174,8 @@ function bounds() {
 
 function shown(names) {
   const { from } = bounds(), begin = points.time.findIndex((time) => time >= from);
-  const cut = (values) => (begin < 0 ? [] : values.slice(begin));
-  return { times: cut(points.time), values: names.map((name) => cut(points.series[name])), gap: 3.5 * points.step };
+  const checkpoint = (values) => (begin < 0 ? [] : values.slice(begin));
+  return { times: checkpoint(points.time), values: names.map((name) => checkpoint(points.series[name])), gap: 3.5 * points.step };
 }
 
 function renderAccuracy() {
@@ -320,7 +320,7 @@ function renderParts() {
   const { learner, serving, twin } = status, ago = (time) => `${age(status.time - time)} ago`;
   const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0, { shadow } = serving;
   const parts = [
-    ["Last cut", learner?.cut ? `number ${learner.cut}, ${known(learner.cut_time) ? ago(learner.cut_time) : "age not known"}` : "none yet"],
+    ["Last checkpoint", learner?.checkpoint ? `number ${learner.checkpoint}, ${known(learner.checkpoint_time) ? ago(learner.checkpoint_time) : "age not known"}` : "none yet"],
     ["Guard set", learner ? `${count(learner.guard_rows)} events` : NONE],
     ["Learner reported", learner ? ago(learner.time) : "never"],
     ...(twin ? [["Twin reported", ago(twin.time)]] : []),

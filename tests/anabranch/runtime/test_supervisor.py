@@ -183,8 +183,8 @@ def test_deaths_without_progress_are_counted_and_progress_forgets_them(part, run
     ("figures", "life", "asked"),
     [
         ("steps_since_start=1", 10, [1, 1, 1, 2, 3, 4]),
-        ("steps_since_start=1, cut=7", 10, [1, 1, 1, 1, 2, 3]),
-        ("steps_since_start=1, cut=starts", 10, [1] * 6),
+        ("steps_since_start=1, checkpoint=7", 10, [1, 1, 1, 1, 2, 3]),
+        ("steps_since_start=1, checkpoint=starts", 10, [1] * 6),
         ("steps_since_start=1", 60, [1] * 6),
         ("version=1", 10, [1, 1, 1, 2, 3, 4]),
     ],

@@ -152,7 +152,7 @@ def test_a_host_that_is_idle_for_long_still_says_that_its_broker_is_away(
             if not second % 3:
                 it.commit({0: 0, 1: 0})
         assert it.ill is None
-        proxy.suffer(Fault(cut=True))
+        proxy.suffer(Fault(closed=True))
         until(it, lambda: proxy.address in str(it.ill), 10)
 
 
@@ -225,7 +225,7 @@ def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
             send()
             sources.look([300.0, 200.0, 200.0, 200.0])
             read(sources, seen, 400)
-            proxy.suffer(Fault(cut=True))
+            proxy.suffer(Fault(closed=True))
             sources.look([1.0, 900.0, 900.0, 1.0])
             assert sources._shares == [0, 0, 1, 1], "nobody has said yet that the broker is away"
             until(sources, lambda: proxy.address in str(sources.ill))

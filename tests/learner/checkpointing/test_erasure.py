@@ -1,4 +1,4 @@
-"""Forgetting through the whole learner: nothing comes back from store, guard set, cuts, files or Kafka."""
+"""Forgetting through the whole learner: nothing comes back from store, guard set, checkpoints, files or Kafka."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ name = "k"
 publish_every = "100ms"
 [gate]
 guard_fraction = 0.1
-[cuts]
+[checkpoints]
 every = "200ms"
 """
 DISK = '[replay]\ndevice_bytes = "2kB"\ndisk = {bytes = "1MB"}\n'
@@ -94,7 +94,7 @@ def test_what_a_learner_at_work_forgets_is_in_no_file_and_does_not_come_back(
     learner = start(config)
     for partition in range(2):
         produce(kafka.bootstrap, topic, [*plain(100), *secret(40), *plain(100)], partition=partition)
-    before = learner.wait_for(lambda each: total(each) == 480 and (each.cut or 0) > 0)
+    before = learner.wait_for(lambda each: total(each) == 480 and (each.checkpoint or 0) > 0)
     answer = forget_now(config, "anna")
     assert answer.applied
     # Keys are held out as a whole: all of this one or none.
@@ -116,7 +116,7 @@ def test_what_a_learner_at_work_forgets_is_in_no_file_and_does_not_come_back(
 def test_a_forgotten_event_that_is_read_again_is_skipped(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
-    """A learner that never cut reads all of Kafka again."""
+    """A learner that never wrote a checkpoint reads all of Kafka again."""
     config, topic = pipeline
     config.write_text(config.read_text().replace('every = "200ms"', 'every = "1h"'))
     learner = start(config)
@@ -124,7 +124,7 @@ def test_a_forgotten_event_that_is_read_again_is_skipped(
     learner.wait_for(lambda each: total(each) == 240)
     learner.kill()
     answer = forget_now(config, "anna", ranges=(f"{topic}[0]@10..19",))
-    assert (answer.applied, answer.store, answer.guard) == (True, 0, 0), "there is no cut that has it"
+    assert (answer.applied, answer.store, answer.guard) == (True, 0, 0), "there is no checkpoint that has it"
     assert files_with_the_secret(learner.state_dir) == []
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 240)
@@ -136,7 +136,7 @@ def test_a_forgotten_event_that_is_read_again_is_skipped(
 
 
 @pytest.mark.any_broker
-def test_without_a_learner_cuts_and_tiers_are_rewritten_at_once(
+def test_without_a_learner_checkpoints_and_tiers_are_rewritten_at_once(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
@@ -167,7 +167,7 @@ def test_a_crash_between_the_word_and_the_deed_brings_nothing_back(
     config, topic = pipeline
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(100), *secret(40)])
-    learner.wait_for(lambda each: total(each) == 140 and (each.cut or 0) > 0)
+    learner.wait_for(lambda each: total(each) == 140 and (each.checkpoint or 0) > 0)
     learner.process.send_signal(signal.SIGSTOP)
     answer = forget(settings(config), ["anna"], [], timedelta(seconds=0))
     assert not answer.applied
@@ -189,7 +189,7 @@ def test_a_tombstone_forgets_what_was_read_before_it_also_after_a_crash(
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(100), *secret(20), *secret(20, key=17)])
     produce(kafka.bootstrap, topic, secret(10), partition=1)
-    learner.wait_for(lambda each: total(each) == 150 and (each.cut or 0) > 0)
+    learner.wait_for(lambda each: total(each) == 150 and (each.checkpoint or 0) > 0)
     for key in (b"anna", b"17", b"nobody"):
         produce(kafka.bootstrap, topic, [None], key=key)
     produce(kafka.bootstrap, topic, secret(4))
@@ -241,7 +241,7 @@ def test_rows_in_redis_are_removed(
     config = write_pipeline(kafka.bootstrap, topic, CONFIG.replace("fraction = 0.1", "fraction = 0") + tiers)
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(60), *secret(20)])
-    learner.wait_for(lambda each: total(each) == 80 and (each.cut or 0) > 0)
+    learner.wait_for(lambda each: total(each) == 80 and (each.checkpoint or 0) > 0)
     learner.wait_for(lambda _: len(secrets_in(mortal_redis)) == 20)
     learner.wait_for(lambda _: read_stats(settings(config)).events == 80)
     assert len(list(draw_sample(settings(config), 100, ["key=anna"], None))) == 20
@@ -286,7 +286,7 @@ def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
     config = write_pipeline(kafka.bootstrap, topic, CONFIG.replace("fraction = 0.1", "fraction = 0") + DISK)
     early = command(config, "stats")
     assert (early.returncode, early.stdout) == (2, "")
-    assert early.stderr.startswith("anabranch: there is no cut")
+    assert early.stderr.startswith("anabranch: there is no checkpoint")
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(60), *secret(20)])
     learner.wait_for(lambda each: total(each) == 80)
@@ -347,12 +347,12 @@ def test_the_store_is_told_beside_a_learner_at_work(
 ) -> None:
     config, topic = pipeline
     config.write_text(config.read_text().replace("guard_fraction = 0.1", "guard_fraction = 0"))
-    with pytest.raises(SettingsError, match="there is no cut"):
+    with pytest.raises(SettingsError, match="there is no checkpoint"):
         read_stats(settings(config))
     learner, begin = start(config), int(time.time())
     produce(kafka.bootstrap, topic, [*plain(90), *secret(10)], timestamp_ms=begin * 1000)
     learner.wait_for(lambda each: total(each) == 100)
-    learner.wait_for(lambda each: (each.cut or 0) > 0)
+    learner.wait_for(lambda each: (each.checkpoint or 0) > 0)
     learner.wait_for(lambda _: read_stats(settings(config)).events == 100)
     stats = read_stats(settings(config))
     assert (stats.events, stats.offered, stats.by_label) == (100, 100, {"0": 34, "1": 33, "2": 33})

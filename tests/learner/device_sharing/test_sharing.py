@@ -170,14 +170,14 @@ def test_training_goes_on_at_once_when_the_server_is_killed(begin: Callable[...,
     assert time.monotonic() - killed < 10, "serving.timeout is 30 s: it was not waited for"
 
 
-def test_a_learner_that_gives_way_stops_in_time_and_makes_its_last_cut(begin: Callable[..., Learner]) -> None:
+def test_a_learner_that_gives_way_stops_in_time_and_makes_its_last_checkpoint(begin: Callable[..., Learner]) -> None:
     learner = begin()
     with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
         mark.run()
         learner.until(lambda: gives_way(learner))
         learner.process.send_signal(signal.SIGTERM)
         assert learner.process.wait(30) == 0
-    assert list((learner.state_dir / "cuts").glob("*/manifest.json"))
+    assert list((learner.state_dir / "checkpoints").glob("*/manifest.json"))
 
 
 def test_training_gets_its_fraction(begin: Callable[..., Learner]) -> None:

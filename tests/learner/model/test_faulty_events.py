@@ -351,7 +351,7 @@ def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: C
     assert "the model raised on 320 of the last 620 new events" in told
 
 
-def test_while_the_model_takes_nothing_no_cut_passes_by_the_events(make_bench: Callable[..., Bench]) -> None:
+def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(30, lambda columns: columns["offset"] >= 5 * ROWS, every="1ms")
     bench.run()
     bench.finish()
@@ -359,7 +359,7 @@ def test_while_the_model_takes_nothing_no_cut_passes_by_the_events(make_bench: C
     told = bench.loop.too_many_raised
     assert told is not None
     assert "no checkpoint is made" in told
-    newest = bench.cuts.newest()
+    newest = bench.checkpoints.newest()
     assert newest is not None
     assert newest[1].state["ledger"][0]["position"][0] < 20 * ROWS
 

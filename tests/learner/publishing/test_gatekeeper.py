@@ -212,7 +212,7 @@ def test_a_hold_goes_on_over_restarts_however_many(
     assert [*verdicts, bench.publish(BAD)] == ["fail"] * 3 + ["abstain"]
 
 
-def test_a_hold_that_ended_after_the_cut_does_not_go_on(
+def test_a_hold_that_ended_after_the_checkpoint_does_not_go_on(
     bench: Bench, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]

@@ -196,7 +196,7 @@ def test_a_restart_knows_how_far_the_newest_version_has_learned(make_bench: Call
         (3, {"events:0": Trained(3), "events:1": Trained(-1)}, False),
     ],
 )
-def test_after_a_restart_what_a_cut_has_learned_is_published_unless_the_newest_version_has_it(
+def test_after_a_restart_what_a_checkpoint_has_learned_is_published_unless_the_newest_version_has_it(
     make_bench: Callable[..., Bench], step: int, trained: dict[str, Trained], published: bool
 ) -> None:
     first = make_bench()

@@ -342,7 +342,7 @@ def test_the_sample_is_a_fraction_and_the_same_however_it_is_read(schema: Schema
     pieces = [{name: each[i : i + 999] for name, each in columns.items()} for i in range(0, 20_000, 999)]
     assert np.array_equal(np.concatenate([sampling.settle(piece)["outcome"] for piece in pieces]), outcome)
     assert (columns["outcome"] == Outcome.PENDING).all()
-    # One that goes on from a cut is asked before it has looked at any partition.
+    # One that goes on from a checkpoint is asked before it has looked at any partition.
     other = policy(clock, fraction=0.25)
     other.restore(sampling.state())
     assert np.array_equal(other.settle(columns)["outcome"], outcome)

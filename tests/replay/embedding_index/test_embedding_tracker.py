@@ -20,7 +20,7 @@ from replay.config import ReplaySettings
 from replay.embedding_index import client as neighbours
 from replay.embedding_index.embedding_tracker import LAG
 from replay.erasure.erased_events import ByRange, Forgotten
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -256,10 +256,12 @@ def test_diverse_takes_nothing_twice_into_account_also_when_clusters_are_found_a
         assert store.entries.copy()["offset"].tolist() == before
 
 
-def test_a_store_that_goes_on_from_a_cut_finds_its_events_again_as_they_are_drawn(schema: Schema, build: Build) -> None:
+def test_a_store_that_goes_on_from_a_checkpoint_finds_its_events_again_as_they_are_drawn(
+    schema: Schema, build: Build
+) -> None:
     store = build(sampling="similar")
     fill(store, schema, 0, 1600)
-    resumed = build(sampling="similar", contents=FakeCuts(store).cut(1))
+    resumed = build(sampling="similar", contents=FakeCheckpoints(store).checkpoint(1))
     until(lambda: resumed.neighbours.stats() and resumed.neighbours.reports)
     assert not resumed.neighbours.stats().process.rows
     draw = resumed.fetch(resumed.plan(0, 500))
@@ -272,7 +274,7 @@ def test_what_the_index_does_not_have_keeps_its_share_of_the_draws(schema: Schem
     """As after a restart, when only new events have embeddings: were they alone drawn, old ones never would."""
     store = build(sampling=policy)
     fill(store, schema, 0, 3200)
-    resumed = build(sampling=policy, contents=FakeCuts(store).cut(1))
+    resumed = build(sampling=policy, contents=FakeCheckpoints(store).checkpoint(1))
     for first in range(3200, 6400, 256):
         offsets = np.arange(first, min(6400, first + 256))
         resumed.add(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))

@@ -29,7 +29,7 @@ from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, Forgotten, Packed, Record, hash_of_key
 from replay.erasure.erasure_log import ForgottenLog
 from replay.erasure.log_file import Applied
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.memory import MemoryTier
@@ -194,7 +194,7 @@ def test_a_log_that_was_compacted_says_the_same_to_whoever_reads_it_and_whenever
     *(st.integers(0, 20), st.integers(0, 20)),
     st.lists(st.integers(0, 45), max_size=3).map(lambda starts: dict(zip(NAMES, starts, strict=False))),
 )
-def test_a_dropped_record_is_of_no_event_that_may_still_come_from_kafka_or_a_cut(
+def test_a_dropped_record_is_of_no_event_that_may_still_come_from_kafka_or_a_checkpoint(
     batches: list[list[Record]], applied: int, clean: int, log_starts: dict[str, int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync"):
@@ -224,7 +224,7 @@ def test_a_dropped_record_is_of_no_event_that_may_still_come_from_kafka_or_a_cut
         assert (covered(again), again.dropped) == (after.tolist(), late.dropped)
 
 
-def test_a_record_stays_until_it_is_applied_everywhere_and_no_log_and_no_cut_goes_back_to_its_ends(
+def test_a_record_stays_until_it_is_applied_everywhere_and_no_log_and_no_checkpoint_goes_back_to_its_ends(
     tmp_path: Path,
 ) -> None:
     log = ForgottenLog(tmp_path / "forgotten.log")
@@ -239,7 +239,7 @@ def test_a_record_stays_until_it_is_applied_everywhere_and_no_log_and_no_cut_goe
 
     assert left(gone, 4) == 4, "not applied"
     log.append(Applied(time=0, through=4, store=0, guard=0))
-    assert left(gone, 0) == 4, "a cut is older"
+    assert left(gone, 0) == 4, "a checkpoint is older"
     assert left({}, 4) == 3, "the broker has not told anything, and one record is of no event"
     assert left({NAMES[0]: 30}, 4) == 3, "a partition is away"
     assert left({**gone, NAMES[1]: 8}, 4) == 3, "a partition goes back to what it says"
@@ -491,12 +491,12 @@ def bytes_of(tier: Tier) -> bytes:
 
 def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(50)
-    cuts = FakeCuts(store)
+    checkpoints = FakeCheckpoints(store)
     secret = fake_columns(schema, range(400))
     secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
     store.add(secret, PARTITIONS)
     add(store, schema, range(400, 1200))
-    cuts.cut(1)
+    checkpoints.checkpoint(1)
     store.tiers.sync()
     pattern = secret["feature.x"][0].tobytes()
     assert any(pattern in bytes_of(tier) for tier in store.tiers._all)
@@ -610,7 +610,7 @@ def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is
     assert not any(map(tells, store.tiers._all))
 
 
-def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_cut_is_in_it(
+def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_checkpoint_is_in_it(
     schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(50)
@@ -622,7 +622,7 @@ def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_cut_i
         store.tiers.sync()
     assert store.tiers.unerased
     add(store, schema, range(40, 90))
-    index = FakeCuts(store).cut(1).index
+    index = FakeCheckpoints(store).checkpoint(1).index
     add(store, schema, range(90, 3000))
     erase_stale(store)
     assert not store.tiers.unerased
@@ -640,7 +640,7 @@ def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_the
     add_secrets(first, schema, range(400))
     with failing(monkeypatch, first.tiers.slow[:-1], "write"):
         add(first, schema, range(400, 3000))
-        contents = FakeCuts(first).cut(1)
+        contents = FakeCheckpoints(first).checkpoint(1)
     store = make_store(50, contents=contents)
     store.forget(key_record(2, 400))
     erase_stale(store)
@@ -648,13 +648,13 @@ def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_the
     assert sorted(store.fetch(store.plan(0, 50)).records["offset"].tolist()) == offsets_held(store)
 
 
-def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_cut_names(
+def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_checkpoint_names(
     schema: Schema, make_store: MakeStore
 ) -> None:
     first = make_store(50)
-    cuts = FakeCuts(first)
+    checkpoints = FakeCheckpoints(first)
     add(first, schema, range(600))
-    contents = cuts.cut(1)
+    contents = checkpoints.checkpoint(1)
     store = make_store(50, contents=contents)
     named = np.zeros(store.tiers.slots, np.bool_)
     kept = store.entries.unknown()[:3]

@@ -68,7 +68,7 @@ class Bench:
         return counts
 
     def restarted(self, luck: int) -> "Bench":
-        """Return what goes on from a cut of this one, its events in other slots."""
+        """Return what goes on from a checkpoint of this one, its events in other slots."""
         other, index, state = Bench(self.name, luck), self.entries.copy(), self.sampler.state()
         state = {name: np.array(values) for name, values in state.items()}
         index["slot"], other._slots = other._slots[: len(index)], other._slots[len(index) :]
@@ -282,7 +282,7 @@ class TestLoss:
 
 @pytest.mark.parametrize("before", PLAIN)
 @pytest.mark.parametrize("after", PLAIN)
-def test_what_another_sampler_left_in_a_cut_does_no_harm(before: str, after: str) -> None:
+def test_what_another_sampler_left_in_a_checkpoint_does_no_harm(before: str, after: str) -> None:
     one, two = Bench(before), Bench(after)
     one.sampler.learned(one.add(30), np.arange(30).astype(np.float32))
     two.add(30)

@@ -241,7 +241,7 @@ def test_a_disk_that_does_not_flush_is_told_by_its_path(tier: DiskTier, monkeypa
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             tier.sync()
     why = os.strerror(errno.EIO)
-    assert tier.ill == f"replay.disk: {tier.path} cannot be flushed: {why}; no cut is made now"
+    assert tier.ill == f"replay.disk: {tier.path} cannot be flushed: {why}; no checkpoint is made now"
     tier.sync()
     assert tier.ill is None
 

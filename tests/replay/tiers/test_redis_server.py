@@ -18,7 +18,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.snapshot import Contents
 from replay.store import Store
 from replay.tiers.redis_server import RedisServer
@@ -301,7 +301,7 @@ def test_a_store_that_is_closed_leaves_its_server(build: Build) -> None:
 def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build()
     fill(store, schema, 0, 1500)
-    contents = FakeCuts(store).cut(1)
+    contents = FakeCheckpoints(store).checkpoint(1)
     again = build(contents=contents)
     assert drawn(again) == 1500
     mortal_redis.stop()
@@ -315,17 +315,17 @@ def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal
 def test_as_a_cache_it_is_warm_after_a_restart(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build(disk=True)
     fill(store, schema, 0, 1500)
-    contents = FakeCuts(store).cut(1)
+    contents = FakeCheckpoints(store).checkpoint(1)
     again = build(disk=True, contents=contents)
     assert drawn(again) == 1500 == again.tiers.stats.read["redis"] == again.rows["redis"]
 
 
-def test_one_that_a_cut_was_copied_from_is_found_again_when_it_was_away(
+def test_one_that_a_checkpoint_was_copied_from_is_found_again_when_it_was_away(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     store = build()
     fill(store, schema, 0, 500)
-    moved = build(disk=True, contents=FakeCuts(store).cut(1))
+    moved = build(disk=True, contents=FakeCheckpoints(store).checkpoint(1))
     assert drawn(moved) == 500
     mortal_redis.stop()
     assert drawn(moved) == 500
@@ -334,14 +334,14 @@ def test_one_that_a_cut_was_copied_from_is_found_again_when_it_was_away(
     until(lambda: moved.tiers.ill is None)
 
 
-def test_what_no_cut_can_name_is_swept_and_what_others_have_is_not(
+def test_what_no_checkpoint_can_name_is_swept_and_what_others_have_is_not(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     mortal_redis.say("SET anabranch:other:rank-0:x:1 theirs")
     mortal_redis.say("SET anabranch:test:rank-10:x:1 theirs")
     store = build(first=True)
     fill(store, schema, 0, 1500)
-    contents = FakeCuts(store).cut(3)
+    contents = FakeCheckpoints(store).checkpoint(3)
     (redis,) = store.tiers.slow
     assert isinstance(redis, RedisTier)
     server = redis.server
@@ -374,13 +374,13 @@ def test_it_takes_no_more_memory_than_it_may(schema: Schema, mortal_redis: Any) 
     server.close()
 
 
-def test_a_cut_whose_rows_are_in_redis_needs_it(
+def test_a_checkpoint_whose_rows_are_in_redis_needs_it(
     schema: Schema, build: Build, mortal_redis: Any, tmp_path: Path
 ) -> None:
     store = build()
     fill(store, schema, 0, 500)
-    contents = FakeCuts(store).cut(1)
-    with pytest.raises(SettingsError, match=r"contents of cut 1 are in Redis, and replay.redis is not set"):
+    contents = FakeCheckpoints(store).checkpoint(1)
+    with pytest.raises(SettingsError, match=r"contents of checkpoint 1 are in Redis, and replay.redis is not set"):
         build_store(ReplaySettings(), schema, torch.device("cpu"), 0, tmp_path, contents)
     mortal_redis.stop()
     with pytest.raises(DependencyError, match=r"replay.redis: 127.0.0.1:\d+ does not answer: .*; start it"):
