@@ -124,7 +124,7 @@ def document(stream: Stream, model: dict[str, Any], form: str, batch: int) -> di
         "replay": {"capacity": _STORED},
         "versions": {"publish_every": "1s", "keep": 20},
         "checkpoints": {"every": "30s"},
-        "gate": {"guard_fraction": 0.01},
+        "gate": {"holdout_fraction": 0.01},
     }
     return pipeline(stream, model, 0, sections)
 

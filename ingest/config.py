@@ -269,7 +269,7 @@ class SchemaSettings(Section):
 
 
 class HoldOut(Section):
-    """Which events ingest sets aside for the guard set; filled from `[gate]` and the seed."""
+    """Which events ingest sets aside for the holdout set; filled from `[gate]` and the seed."""
 
     fraction: Annotated[float, Field(ge=0, lt=1)]
     seed: int

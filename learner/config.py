@@ -11,7 +11,7 @@ from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import DeviceName, Section, written
 from ingest.config import HoldOut
 
-_GUARD_SALT = 0x5F3759DF
+_HOLDOUT_SALT = 0x5F3759DF
 _IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 TASK_NAMES = ("classification", "multilabel", "regression")
 """The tasks that come with the learner."""
@@ -243,9 +243,9 @@ class CheckpointSettings(Section):
 class GateSettings(Section):
     """The held-out events by which versions are judged."""
 
-    guard_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Fraction of the labelled events that is held out: never trained on, never replayed."""
-    guard_rows: Annotated[int, Field(ge=1)] = 2000
+    holdout_rows: Annotated[int, Field(ge=1)] = 2000
     """Held-out events to keep: a quarter are the youngest, and of the rest each class has its fair share."""
     max_drop_new: Annotated[float, Field(ge=0)] = 0.02
     """How much worse than the served version one may be on the youngest held-out events: of the accuracy, or as a part
@@ -262,7 +262,7 @@ class GateSettings(Section):
 
     def hold_out(self, seed: int) -> HoldOut:
         """Return which events of a pipeline are held out: a choice that is independent of what is kept."""
-        return HoldOut(fraction=self.guard_fraction, seed=seed ^ _GUARD_SALT)
+        return HoldOut(fraction=self.holdout_fraction, seed=seed ^ _HOLDOUT_SALT)
 
 
 class ShareSettings(Section):

@@ -87,7 +87,7 @@ class LearnerMetrics:
         self.checkpoint_time = Gauge(
             "anabranch_checkpoint_time_seconds", "When it was made, since 1970.", registry=registry
         )
-        self.guard = Gauge("anabranch_guard_rows", "Held-out events in the guard set.", registry=registry)
+        self.holdout = Gauge("anabranch_holdout_rows", "Held-out events in the holdout set.", registry=registry)
         self.heartbeat = Gauge(
             "anabranch_learner_heartbeat_time_seconds",
             "When the loop last passed a boundary between steps or idle polls, since 1970; 0 while it starts.",

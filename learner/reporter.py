@@ -9,9 +9,9 @@ from pathlib import Path
 from ingest.reader.multi_host import Sources
 from ingest.reader.reader import Source
 from learner.checkpointing.checkpointer import Checkpointer
-from learner.checkpointing.erasure import Forgetting
+from learner.checkpointing.erasure import Erasure
 from learner.device_sharing.sharing import Sharing
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.loop import Loop, Metrics
 from learner.publishing.publisher import Publisher
 from learner.runtime.heartbeat import Heartbeat
@@ -35,10 +35,10 @@ class Reporter:
         loop: Loop,
         source: Source | Sources,
         clerk: Clerk | None,
-        guard: GuardSet,
+        holdout: HoldoutSet,
         publisher: Publisher,
         checkpointer: Checkpointer,
-        forgetting: Forgetting,
+        erasure: Erasure,
         lag: LagPolicy,
         metrics: Metrics,
         *,
@@ -53,10 +53,10 @@ class Reporter:
         self._loop = loop
         self._source = source
         self._clerk = clerk
-        self._guard = guard
+        self._holdout = holdout
         self._publisher = publisher
         self._checkpointer = checkpointer
-        self._forgetting = forgetting
+        self._erasure = erasure
         self._lag = lag
         self._resumed_at = loop.steps
         self._metrics = metrics
@@ -86,7 +86,7 @@ class Reporter:
             self._publisher.ill,
             self._publisher.jury.ill,
             self._checkpointer.ill,
-            self._forgetting.ill,
+            self._erasure.ill,
             replay,
             self._ill,
             self._spoiled(),
@@ -163,10 +163,10 @@ class Reporter:
             replay_capacity=store.capacity if store is not None else None,
             replay_bounds=store.bounds if store is not None else {},
             replay_lost=store.lost if store is not None else 0,
-            guard_rows=len(self._guard),
+            holdout_rows=len(self._holdout),
             share=self._sharing.report if self._sharing is not None else None,
-            forgotten=self._forgetting.records,
-            forgotten_through=self._forgetting.through,
+            erased=self._erasure.records,
+            erased_through=self._erasure.through,
             version=publisher.number,
             verdict=publisher.verdict,
             held_since=publisher.jury.held_since,
@@ -186,7 +186,7 @@ class Reporter:
             self._ill = None
 
     def _windows(self) -> dict[str, float]:
-        """Mean scores: of new events before training on them, and of the guard set."""
+        """Mean scores: of new events before training on them, and of the holdout set."""
         found, prequential = self._publisher.evaluation.windows, self._loop.prequential
         windows = {name: found[name] for name in ("worst", "worst_group", "old") if name in found}
         windows |= self._publisher.retention.windows
@@ -226,7 +226,7 @@ class Reporter:
             self._metrics.learner.error.labels(window).set(value)
         self._set_measures(report)
         self._metrics.learner.micro_batch.set(self._loop.micro_batch_size or 0)
-        self._metrics.learner.guard.set(report.guard_rows)
+        self._metrics.learner.holdout.set(report.holdout_rows)
         self._metrics.learner.version.set(report.version or 0)
         self._metrics.learner.hold.set(self._publisher.jury.held_seconds)
         self._metrics.learner.checkpoint_number.set(report.checkpoint or 0)

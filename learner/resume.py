@@ -1,4 +1,4 @@
-"""What a learner goes on from: the newest checkpoint that is whole, without what was forgotten since."""
+"""What a learner goes on from: the newest checkpoint that is whole, without what was erased since."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from learner.stream.batches import most_stored
 from learner.stream.round_robin import MOST_ROWS as MOST_WAITING
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erasure_log import ErasureLog
 from replay.snapshot import Contents
 from replay.store import Store
 from replay.tiers.disk_files import make_way
@@ -35,7 +35,7 @@ class Resumed:
         found: the number of the checkpoint that is gone on from, and the checkpoint; None where learning begins anew.
         contents: what it has of the store.
         segments: the parts that those lie in.
-        less: events that it has and that are forgotten by now: of the store, and of the guard set.
+        less: events that it has and that are erased by now: of the store, and of the holdout set.
         first: whether no checkpoint names anything that a store has left.
     """
 
@@ -47,7 +47,7 @@ class Resumed:
     first: bool
 
     @classmethod
-    def newest(cls, checkpoints: Checkpoints, written: ForgottenLog) -> "Resumed":
+    def newest(cls, checkpoints: Checkpoints, written: ErasureLog) -> "Resumed":
         """Read the newest checkpoint that is whole; raises CheckpointError where it cannot be used."""
         checkpoints.clean()
         found = checkpoints.newest()
@@ -55,7 +55,7 @@ class Resumed:
             return cls(checkpoints, None, None, (), (0, 0), first=True)
         number, whole = found
         check_age(number, whole, written)
-        checkpoint, less = remembered(whole, written.forgotten)
+        checkpoint, less = remembered(whole, written.erased)
         contents, segments = unpack(checkpoint) or (None, ())
         return cls(
             checkpoints,
@@ -114,8 +114,8 @@ def check_columns(number: int, checkpoint: Checkpoint, wanted: list[int] | None,
     if before != wanted:
         raise SettingsError(
             f'learner.strategy = "{strategy}" wants {_output(wanted)} kept with each stored event, and checkpoint '
-            f"{number} has {_output(before)}; put back the strategy and model of the checkpoint, or begin anew by moving "
-            "the checkpoints away"
+            f"{number} has {_output(before)}; put back the strategy and model of the checkpoint, or begin anew by "
+            "moving the checkpoints away"
         )
 
 

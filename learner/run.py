@@ -18,14 +18,14 @@ from ingest.reader.multi_host import Sources
 from ingest.reader.reader import Source
 from learner.build import Deployment, Workbench, prepare
 from learner.checkpointing.checkpointer import Checkpointer
-from learner.checkpointing.erasure import Forgetting
+from learner.checkpointing.erasure import Erasure
 from learner.device_sharing.cuda_limits import confined, limit_threads
 from learner.device_sharing.sharing import share
 from learner.distributed.channel import Channel, lead
 from learner.distributed.data_parallel import Replicas
 from learner.distributed.leader import Leader
 from learner.distributed.process_group import Place
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
@@ -45,7 +45,7 @@ from learner.training.out_of_memory import note
 from learner.training.trainer import Trainer
 from replay.background_store import Clerk
 from replay.erasure.erasure_log import NAME as LOG
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erasure_log import ErasureLog
 from replay.metrics import ReplayMetrics
 
 _FINISHING_SHARE = 0.8
@@ -92,8 +92,8 @@ def learn(
             share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
         )
         source = source or _source(deployment, place)
-        guard = GuardSet(schema, deployment.gate.guard_rows)
-        written = ForgottenLog(deployment.state_dir / LOG)
+        holdout = HoldoutSet(schema, deployment.gate.holdout_rows)
+        written = ErasureLog(deployment.state_dir / LOG)
         written.refresh()
         checkpoints, ranks = (
             Checkpoints(deployment.state_dir / "checkpoints", schema.digest, epoch),
@@ -112,12 +112,10 @@ def learn(
             checkpointer = Checkpointer(
                 checkpoints, deployment.checkpoints, clerk, metrics.learner, resumed.segments, alone
             )
-        forgetting = Forgetting(
-            written, checkpoints, deployment.state_dir / "replay" / RANK, clerk, guard, checkpointer
-        )
-        forgetting.take_note(*resumed.less)
+        erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, clerk, holdout, checkpointer)
+        erasure.take_note(*resumed.less)
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
-        parts = Parts(source, trainer, clerk, guard, publisher, checkpointer, forgetting, lag)
+        parts = Parts(source, trainer, clerk, holdout, publisher, checkpointer, erasure, lag)
         bounded_scores = schema.label.classes is not None
         loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
         resumed.restore(loop)
@@ -128,10 +126,10 @@ def learn(
                 loop,
                 source,
                 clerk,
-                guard,
+                holdout,
                 publisher,
                 checkpointer,
-                forgetting,
+                erasure,
                 lag,
                 metrics,
             ),

@@ -107,8 +107,8 @@ def _ones(n: int, device: torch.device) -> Tensor:
 def planned_rows(plan: Plan) -> PlannedRows:
     """Return a plan as a checkpoint has it, once its rows are here; those that could not be had are left out.
 
-    The rows are copied: what is forgotten meanwhile is overwritten in those of the plan, and not in a file of which the
-    digest is reckoned at this moment. Whoever forgets looks through the checkpoint after it is written.
+    The rows are copied: what is erased meanwhile is overwritten in those of the plan, and not in a file of which the
+    digest is reckoned at this moment. Whoever erases looks through the checkpoint after it is written.
     """
     plan.rows.wait()
     events = np.zeros(len(plan), PLANNED)

@@ -143,7 +143,7 @@ class Changes:
         """From now on the difference is told from checkpoint `number`, which has all that is held."""
         self.base, self.old, self.alive = number, held, np.ones(held, np.bool_)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Let the next checkpoint tell all."""
         self.base, self.old, self.alive = None, 0, np.ones(0, np.bool_)
 

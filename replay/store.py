@@ -18,7 +18,7 @@ from replay.checkpoint.capture import Held
 from replay.checkpoint.restore import Resumption
 from replay.checkpoint.slot_allocator import Slots
 from replay.embedding_index.client import Neighbours
-from replay.erasure.erased_events import Forgotten
+from replay.erasure.erased_events import ErasedEvents
 from replay.holes import Holes
 from replay.plan import Draw, Plan, fetch, resumed
 from replay.policies import Policies
@@ -158,7 +158,7 @@ class Store:
         embedding: NDArray[np.float32] | None = None,
     ) -> None:
         """Offer N events, which wait for some more, but are in the store before it is planned from, checkpoint or
-        forgotten.
+        erased.
 
         What is held is the same as if each had been taken in at once; what an offer costs beside copying is shared.
 
@@ -368,7 +368,7 @@ class Store:
         """
         self._held_through = -1
         if not written:
-            self.roll.changes.forget()
+            self.roll.changes.clear()
         self.slots.let_go(oldest)
         if oldest is None or (self._first_checkpoint is not None and oldest >= self._first_checkpoint):
             for discard in self._leftovers:
@@ -411,20 +411,20 @@ class Store:
             slots = self.entries.find(plan.events) if resumption.moves else plan.events["slot"].copy()
             self._plans.append(resumed(plan, self.tiers.staged(plan.rows), slots, weighted=self._weighted))
 
-    def forget(self, forgotten: Forgotten) -> int:
-        """Let forgotten events leave, overwrite their payload in all tiers, and plan anew what names one.
+    def erase(self, erased: ErasedEvents) -> int:
+        """Let erased events leave, overwrite their payload in all tiers, and plan anew what names one.
 
-        Also that of events which have left already. Returns how many of the events held were forgotten.
+        Also that of events which have left already. Returns how many of the events held were erased.
         """
         self.take_in()
-        covered, left = self.entries.covered(forgotten)
+        covered, left = self.entries.covered(erased)
         slots = np.concatenate([self.entries.slots[covered], left])
         self.tiers.erase(slots.astype(np.int64))
         if covered.any():
             self._keep(~covered)
         self.entries.erase(slots)
         for place, plan in enumerate(self._plans):
-            if forgotten.covers(self.entries.bases, columns_of(plan.records)).any():
+            if erased.covers(self.entries.bases, columns_of(plan.records)).any():
                 plan.rows.clear()
                 self._plans[place] = self.plan(plan.step, len(plan))
         return int(np.count_nonzero(covered))

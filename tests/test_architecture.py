@@ -96,7 +96,7 @@ KEYS_OF_THE_DESIGN = words("""
     replay.admission replay.sampling replay.capacity replay.device_bytes replay.redis.url replay.redis.bytes
     replay.disk.bytes
     versions.publish_every versions.keep versions.keep_hourly
-    checkpoints.every checkpoints.keep gate.guard_fraction gate.guard_rows
+    checkpoints.every checkpoints.keep gate.holdout_fraction gate.holdout_rows
     gate.max_drop_new gate.max_drop_old gate.min_rows gate.max_hold gate.on_hold
     serving.host serving.port serving.max_batch serving.max_delay
     serving.slo share.policy
@@ -134,7 +134,7 @@ METRICS_ADDED = words("""
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
     anabranch_learner_raised_rows_total
     anabranch_learner_ill anabranch_learner_trained_through_offset anabranch_learner_version
-    anabranch_ingest_skipped_rows anabranch_replay_bound_bytes anabranch_replay_capacity_rows anabranch_guard_rows
+    anabranch_ingest_skipped_rows anabranch_replay_bound_bytes anabranch_replay_capacity_rows anabranch_holdout_rows
     anabranch_replay_read_rows_total anabranch_replay_lost_rows_total
     anabranch_replay_missed_rows_total anabranch_replay_moved_bytes_total anabranch_replay_demoted_rows_total
     anabranch_replay_index_rows anabranch_replay_index_tombstone_rows anabranch_replay_index_trained_rows
@@ -157,7 +157,7 @@ METRICS_ADDED = words("""
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
 COMMANDS |= {"versions promote", "versions rollback", "versions pin", "versions unpin"}
-COMMANDS |= {"replay stats", "replay sample", "replay forget"}
+COMMANDS |= {"replay stats", "replay sample", "replay erase"}
 
 
 def in_a_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -87,12 +87,12 @@ _TAIL = """\
 | `versions/<number>/verdict.json` | whether serving may take it; replaced atomically |
 | `versions/state.json` | what serving serves; replaced atomically |
 | `versions/state.lock` | held while `state.json` is read and written |
-| `checkpoints/<number>/rank-0/` | training state: weights, optimizer, replay, guard set, generators, ledger and positions |
+| `checkpoints/<number>/rank-0/` | training state: weights, optimizer, replay, holdout set, generators, ledger and positions |
 | `checkpoints/<number>/manifest.json` | what the checkpoint is, and the digest of every file; without it the checkpoint does not exist |
 | `replay/rank-0/<number>.rows` | the disk tier: the events that checkpoints name |
 | `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those checkpoints were not there |
-| `forgotten.log` | what was forgotten, up to which offsets, and what that removed; packed when it is long |
-| `forgotten.key` | the secret under which hashes of keys lie in `forgotten.log` |
+| `erasures.log` | what was erased, up to which offsets, and what that removed; packed when it is long |
+| `erasures.key` | the secret under which hashes of keys lie in `erasures.log` |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
@@ -142,7 +142,7 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_replay_index_bytes`, `anabranch_replay_index_waiting_requests`, `anabranch_replay_index_answer_seconds`,
   `anabranch_replay_index_declined_total`, `anabranch_replay_index_left_out_rows_total`,
   `anabranch_replay_index_restarts_total`,
-  `anabranch_guard_rows`, `anabranch_checkpoint_number`, `anabranch_checkpoint_time_seconds`, `anabranch_serving_ill`,
+  `anabranch_holdout_rows`, `anabranch_checkpoint_number`, `anabranch_checkpoint_time_seconds`, `anabranch_serving_ill`,
   `anabranch_learner_heartbeat_time_seconds`, `anabranch_learner_loss`, `anabranch_learner_window_rows`,
   `anabranch_learner_class_accuracy_ratio`, `anabranch_learner_group_accuracy_ratio`,
   `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`,

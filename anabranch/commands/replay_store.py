@@ -28,7 +28,7 @@ from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
 from learner.state_dir.report import read_report
 from learner.strategies.examples import OUTPUT, kept
 from replay.erasure.erased_events import hash_of_key
-from replay.erasure.erasure_log import NAME, ForgottenLog
+from replay.erasure.erasure_log import NAME, ErasureLog
 from replay.row_layout import RowLayout
 from replay.snapshot import Contents
 from replay.tiers.registry import kind_with, kinds_of
@@ -47,7 +47,7 @@ class Stored:
     number: int
     checkpoint: Checkpoint
     contents: Contents
-    log: ForgottenLog
+    log: ErasureLog
 
     @property
     def names(self) -> list[TopicPartition]:
@@ -75,10 +75,10 @@ class Stats:
     by_label: dict[str, int]
     record_times: dict[str, str]
     """Of the oldest, the median and the newest event, in ISO 8601."""
-    guard_rows: int
-    forgotten: int
+    holdout_rows: int
+    erased: int
     """Records in the log."""
-    forgotten_through: int
+    erased_through: int
     """The last of them of which nothing is left anywhere."""
 
     def document(self) -> dict[str, Any]:
@@ -107,9 +107,9 @@ def read_stats(config: Config) -> Stats:
         },
         by_label=_by_label(Schema(config.pipeline.events), index),
         record_times=_record_times(index),
-        guard_rows=len(stored.checkpoint.tensors["guard"].get("label", ())),
-        forgotten=stored.log.count,
-        forgotten_through=stored.log.through,
+        holdout_rows=len(stored.checkpoint.tensors["holdout"].get("label", ())),
+        erased=stored.log.count,
+        erased_through=stored.log.through,
     )
 
 
@@ -129,11 +129,9 @@ def render_stats(stats: Stats) -> Table:
         table.add_row("by label", ", ".join(f"{label}: {rows:,}" for label, rows in stats.by_label.items()))
     for what, moment in stats.record_times.items():
         table.add_row(what, moment)
-    table.add_row("guard set", f"{stats.guard_rows:,} events")
-    left = stats.forgotten - stats.forgotten_through
-    table.add_row(
-        "forgotten", f"{stats.forgotten:,} records" + (f", {left:,} not erased everywhere yet" if left else "")
-    )
+    table.add_row("holdout set", f"{stats.holdout_rows:,} events")
+    left = stats.erased - stats.erased_through
+    table.add_row("erased", f"{stats.erased:,} records" + (f", {left:,} not erased everywhere yet" if left else ""))
     return table
 
 
@@ -163,7 +161,7 @@ def draw_sample(config: Config, n: int, where: Sequence[str], seed: int | None) 
 
 def _stored(config: Config) -> Stored:
     schema = Schema(config.pipeline.events)
-    log = ForgottenLog(config.state_dir / NAME)
+    log = ErasureLog(config.state_dir / NAME)
     log.refresh()
     checkpoints = Checkpoints(config.state_dir / "checkpoints", schema.digest, 0)
     for attempt in range(_ATTEMPTS):
@@ -178,7 +176,7 @@ def _stored(config: Config) -> Stored:
             continue
         if found is not None:
             check_age(*found, log)
-            number, checkpoint = found[0], remembered(found[1], log.forgotten)[0]
+            number, checkpoint = found[0], remembered(found[1], log.erased)[0]
             unpacked = unpack(checkpoint)
             if checkpoint.begins:
                 break

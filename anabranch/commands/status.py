@@ -122,7 +122,7 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     table.add_row("replay", _pairs(tiers) or "empty")
     if report.replay_lost:
         table.add_row("", Text(f"{report.replay_lost:,} events were lost by a tier", style="yellow"))
-    table.add_row("held out", f"{report.guard_rows:,}")
+    table.add_row("held out", f"{report.holdout_rows:,}")
     if report.share is not None:
         table.add_row("share", _share(report.share))
     made = "" if report.checkpoint_time is None else f", made {_age(time.time() - report.checkpoint_time)} ago"

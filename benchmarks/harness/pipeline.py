@@ -254,7 +254,7 @@ def pipeline(stream: Stream, model: Mapping[str, Any], seed: int, sections: Mapp
         "replay": {},
         "versions": {"publish_every": "1h", "keep": 2},
         "checkpoints": {"every": "1h"},
-        "gate": {"guard_fraction": 0.0},
+        "gate": {"holdout_fraction": 0.0},
     }
     for name, section in sections.items():
         document[name] = {**document[name], **section}

@@ -114,7 +114,7 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:
             "learner": {"max_delay": "50ms"},
             "versions": {"publish_every": "250ms", "keep": 20},
             "checkpoints": {"every": "30s"},
-            "gate": {"guard_fraction": 0.01},
+            "gate": {"holdout_fraction": 0.01},
         }
         document = pipeline(stream, MLP, 0, sections) | {"serving": {"port": 0, "device": "cpu"}}
         with (

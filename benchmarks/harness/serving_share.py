@@ -159,7 +159,7 @@ def document(stream: Stream, model: dict[str, Any], policy: str) -> dict[str, An
         "replay": {"capacity": _STORED},
         "versions": {"publish_every": "1s", "keep": 20},
         "checkpoints": {"every": "30s"},
-        "gate": {"guard_fraction": 0.01},
+        "gate": {"holdout_fraction": 0.01},
     }
     serving = {"port": 0, "max_delay": "1ms", "device": "cpu"}
     return pipeline(stream, model, 0, sections) | {"serving": serving, "share": {"policy": policy}}

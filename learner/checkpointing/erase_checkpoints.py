@@ -1,4 +1,4 @@
-"""Takes what is forgotten out of all checkpoints that lie on the disk, and out of the disk tier's files."""
+"""Takes what is erased out of all checkpoints that lie on the disk, and out of the disk tier's files."""
 
 import logging
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from anabranch.core.failures import DamagedError
 from learner.checkpointing.without_erased import Tensors, named_slots, without
 from learner.errors import CheckpointError
 from learner.state_dir.checkpoint import FORMAT, SEGMENT, CheckpointManifest, Checkpoints, part_of
-from replay.erasure.erased_events import Forgotten
+from replay.erasure.erased_events import ErasedEvents
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import all_files, is_aside
 
@@ -36,15 +36,15 @@ class Erased:
 class Eraser:
     """Used while no checkpoint is written or deleted, by whoever holds the state directory."""
 
-    def __init__(self, checkpoints: Checkpoints, folder: Path, forgotten: Forgotten) -> None:
-        """Take the checkpoints, the folder of the disk tier's files, and what is forgotten."""
+    def __init__(self, checkpoints: Checkpoints, folder: Path, erased: ErasedEvents) -> None:
+        """Take the checkpoints, the folder of the disk tier's files, and what is erased."""
         self._checkpoints = checkpoints
         self._folder = folder
-        self._forgotten = forgotten
+        self._erased = erased
         self._known: dict[str, tuple[int, str, str]] = {}
 
     def run(self, current: str | None = None) -> Erased:
-        """Rewrite all checkpoints that have forgotten events; a checkpoint of which that cannot be told is deleted.
+        """Rewrite all checkpoints that have erased events; a checkpoint of which that cannot be told is deleted.
 
         Done again after a crash it does what is left.
 
@@ -67,7 +67,7 @@ class Eraser:
                 f"all checkpoints are damaged, and are deleted once there is a whole one: {max(damaged.items())[1]}"
             )
         for number, damage in damaged.items():
-            log.error("%s; it is deleted, since what was forgotten may be in it", damage)
+            log.error("%s; it is deleted, since what was erased may be in it", damage)
             self._checkpoints.delete(number)
         for path in all_files(self._folder):
             _erase_unnamed(path, done.named, current)
@@ -76,7 +76,7 @@ class Eraser:
     def _rewrite(self, manifest: CheckpointManifest, done: Erased) -> None:
         if manifest.format != FORMAT:
             log.error(
-                "checkpoint %d is of another release, and what was forgotten may be in it; delete it", manifest.number
+                "checkpoint %d is of another release, and what was erased may be in it; delete it", manifest.number
             )
             return
         self._checkpoints.sweep(manifest)
@@ -84,14 +84,14 @@ class Eraser:
         for name in manifest.files:
             if part_of(name).startswith(SEGMENT) and part_of(name) not in tensors:
                 self._checkpoints.remove(manifest.number, name)
-        changed = without(tensors, state, self._forgotten)
+        changed = without(tensors, state, self._erased)
         file = state.get("replay", {}).get("file")
         if changed:
             whole = {part: self._whole(manifest, part) for part in changed}
             lost = {part for part, each in whole.items() if each is None}
             tensors = {part: each for part, each in tensors.items() if part not in lost}
             verified = {**tensors, **{part: each for part, each in whole.items() if each is not None}}
-            changed = without(verified, state, self._forgotten)
+            changed = without(verified, state, self._erased)
             self._checkpoints.replace(manifest, changed, self._known)
             tensors = {**tensors, **changed}
             done.checkpoints += 1
@@ -106,7 +106,7 @@ class Eraser:
         except CheckpointError as exc:
             if not part.startswith(SEGMENT):
                 raise
-            log.error("%s; it is deleted, since what was forgotten is in it", exc)  # noqa: TRY400
+            log.error("%s; it is deleted, since what was erased is in it", exc)  # noqa: TRY400
             self._checkpoints.remove(manifest.number, self._checkpoints.name(manifest.number, part))
             return None
 

@@ -88,7 +88,7 @@ def unpack(checkpoint: Checkpoint) -> tuple[Contents, Sequence[Segment]] | None:
         plans=[
             PlannedRows(step, tensors[f"plan.{step}"], _array(tensors[f"planned.{step}"], PLANNED))
             for step in state["plans"]
-            if f"plan.{step}" in tensors  # those that named forgotten events are planned anew
+            if f"plan.{step}" in tensors  # those that named erased events are planned anew
         ],
         sampler={name: tensors[f"sampler.{name}"].numpy() for name in state["sampler"]},
         stale=state.get("stale", ()),  # checkpoints of before have none, as of a seed

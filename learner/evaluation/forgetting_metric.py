@@ -1,4 +1,4 @@
-"""What a model once could, and how much of it is left, seen over the versions that were scored on the guard set."""
+"""What a model once could, and how much of it is left, seen over the versions that were scored on the holdout set."""
 
 import math
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ from ingest.events.schema import Schema
 from learner.config import VersionsSettings
 from learner.errors import VersionError
 from learner.evaluation.forgetting_metric import Retention
-from learner.evaluation.holdout import GuardRows
+from learner.evaluation.holdout import HoldoutRows
 from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
 from learner.metrics import LearnerMetrics
 from learner.publishing.gatekeeper import Jury
@@ -47,7 +47,7 @@ class Snapshot:
     step: int
     weights: Mapping[str, Tensor]
     trained_through: Mapping[str, Trained]
-    guard: GuardRows
+    holdout: HoldoutRows
     accuracy_now: float | None
     learned: RecordTimes
     """Of the events that were learned for the first time since the last snapshot."""
@@ -91,7 +91,7 @@ class Publisher:
         self.verdict: str | None = None
         """Of the newest version of this process."""
         self._highest = max([versions.highest(), *(n or 0 for n in _remembered(versions))])
-        self._scored: tuple[GuardRows, Mapping[str, Tensor]] | None = None
+        self._scored: tuple[HoldoutRows, Mapping[str, Tensor]] | None = None
         self._hours: dict[int, int] = {}
         """Of versions beyond `keep`, counted from 1970."""
         self.evaluation = Evaluation()
@@ -128,7 +128,7 @@ class Publisher:
             return
         self._start(progress, take())
 
-    def watch_if_due(self, rows: Callable[[], GuardRows]) -> None:
+    def watch_if_due(self, rows: Callable[[], HoldoutRows]) -> None:
         """Have the served version watched about once a second, on the held-out events that `rows` returns."""
         now = time.monotonic()
         if now >= self._watch_due and not self._background.busy:
@@ -180,7 +180,7 @@ class Publisher:
         self._watching = False
         self._background.start(lambda: self._publish(snapshot))
 
-    def _watch(self, rows: GuardRows) -> None:
+    def _watch(self, rows: HoldoutRows) -> None:
         before = self.jury.withdrawn
         try:
             self.jury.watch(rows)
@@ -190,8 +190,8 @@ class Publisher:
 
     def _publish(self, snapshot: Snapshot) -> None:
         """Score, judge, write, and delete what is old. A disk that is full costs this version, not the training."""
-        scores_G, guard = self._score(snapshot)
-        verdict = self.jury.judge(scores_G, guard)
+        scores_G, holdout = self._score(snapshot)
+        verdict = self.jury.judge(scores_G, holdout)
         number = self._highest = self._highest + 1  # a number that failed is not used again
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         metrics = now | dict(self.evaluation.windows)
@@ -224,7 +224,7 @@ class Publisher:
             self._progress = None  # so that it is tried again, also when nothing more is learned
             return
         self._learned = RecordTimes()
-        self.jury.take(number, weights, scores_G, guard, verdict)
+        self.jury.take(number, weights, scores_G, holdout, verdict)
         self.number, self.verdict = number, verdict.verdict
         self.published += 1
         self._metrics.published.inc()
@@ -237,31 +237,34 @@ class Publisher:
         else:
             self._ill = None
 
-    def _score(self, snapshot: Snapshot) -> tuple[Scores, GuardRows]:
-        """Score a version on the guard set, and the one before it on what has come since.
+    def _score(self, snapshot: Snapshot) -> tuple[Scores, HoldoutRows]:
+        """Score a version on the holdout set, and the one before it on what has come since.
 
         Returns:
             The scores, and the events that they are of: those on which the model raises are left out.
         """
         begin = time.thread_time()  # not of the clock: where others have the cores, it costs no more
-        self._score_near_future(snapshot.guard)
-        guard = snapshot.guard
-        scores_G, raised = self._scorer.score_and_find(snapshot.weights, guard.columns)
+        self._score_near_future(snapshot.holdout)
+        holdout = snapshot.holdout
+        scores_G, raised = self._scorer.score_and_find(snapshot.weights, holdout.columns)
         if len(raised):
-            scores_G, guard = scores_G[~np.isin(guard.columns["hash"].astype(np.uint64), raised)], guard.without(raised)
-        self._scored = guard, snapshot.weights
-        self.evaluation = evaluation_of(scores_G, self._schema, guard)
+            scores_G, holdout = (
+                scores_G[~np.isin(holdout.columns["hash"].astype(np.uint64), raised)],
+                holdout.without(raised),
+            )
+        self._scored = holdout, snapshot.weights
+        self.evaluation = evaluation_of(scores_G, self._schema, holdout)
         if self.evaluation.windows:
             self.retention = self.retention.followed_by(self.evaluation)
         self._rested_at = time.monotonic() + (_SCORING_SHARE - 1) * (time.thread_time() - begin)
-        return scores_G, guard
+        return scores_G, holdout
 
-    def _score_near_future(self, guard: GuardRows) -> None:
+    def _score_near_future(self, holdout: HoldoutRows) -> None:
         """Score the version before on held-out events that came after it."""
         if self._scored is None:
             return
         rows, weights = self._scored
-        fresh = newcomers(guard, rows)
+        fresh = newcomers(holdout, rows)
         if fresh and len(fresh["label"]):
             scores, raised = self._scorer.score_and_find(weights, fresh)
             stays = ~np.isin(fresh["hash"].astype(np.uint64), raised)

@@ -1,6 +1,6 @@
 """The checkpoint format: everything that a restart resumes from, in a directory that exists whole or not at all.
 
-    var/checkpoints/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, guard, rng,
+    var/checkpoints/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, holdout, rng,
     segment-... var/checkpoints/<number>/rank-0/state.json           everything that is no tensor
     var/checkpoints/<number>/manifest.json               number, epoch, step, schema, and the SHA-256 of every file
 
@@ -9,7 +9,7 @@ In `rng` the generators of another rank are one tensor of bytes, `rank-<r>`, whi
 Files first, fsync, manifest last, one rename, as with versions. Nothing is unpickled. A part that is the same as in an
 earlier checkpoint is linked to: each checkpoint is whole by itself, whichever others are deleted.
 
-Only what is forgotten changes a checkpoint: a part without it is written as <part>.<n>.safetensors, then the manifest
+Only what is erased changes a checkpoint: a part without it is written as <part>.<n>.safetensors, then the manifest
 is replaced, then the old file is deleted.
 """
 
@@ -34,8 +34,8 @@ from learner.state_dir.folders import MANIFEST, Folder, LocalStorage, Storage
 from learner.state_dir.safetensors_file import Piece, TensorFile, digest_of, pieces_of
 
 STATE = "state.json"
-FORGOTTEN = "forgotten"
-"""What in the state says how many records of `forgotten.log` are applied to a checkpoint."""
+ERASED = "erased"
+"""What in the state says how many records of `erasures.log` are applied to a checkpoint."""
 FORMAT = 5
 SEGMENT = "segment-"
 """What the names of parts begin with that checkpoints share: events of the store, without which a checkpoint can do."""
@@ -203,7 +203,7 @@ class Checkpoints:
         return load_tensors(self.read(self.manifest(number), self.name(number, part)))
 
     def clean_of(self, through: int) -> int:
-        """Return the number of the last record of `forgotten.log`, up to `through`, of which no checkpoint has an
+        """Return the number of the last record of `erasures.log`, up to `through`, of which no checkpoint has an
         event.
 
         0 while a checkpoint is damaged, or of another release. Raises OSError where one cannot be read.
@@ -213,7 +213,7 @@ class Checkpoints:
                 manifest = self.manifest(number)
                 if not manifest.begins:
                     state = decoded(self.read(manifest, f"{RANK}/{STATE}"), dict[str, Any])
-                    through = min(through, int(state.get(FORGOTTEN, 0)))
+                    through = min(through, int(state.get(ERASED, 0)))
             except (CheckpointError, DamagedError):
                 return 0
         return through

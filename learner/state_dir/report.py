@@ -125,13 +125,13 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that each tier may hold."""
     replay_lost: int = 0
     """Events of the store whose payload a tier could not keep or give back, since the start of the process."""
-    guard_rows: int = 0
+    holdout_rows: int = 0
     share: ShareReport | None = None
     """None where the device is not shared."""
-    forgotten: int = 0
-    """Records of what is forgotten; none of it is trained on or stored from then on."""
-    forgotten_through: int = 0
-    """The last of them of which nothing is left in store, guard set and checkpoints."""
+    erased: int = 0
+    """Records of what is erased; none of it is trained on or stored from then on."""
+    erased_through: int = 0
+    """The last of them of which nothing is left in store, holdout set and checkpoints."""
     version: int | None = None
     """The newest version published."""
     verdict: str | None = None

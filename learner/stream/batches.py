@@ -70,7 +70,7 @@ class Batch:
     Attributes:
         new: columns of the B events to train on, each `[B, ...]`.
         stored_only: columns of events without a label that are to be stored.
-        held_out: columns of events for the guard set.
+        held_out: columns of events for the holdout set.
         spans: all rows that are done with once the step is, in order.
     """
 

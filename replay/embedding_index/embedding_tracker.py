@@ -130,7 +130,7 @@ class Whereabouts:
         self._placed[slots[:taken]] = True
 
     def leave(self, slots: NDArray[np.int32]) -> None:
-        """Forget n events."""
+        """Remove n events."""
         ids = self._ids[slots]
         self._neighbours.remove(ids[ids != _NO_ID])
         self._ids[slots], self._cluster[slots], self._next[slots] = _NO_ID, UNKNOWN, UNKNOWN

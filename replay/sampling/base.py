@@ -58,7 +58,7 @@ class Sampler(Protocol):
         ...
 
     def leave(self, slots: Slots, /) -> None:
-        """Forget those that are held no more."""
+        """Remove events that are no longer held."""
         ...
 
     def learned(self, slots: Slots, losses: NDArray[np.float32], /) -> None:

@@ -27,8 +27,8 @@ publish_every = "100ms"
 [checkpoints]
 every = "1h"
 [gate]
-guard_fraction = 0.25
-guard_rows = 1000
+holdout_fraction = 0.25
+holdout_rows = 1000
 min_rows = {min_rows}
 max_drop_old = {max_drop}
 max_hold = "1s"

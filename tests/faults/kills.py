@@ -72,7 +72,7 @@ keep_hourly = 0
 [checkpoints]
 every = "{checkpoint_every}"
 [gate]
-guard_fraction = 0.0
+holdout_fraction = 0.0
 """
 PARTITIONS = 4
 ROW = np.dtype([("id", "<i8"), ("y", "<f4")])

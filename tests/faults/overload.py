@@ -60,7 +60,7 @@ keep_hourly = 0
 [checkpoints]
 every = "5s"
 [gate]
-guard_rows = 100
+holdout_rows = 100
 """
 TOO_FAST = 10
 _AHEAD = 5_000

@@ -34,7 +34,7 @@ factory = "faulty_model:build"
 batch_size = 16
 device = "cpu"
 [gate]
-guard_fraction = 0.0
+holdout_fraction = 0.0
 [replay]
 capacity = 3000
 device_bytes = 0

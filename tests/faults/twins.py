@@ -50,7 +50,7 @@ keep_hourly = 0
 [checkpoints]
 every = "500ms"
 [gate]
-guard_fraction = 0.0
+holdout_fraction = 0.0
 """
 BATCH, MEMORY_BYTES = 16, 20_000
 _ROWS_A_MESSAGE = 6, 3, 1

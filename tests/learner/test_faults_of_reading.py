@@ -18,13 +18,13 @@ from learner.resume import Resumed
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.folders import LocalStorage
 from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
-from replay.erasure.erased_events import ByKey, Forgotten
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erased_events import ByKey, ErasedEvents
+from replay.erasure.erasure_log import ErasureLog
 
 ERRORS = pytest.mark.parametrize(
     "number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES], ids=lambda number: errno.errorcode[number]
 )
-FILES_OF_A_CHECKPOINT = ["manifest.json", "state.json", "model.safetensors", "guard.safetensors"]
+FILES_OF_A_CHECKPOINT = ["manifest.json", "state.json", "model.safetensors", "holdout.safetensors"]
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def failing(path: Path, number: int) -> Iterator[None]:
 
 
 def checkpoint_of(number: int) -> Checkpoint:
-    tensors = {"model": {"w": torch.full((4,), float(number))}, "rng": {}, "guard": {}}
+    tensors = {"model": {"w": torch.full((4,), float(number))}, "rng": {}, "holdout": {}}
     return Checkpoint(number, tensors, {"ledger": [], "number": number})
 
 
@@ -58,8 +58,8 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
     return made
 
 
-def forgotten() -> Forgotten:
-    return Forgotten([ByKey(number=1, time=0.0, by="command", key_hash="00" * 8, up_to={})])
+def erased() -> ErasedEvents:
+    return ErasedEvents([ByKey(number=1, time=0.0, by="command", key_hash="00" * 8, up_to={})])
 
 
 def path_of(checkpoints: Checkpoints, number: int, name: str) -> Path:
@@ -72,7 +72,7 @@ def test_no_older_checkpoint_takes_the_place_of_one_that_is_away_and_none_is_del
     checkpoints: Checkpoints, name: str, number: int, tmp_path: Path
 ) -> None:
     with failing(path_of(checkpoints, 3, name), number), pytest.raises(OSError, match=name) as caught:
-        Resumed.newest(checkpoints, ForgottenLog(tmp_path / "forgotten.log"))
+        Resumed.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     assert caught.value.errno == number
     checkpoints.write(4, checkpoint_of(4), 0.0)
     checkpoints.prune(4)
@@ -85,7 +85,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
 ) -> None:
     for path in (checkpoints.path, path_of(checkpoints, 3, "manifest.json")):
         with failing(path, number), pytest.raises(OSError, match="checkpoints"):
-            Resumed.newest(checkpoints, ForgottenLog(tmp_path / "forgotten.log"))
+            Resumed.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     assert checkpoints.numbers() == [1, 2, 3]
 
 
@@ -94,7 +94,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
 def test_the_eraser_deletes_no_checkpoint_that_is_away(
     checkpoints: Checkpoints, name: str, number: int, tmp_path: Path
 ) -> None:
-    eraser = Eraser(checkpoints, tmp_path / "replay", forgotten())
+    eraser = Eraser(checkpoints, tmp_path / "replay", erased())
     with failing(path_of(checkpoints, 2, name), number), pytest.raises(OSError, match=name):
         eraser.run()
     assert checkpoints.numbers() == [1, 2, 3]
@@ -176,13 +176,13 @@ def test_checkpoints_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
         ".* or begin anew by"
     )
     with pytest.raises(CheckpointError, match=sentence):
-        Resumed.newest(checkpoints, ForgottenLog(tmp_path / "forgotten.log"))
+        Resumed.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     nest(path_of(checkpoints, 1, "manifest.json"))
     with pytest.raises(OSError, match="all checkpoints are damaged, and are deleted once there is a whole one"):
-        Eraser(checkpoints, tmp_path / "replay", forgotten()).run()
+        Eraser(checkpoints, tmp_path / "replay", erased()).run()
     assert checkpoints.numbers() == [1, 2, 3]
     checkpoints.write(4, checkpoint_of(4), 0.0)
-    Eraser(checkpoints, tmp_path / "replay", forgotten()).run()
+    Eraser(checkpoints, tmp_path / "replay", erased()).run()
     assert checkpoints.numbers() == [4]
     assert victim.read_text() == "precious"
 
@@ -199,7 +199,7 @@ def test_a_folder_of_a_checkpoint_that_is_a_link_is_refused_and_nothing_behind_i
     found = checkpoints.newest()
     assert found is not None
     assert found[0] == 1
-    Eraser(checkpoints, tmp_path / "replay", forgotten()).run()
+    Eraser(checkpoints, tmp_path / "replay", erased()).run()
     assert checkpoints.numbers() == [1]
     assert (elsewhere / "manifest.json").exists()
     assert (tmp_path / "parts" / "precious").exists()

@@ -28,7 +28,7 @@ publish_every = "1h"
 [checkpoints]
 every = "300ms"
 [gate]
-guard_fraction = 0.1
+holdout_fraction = 0.1
 """
 SLOW = """
 import time

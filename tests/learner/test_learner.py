@@ -28,7 +28,7 @@ stop_timeout = "20s"
 [versions]
 publish_every = "100ms"
 [gate]
-guard_fraction = 0.1
+holdout_fraction = 0.1
 """
 SLOW = """
 from torch import nn
@@ -93,7 +93,7 @@ def test_a_stream_is_learned_accounted_for_and_published(
     assert report.outcomes["dead_lettered"] == 2
     assert report.outcomes["skipped"] == 2
     assert report.skipped == {"unlabelled": 2}
-    assert report.outcomes["held_out"] == report.guard_rows > 60
+    assert report.outcomes["held_out"] == report.holdout_rows > 60
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 1200
     assert report.replay_rows == {"device": report.outcomes["trained"]}
     assert report.accuracy["now"] > 0.9
@@ -105,7 +105,7 @@ def test_a_stream_is_learned_accounted_for_and_published(
     for figure in (
         f'anabranch_replay_rows{{tier="device"}} {float(report.replay_rows["device"])}',
         f'anabranch_replay_bound_bytes{{tier="device"}} {floatToGoString(report.replay_bounds["device"])}',
-        f"anabranch_guard_rows {float(report.guard_rows)}",
+        f"anabranch_holdout_rows {float(report.holdout_rows)}",
         'anabranch_ingest_skipped_rows{reason="unlabelled"} 2.0',
         f'anabranch_learner_trained_through_offset{{partition="0",topic="{topic}"}} 601.0',
         "anabranch_learner_ill 0.0",
@@ -137,11 +137,11 @@ def test_a_lone_event_that_is_not_trained_on_is_covered_by_a_version_soon(
 ) -> None:
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
-    learner = start(config, ANABRANCH__GATE__GUARD_FRACTION="0")
+    learner = start(config, ANABRANCH__GATE__HOLDOUT_FRACTION="0")
     produce(kafka.bootstrap, topic, events(32))
     learner.wait_for(lambda each: total(each) == 32)
     assert learner.stop() == 0
-    learner = start(config, ANABRANCH__GATE__GUARD_FRACTION="0.999999")
+    learner = start(config, ANABRANCH__GATE__HOLDOUT_FRACTION="0.999999")
     produce(kafka.bootstrap, topic, [event])
     learner.wait_for(lambda each: total(each) == 33 and (each.version or 0) > 0)
     versions = Versions(learner.state_dir / "versions")
@@ -157,7 +157,7 @@ def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
 ) -> None:
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic, model=OVERFLOWING)
-    learner = start(config, ANABRANCH__GATE__GUARD_FRACTION="0")
+    learner = start(config, ANABRANCH__GATE__HOLDOUT_FRACTION="0")
     produce(kafka.bootstrap, topic, events(16))
     learner.wait_for(lambda each: total(each) == 16)
     produce(kafka.bootstrap, topic, [{"x": [3e38, 3e38, -3e38], "y": 0}])
@@ -188,7 +188,7 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
         "ANABRANCH__LEARNER__DETERMINISTIC": "true",
         "ANABRANCH__CHECKPOINTS__EVERY": "500ms",
         "ANABRANCH__REPLAY__CAPACITY": "500",
-        "ANABRANCH__GATE__GUARD_FRACTION": "0",
+        "ANABRANCH__GATE__HOLDOUT_FRACTION": "0",
     }
     steps = 3800 // 16
     learner = start(config, **environment)
@@ -252,7 +252,7 @@ def test_after_kill_9_it_goes_on_from_the_checkpoint_and_everything_adds_up(
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 1200
     assert report.replay_rows[home] == report.outcomes["trained"], "an event is in the store twice, or not at all"
     assert report.replay_lost == 0
-    assert report.guard_rows == report.outcomes["held_out"]
+    assert report.holdout_rows == report.outcomes["held_out"]
 
 
 def test_sigterm_writes_a_checkpoint_so_that_no_event_comes_twice(

@@ -174,7 +174,7 @@ def spoil(store: Store, places: int) -> None:
             file.write(bytes([byte ^ 1]))
 
 
-def test_a_row_that_went_bad_is_left_out_of_draws_and_forgotten(
+def test_a_row_that_went_bad_is_left_out_of_draws_and_erased(
     schema: Schema, build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = build({**DISK, "device_bytes": "1kB"}, capacity=200)

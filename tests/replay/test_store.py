@@ -21,7 +21,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.erasure.erased_events import ByRange, Forgotten
+from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.fake import FakeCheckpoints
 from replay.reservoir.admission import exponentials
 from replay.store import AHEAD, BLOCK, MOST_WAITING, MOST_WAITING_BYTES, Store
@@ -203,15 +203,15 @@ def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_st
         assert len(store) == 10 * BLOCK
 
 
-@pytest.mark.parametrize("look", ["checkpoint", "plan", "forget"])
+@pytest.mark.parametrize("look", ["checkpoint", "plan", "erase"])
 def test_whoever_looks_at_the_store_finds_what_waits(schema: Schema, look: str) -> None:
     store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), 0)
     store.offer(fake_columns(schema, range(10)), PARTITIONS)
     found = {
         "checkpoint": lambda: len(FakeCheckpoints(store).checkpoint(1).index),
         "plan": lambda: len(store.plan(0, 20)),
-        "forget": lambda: store.forget(
-            Forgotten([ByRange(time=0, by="command", partition="events#0[0]", first=0, last=9)])
+        "erase": lambda: store.erase(
+            ErasedEvents([ByRange(time=0, by="command", partition="events#0[0]", first=0, last=9)])
         ),
     }[look]()
     assert found == 10

@@ -321,7 +321,7 @@ function renderParts() {
   const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0, { shadow } = serving;
   const parts = [
     ["Last checkpoint", learner?.checkpoint ? `number ${learner.checkpoint}, ${known(learner.checkpoint_time) ? ago(learner.checkpoint_time) : "age not known"}` : "none yet"],
-    ["Guard set", learner ? `${count(learner.guard_rows)} events` : NONE],
+    ["Holdout set", learner ? `${count(learner.holdout_rows)} events` : NONE],
     ["Learner reported", learner ? ago(learner.time) : "never"],
     ...(twin ? [["Twin reported", ago(twin.time)]] : []),
     ["Swaps", `${count(swaps)}, ${count(refused)} refused`],

@@ -57,7 +57,7 @@ def learner_report(**changes):
         rates={"steps": 9.5, "rows_new": 600.0, "rows_replay": 601.0},
         replay_rows={"device": 900},
         replay_bytes={"device": 2_500_000},
-        guard_rows=50,
+        holdout_rows=50,
         checkpoint=4,
         checkpoint_time=time.time() - 90,
         version=17,

@@ -1,4 +1,4 @@
-"""Checkpoints that are rewritten without what is forgotten: whole at every moment, and shared files only once."""
+"""Checkpoints that are rewritten without what is erased: whole at every moment, and shared files only once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,40 +14,40 @@ from ingest.kafka.fake import fake_columns
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.replay_state import pack, unpack
 from learner.checkpointing.without_erased import named_slots, remembered
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.state_dir import folders as storage
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
-from replay.erasure.erased_events import ByKey, Forgotten
+from replay.erasure.erased_events import ByKey, ErasedEvents
 from replay.snapshot import Contents
 from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import make_way
 
 NAMES = [TopicPartition("events", 0)]
-FORGOTTEN = Forgotten([ByKey(time=0, by="command", key_hash=f"{9:016x}", up_to={"events#0[0]": 10_000})])
+ERASED = ErasedEvents([ByKey(time=0, by="command", key_hash=f"{9:016x}", up_to={"events#0[0]": 10_000})])
 TIERS = {"device": {}, "disk": {"disk": {"bytes": "1MB"}}}
 
 
 class Pipeline:
-    """A store and a guard set with checkpoints on the disk."""
+    """A store and a holdout set with checkpoints on the disk."""
 
     def __init__(self, path: Path, schema: Schema, replay: dict[str, Any], contents: Contents | None = None) -> None:
         self.schema, self.path = schema, path
         options = ReplaySettings.model_validate({"capacity": 400, "sampling": "loss", **replay})
         self.store: Store = build_store(options, schema, torch.device("cpu"), 0, path / "replay", contents)
-        self.guard = GuardSet(schema, 100)
+        self.holdout = HoldoutSet(schema, 100)
         self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
         self.segments: Sequence[Segment] = ()
 
     def learn(self, offsets: range) -> None:
-        """Every tenth event is of the key to forget; every seventh is held out."""
+        """Every tenth event is of the key to erase; every seventh is held out."""
         columns = fake_columns(self.schema, offsets, label=[0, 1, 2])
         columns["key_hash"][:] = np.where(columns["offset"] % 10 == 0, 9, 1)
         out = columns["offset"] % 7 == 0
-        self.guard.add({name: column[out] for name, column in columns.items()}, NAMES)
+        self.holdout.add({name: column[out] for name, column in columns.items()}, NAMES)
         self.store.add({name: column[~out] for name, column in columns.items()}, NAMES)
         self.store.plan_ahead(0, 20)
 
@@ -55,13 +55,13 @@ class Pipeline:
         standing, change = self.store.contents(self.store.hold(number))
         part = pack(standing, change, self.segments, self.checkpoints.part)
         state = {"replay": part.state, "ledger": [{"topic": "events", "partition": 0, "incarnation": 0}]}
-        tensors = {"guard": self.guard.tensors(), **part.tensors}
+        tensors = {"holdout": self.holdout.tensors(), **part.tensors}
         self.checkpoints.write(number, Checkpoint(number, tensors, state, part.carried), 0.0)
         self.segments = part.segments
         self.store.let_go(1)
 
     def erase(self) -> int:
-        return Eraser(self.checkpoints, self.path / "replay", FORGOTTEN).run().checkpoints
+        return Eraser(self.checkpoints, self.path / "replay", ERASED).run().checkpoints
 
     def newest(self) -> Contents:
         found = self.checkpoints.newest()
@@ -85,7 +85,7 @@ def keys(contents: Contents) -> set[int]:
     return set(contents.index["key_hash"].tolist())
 
 
-def test_all_checkpoints_lose_what_is_forgotten_and_stay_whole(pipeline: Pipeline) -> None:
+def test_all_checkpoints_lose_what_is_erased_and_stay_whole(pipeline: Pipeline) -> None:
     before = pipeline.newest()
     kept = before.index[before.index["key_hash"] != 9]
     assert 0 < len(kept) < len(before.index)
@@ -102,7 +102,7 @@ def test_all_checkpoints_lose_what_is_forgotten_and_stay_whole(pipeline: Pipelin
         there = {f"rank-0/{path.name}" for path in (pipeline.path / "checkpoints" / str(number) / "rank-0").iterdir()}
         assert there == set(manifest.files)
         tensors, _ = pipeline.checkpoints.open(manifest)
-        assert not (tensors["guard"]["key_hash"] == 9).any()
+        assert not (tensors["holdout"]["key_hash"] == 9).any()
     one = {path.stat().st_ino for path in (pipeline.path / "checkpoints").glob("*/rank-0/segment-1.*")}
     assert len(one) == 1, "a file that checkpoints share was written more than once"
     assert pipeline.erase() == 0
@@ -111,12 +111,12 @@ def test_all_checkpoints_lose_what_is_forgotten_and_stay_whole(pipeline: Pipelin
 def test_what_is_loaded_is_what_is_rewritten(pipeline: Pipeline) -> None:
     found = pipeline.checkpoints.newest()
     assert found is not None
-    checkpoint, (store, guard) = remembered(found[1], FORGOTTEN)
+    checkpoint, (store, holdout) = remembered(found[1], ERASED)
     loaded = unpack(checkpoint)
     assert loaded is not None
     assert store == len(pipeline.newest().index) - len(loaded[0].index) > 0
-    assert guard == len(range(0, 350, 70))
-    assert loaded[0].standing.plans == [], "a plan names forgotten events"
+    assert holdout == len(range(0, 350, 70))
+    assert loaded[0].standing.plans == [], "a plan names erased events"
     pipeline.erase()
     rewritten = pipeline.newest()
     assert loaded[0].index.tobytes() == rewritten.index.tobytes()
@@ -127,9 +127,9 @@ def test_a_learner_that_goes_on_writes_whole_checkpoints_after_its_checkpoints_w
     pipeline: Pipeline,
 ) -> None:
     pipeline.erase()
-    forgotten = pipeline.store.forget(FORGOTTEN)
-    assert forgotten > 0
-    pipeline.guard.forget(FORGOTTEN, pipeline.store.entries.bases)
+    erased = pipeline.store.erase(ERASED)
+    assert erased > 0
+    pipeline.holdout.erase(ERASED, pipeline.store.entries.bases)
     for number, begin in enumerate(range(350, 550, 50), start=4):
         columns = range(begin + 1, begin + 10)
         pipeline.learn(columns)
@@ -173,7 +173,7 @@ def test_a_crash_at_any_moment_leaves_checkpoints_that_can_be_read(
 
 def test_a_damaged_checkpoint_that_has_it_is_deleted_and_a_damaged_segment_left_out(pipeline: Pipeline) -> None:
     folder = pipeline.path / "checkpoints"
-    flip(folder / "2" / "rank-0" / "guard.safetensors")
+    flip(folder / "2" / "rank-0" / "holdout.safetensors")
     segment = max((folder / "3" / "rank-0").glob("segment-*"), key=lambda path: path.stat().st_size)
     flip(segment)
     pipeline.erase()
@@ -226,7 +226,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_what_is_forgotten_while_a_checkpoint_is_written_spoils_no_checkpoint_and_is_left_in_none(
+def test_what_is_erased_while_a_checkpoint_is_written_spoils_no_checkpoint_and_is_left_in_none(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.learn(range(350, 360))
@@ -234,16 +234,16 @@ def test_what_is_forgotten_while_a_checkpoint_is_written_spoils_no_checkpoint_an
     named = np.flatnonzero(plan.records["key_hash"] == 9)
     plan.rows.wait()
     payload = [torch.as_tensor(plan.rows.rows())[place].numpy().tobytes() for place in named.tolist()]
-    assert payload, "no plan names an event that is forgotten"
+    assert payload, "no plan names an event that is erased"
     write, lost = storage.LocalFolder.write, list[int]()
 
-    def write_and_forget(folder: storage.LocalFolder, name: str, *pieces: bytes | memoryview) -> None:
+    def write_and_erase(folder: storage.LocalFolder, name: str, *pieces: bytes | memoryview) -> None:
         write(folder, name, *pieces)
         if name.endswith("replay.safetensors"):
-            lost.append(pipeline.store.forget(FORGOTTEN))
+            lost.append(pipeline.store.erase(ERASED))
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage.LocalFolder, "write", write_and_forget)
+        patch.setattr(storage.LocalFolder, "write", write_and_erase)
         pipeline.checkpoint(4)
     assert lost[0] > 0
     found = pipeline.checkpoints.newest()

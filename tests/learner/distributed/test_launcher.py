@@ -35,7 +35,7 @@ publish_every = "100ms"
 [checkpoints]
 every = "200ms"
 [gate]
-guard_fraction = 0.1
+holdout_fraction = 0.1
 """
 
 

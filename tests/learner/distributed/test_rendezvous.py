@@ -46,7 +46,7 @@ publish_every = "100ms"
 [checkpoints]
 every = "200ms"
 [gate]
-guard_fraction = 0.1
+holdout_fraction = 0.1
 """
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 PROGRAM = Path(__file__).parents[1] / "ranks_program.py"

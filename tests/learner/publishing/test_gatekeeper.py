@@ -19,7 +19,7 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings, ModelSettings, VersionsSettings
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification, MultiLabel, Task
@@ -45,7 +45,7 @@ class Bench:
 
     def __init__(self, path: Path, schema: Schema, task: Task | None = None, **gate: object) -> None:
         self.versions = Versions(path)
-        self.guard = GuardSet(schema, 400)
+        self.holdout = HoldoutSet(schema, 400)
         self.schema = schema
         self.offset = self.step = 0
         reference = reference_to(ModelSettings(factory="m:build"))
@@ -65,18 +65,20 @@ class Bench:
         columns["feature.x"] = np.eye(3, dtype=np.float32)[label]
         label = (label + shift) % 3
         columns["label"] = np.eye(3)[label].astype(np.bool_) if self.schema.label.multi else label
-        self.guard.add(columns, [TopicPartition("events", 0)])
+        self.holdout.add(columns, [TopicPartition("events", 0)])
         self.offset += events
 
     def publish(self, weights: Weights) -> str:
         """Publish weights, and return the verdict."""
         self.step += 1
-        snapshot = Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, None, RecordTimes())
+        snapshot = Snapshot(
+            self.step, weights, {"events:0": Trained(self.step)}, self.holdout.held, None, RecordTimes()
+        )
         self.publisher.publish_last((self.step, ()), lambda: snapshot, Deadline(timedelta(seconds=60)))
         return self.verdict(self.publisher.number or 0)
 
     def watch(self) -> None:
-        self.publisher._watch(self.guard.held)
+        self.publisher._watch(self.holdout.held)
 
     def verdict(self, number: int) -> str:
         verdict = self.versions.verdict(number)
@@ -292,10 +294,10 @@ def test_the_watch_withdraws_what_turns_out_worse_and_the_gate_then_knows_better
 
 def test_what_is_on_trial_takes_no_memory_however_many_versions_come(make_bench: Callable[..., Bench]) -> None:
     """Without held-out events, or while they are rare, nothing ends a trial."""
-    bench = make_bench(guard_fraction=0.0)
+    bench = make_bench(holdout_fraction=0.0)
     for number in range(1, 1001):
-        bench.jury.take(number, {}, np.empty(0), bench.guard.held, Verdict("abstain"))
-        bench.jury.watch(bench.guard.held)
+        bench.jury.take(number, {}, np.empty(0), bench.holdout.held, Verdict("abstain"))
+        bench.jury.watch(bench.holdout.held)
     sizes = {name: len(value) for name, value in vars(bench.jury).items() if hasattr(value, "__len__")}
     assert max(sizes.values()) < 10, sizes
 
@@ -329,7 +331,7 @@ def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench])
         now_G, before_G = rivals[noise.choice(3, 500, p=[0.1, 0.1, 0.8])].T
         assert not any(compare(now_G[:n], before_G[:n], bounded=True).surely_exceeds(0.02) for n in looks)
     bench = make_bench(min_rows=10_000)
-    bench.guard = GuardSet(bench.schema, 2000)
+    bench.holdout = HoldoutSet(bench.schema, 2000)
     bench.hold_out(30)
     assert [bench.publish(GOOD), bench.publish(GOOD)] == ["abstain"] * 2
     seen = []
@@ -343,8 +345,8 @@ def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench])
     assert bench.jury._first_on_trial is None
 
 
-def test_in_a_small_guard_set_a_trial_ends_with_its_youngest_quarter(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(min_rows=10_000, guard_rows=400)
+def test_in_a_small_holdout_set_a_trial_ends_with_its_youngest_quarter(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000, holdout_rows=400)
     bench.hold_out(400)
     assert [bench.publish(GOOD), bench.publish(GOOD)] == ["abstain"] * 2
     bench.hold_out(100)
@@ -353,8 +355,8 @@ def test_in_a_small_guard_set_a_trial_ends_with_its_youngest_quarter(make_bench:
     assert bench.jury._first_on_trial is None
 
 
-def test_a_guard_set_too_small_to_tell_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(min_rows=10_000, guard_rows=100)
+def test_a_holdout_set_too_small_to_tell_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000, holdout_rows=100)
     bench.hold_out(30)
     assert [bench.publish(GOOD), bench.publish(BAD)] == ["abstain"] * 2
     bench.hold_out(WATCH_ROWS - 1)

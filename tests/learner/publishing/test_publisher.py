@@ -23,7 +23,7 @@ from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings, ModelSettings, VersionsSettings
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification
@@ -45,8 +45,8 @@ class Bench:
         state_dir = path.parent
         self.versions = Versions(path)
         self.model = model
-        self.guard = GuardSet(schema, 100)
-        self.guard.add(fake_columns(schema, range(100), label=[0, 1, 2]), [TopicPartition("events", 0)])
+        self.holdout = HoldoutSet(schema, 100)
+        self.holdout.add(fake_columns(schema, range(100), label=[0, 1, 2]), [TopicPartition("events", 0)])
         reference = reference_to(ModelSettings(factory="m:build"))
         scorer = Scorer(model, Classification(), schema, torch.device("cpu"))
         self.publisher = Publisher(
@@ -70,7 +70,7 @@ class Bench:
 
     def snapshot(self) -> Snapshot:
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        return Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, 0.5, self.learned)
+        return Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.holdout.held, 0.5, self.learned)
 
 
 @pytest.fixture
@@ -89,13 +89,13 @@ def test_a_version_is_scored_on_what_came_after_it(make_bench: Callable[..., Ben
                 value[1] = 1.0
     bench.publish()  # knows nothing but class 1
     assert bench.publisher.retention.near == ()
-    bench.guard.add(fake_columns(schema, range(100, 110), label=[1]), [TopicPartition("events", 0)])
+    bench.holdout.add(fake_columns(schema, range(100, 110), label=[1]), [TopicPartition("events", 0)])
     with torch.no_grad():
         dict(bench.model.named_parameters())["3.bias"][2] = 2.0
     bench.publish()  # the newest one, which would have them all wrong, is not the one that is asked
     assert bench.publisher.retention.near == ((10, 10.0),)
     assert bench.publisher.retention.windows["near_future"] == 1
-    bench.guard.add(fake_columns(schema, range(110, 115), label=[1]), [TopicPartition("events", 0)])
+    bench.holdout.add(fake_columns(schema, range(110, 115), label=[1]), [TopicPartition("events", 0)])
     bench.publish()
     assert bench.publisher.retention.near == ((10, 10.0), (5, 0.0))
 

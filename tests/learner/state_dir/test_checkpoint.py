@@ -35,7 +35,7 @@ from ingest.metrics import IngestMetrics
 from ingest.reader.reader import Partition, Source
 from learner.build import Deployment, Workbench
 from learner.checkpointing.checkpointer import Checkpointer
-from learner.checkpointing.erasure import Forgetting
+from learner.checkpointing.erasure import Erasure
 from learner.checkpointing.replay_state import unpack
 from learner.config import (
     CheckpointSettings,
@@ -47,7 +47,7 @@ from learner.config import (
 )
 from learner.device_sharing.sharing import Terms
 from learner.errors import CheckpointError, MisfitError
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
@@ -73,7 +73,7 @@ from replay.background_store import Clerk
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
 from replay.metrics import ReplayMetrics
 from replay.store import Store
@@ -179,17 +179,15 @@ class Bench:
             *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
             *(Jury(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),
         )
-        guard = GuardSet(schema, 100)
+        holdout = HoldoutSet(schema, 100)
         source = cast("Source", self.stream)
-        self.log = ForgottenLog(path / "forgotten.log")
+        self.log = ErasureLog(path / "erasures.log")
         self.log.refresh()
-        forgetting = Forgetting(
-            self.log, self.checkpoints, path / "replay" / RANK, self.clerk, guard, self.checkpointer
-        )
+        erasure = Erasure(self.log, self.checkpoints, path / "replay" / RANK, self.clerk, holdout, self.checkpointer)
         lag = LagPolicy(LagPolicySettings(), 0, source)
-        parts = Parts(source, trainer, self.clerk, guard, publisher, self.checkpointer, forgetting, lag)
+        parts = Parts(source, trainer, self.clerk, holdout, publisher, self.checkpointer, erasure, lag)
         self.loop = Loop(settings, parts, self.metrics)
-        self.trainer, self.guard, self.publisher = trainer, guard, publisher
+        self.trainer, self.holdout, self.publisher = trainer, holdout, publisher
 
     def run(self) -> None:
         self.loop.run(self.stop, lambda: None)
@@ -259,7 +257,7 @@ POLICIES = {
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     make_bench: Callable[..., Bench], replay: dict[str, Any], policies: dict[str, Any]
 ) -> None:
-    """Weights, running statistics, optimizer, dropout's generator, draws, guard set, ledger and windows."""
+    """Weights, running statistics, optimizer, dropout's generator, draws, holdout set, ledger and windows."""
     replay = {**replay, **policies}
     whole = make_bench(60, replay=policies)
     whole.run()
@@ -278,7 +276,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert resumed.loop.ledger.state() == whole.loop.ledger.state()
     assert resumed.loop.prequential.state() == whole.loop.prequential.state()
     assert (resumed.loop.rows_new, resumed.loop.rows_replay) == (whole.loop.rows_new, whole.loop.rows_replay)
-    assert all((resumed.guard.held.columns[name] == column).all() for name, column in whole.guard.held.columns.items())
+    assert all(
+        (resumed.holdout.held.columns[name] == column).all() for name, column in whole.holdout.held.columns.items()
+    )
 
 
 def test_a_resumed_run_measures_and_decides_as_the_uninterrupted_one(
@@ -311,7 +311,7 @@ def test_a_resumed_run_measures_and_decides_as_the_uninterrupted_one(
         assert torch.equal(resumed.trainer.snapshot()[name], value), name
 
 
-def test_measuring_what_is_forgotten_changes_nothing_that_is_learned(make_bench: Callable[..., Bench]) -> None:
+def test_measuring_what_is_erased_changes_nothing_that_is_learned(make_bench: Callable[..., Bench]) -> None:
     """Old events are scored now and then while none is replayed; statistics of batch norm stay as they are."""
     bare = make_bench(60, learner={"replay_ratio": 0.0})
     bare.run()
@@ -721,7 +721,7 @@ def test_a_checkpoint_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
 
 
 def test_a_learner_that_rests_makes_no_checkpoint_until_something_has_changed(make_bench: Callable[..., Bench]) -> None:
-    """What was forgotten is a change, and so is what the ledger says, though no step was made."""
+    """What was erased is a change, and so is what the ledger says, though no step was made."""
     bench = make_bench(4)
 
     def checkpoint_if_due() -> list[int]:
@@ -739,7 +739,7 @@ def test_a_learner_that_rests_makes_no_checkpoint_until_something_has_changed(ma
     bench.loop.ledger.partitions[0].passed += 1
     assert checkpoint_if_due() == [1, 2, 3]
     bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
-    bench.loop._parts.forgetting.look()
+    bench.loop._parts.erasure.look()
     assert checkpoint_if_due() == [2, 3, 4]
     assert checkpoint_if_due() == [2, 3, 4]
 
@@ -753,9 +753,9 @@ def test_a_start_with_something_left_to_erase_doubts_what_its_caches_have(
     monkeypatch.setattr(bench.store.tiers, "doubt", lambda: doubted.append(True))
     bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
     if not waits:
-        bench.log.append(Applied(time=0.0, through=1, store=0, guard=0))
+        bench.log.append(Applied(time=0.0, through=1, store=0, holdout=0))
     folder = bench.checkpoints.path.parent / "replay" / RANK
-    Forgetting(bench.log, bench.checkpoints, folder, bench.clerk, bench.guard, bench.checkpointer).take_note(0, 0)
+    Erasure(bench.log, bench.checkpoints, folder, bench.clerk, bench.holdout, bench.checkpointer).take_note(0, 0)
     assert doubted == [True] * waits
 
 
@@ -944,7 +944,7 @@ def test_a_checkpoint_from_before_what_the_log_has_dropped_is_refused_and_keeps_
     shutil.copytree(tmp_path / "checkpoints", tmp_path / "backup")
     bench.close()
     bench.log.append([ByKey(time=0, by="command", key_hash=key, up_to={"events#0[0]": 3}) for _ in range(3)])
-    bench.log.append(Applied(time=0, through=3, store=0, guard=0))
+    bench.log.append(Applied(time=0, through=3, store=0, holdout=0))
     later = make_bench(14)
     later.resume()
     later.run()
@@ -953,26 +953,26 @@ def test_a_checkpoint_from_before_what_the_log_has_dropped_is_refused_and_keeps_
     assert [later.checkpoints.clean_of(through) for through in (5, 3, 2)] == [0, 0, 0], "the first checkpoint is there"
     later.checkpoints.prune(1)
     assert [later.checkpoints.clean_of(through) for through in (5, 3, 2)] == [3, 3, 2]
-    written = ForgottenLog(tmp_path / "forgotten.log")
+    written = ErasureLog(tmp_path / "erasures.log")
     written.refresh()
     written.compact({"events#0[0]": 3}, later.checkpoints.clean_of(written.through))
     written.refresh()
-    assert (written.dropped, bool(written.forgotten)) == (3, False)
+    assert (written.dropped, bool(written.erased)) == (3, False)
     assert Resumed.newest(later.checkpoints, written).found is not None
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "backup").rename(tmp_path / "checkpoints")
     with pytest.raises(
-        MisfitError, match=r"checkpoint 1 was made before events were forgotten that .*forgotten.log does not"
+        MisfitError, match=r"checkpoint 1 was made before events were erased that .*erasures.log does not"
     ):
         Resumed.newest(later.checkpoints, written)
     flip = later.checkpoints.path / "1" / RANK / "state.json"
-    flip.write_bytes(flip.read_bytes().replace(b'"forgotten":0', b'"forgotten":9'))
+    flip.write_bytes(flip.read_bytes().replace(b'"erased":0', b'"erased":9'))
     assert later.checkpoints.clean_of(3) == 0, "a damaged checkpoint says nothing"
 
 
 def _begin_anew(path: Path, schema: Schema, replay: Mapping[str, Any]) -> Store:
     """Open the store as a learner does that finds no checkpoint."""
-    checkpoints, written = Checkpoints(path / "checkpoints", schema.digest, 1), ForgottenLog(path / "forgotten.log")
+    checkpoints, written = Checkpoints(path / "checkpoints", schema.digest, 1), ErasureLog(path / "erasures.log")
     parts = SimpleNamespace(strategy=STRATEGIES["er"](), schema=schema, device=CPU, output_shape=(3,), embedding=None)
     resumed = Resumed.newest(checkpoints, written)
     store = resumed.store(_deployment(path, schema, "er", replay), cast("Workbench", parts), 1)

@@ -123,9 +123,9 @@ def test_a_learner_waits_for_a_command_however_short_its_patience(
             return epoch
 
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as command:
-        command.enter_context(hold_state_directory(tmp_path, command="anabranch replay forget"))
+        command.enter_context(hold_state_directory(tmp_path, command="anabranch replay erase"))
         learner = pool.submit(hold)
-        _until(lambda: "`anabranch replay forget` is at work" in caplog.text)
+        _until(lambda: "`anabranch replay erase` is at work" in caplog.text)
         assert not learner.done()
         command.close()
         assert learner.result(30) == 2
@@ -136,8 +136,8 @@ def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner.state_dir.lock, "_LONGEST_COMMAND", timedelta(milliseconds=1))
-    with hold_state_directory(tmp_path, command="anabranch replay forget"):
-        with pytest.raises(StateBusyError, match="anabranch replay forget"):
+    with hold_state_directory(tmp_path, command="anabranch replay erase"):
+        with pytest.raises(StateBusyError, match="anabranch replay erase"):
             with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)):
                 pass
 
@@ -145,13 +145,13 @@ def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
 def test_one_that_is_told_to_stop_waits_for_no_command(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
-    with hold_state_directory(tmp_path, command="anabranch replay forget"), pytest.raises(StateBusyError):
+    with hold_state_directory(tmp_path, command="anabranch replay erase"), pytest.raises(StateBusyError):
         with hold_state_directory(tmp_path, stop, timedelta(hours=1)):
             pass
 
 
 def test_one_without_patience_does_not_wait_for_a_command(tmp_path: Path) -> None:
-    with hold_state_directory(tmp_path, command="anabranch replay forget"), pytest.raises(StateBusyError):
+    with hold_state_directory(tmp_path, command="anabranch replay erase"), pytest.raises(StateBusyError):
         with hold_state_directory(tmp_path):
             pass
 

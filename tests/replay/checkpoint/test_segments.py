@@ -94,7 +94,7 @@ class SegmentsMachine(RuleBasedStateMachine):
         written = self.log.written
         self.log.checkpoint(self.number, change, fails=fails)
         if fails:
-            self.changes.forget()
+            self.changes.clear()
             return
         self.at_checkpoint = now
         if full:  # what a full checkpoint writes is no rewriting

@@ -19,7 +19,7 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.embedding_index import client as neighbours
 from replay.embedding_index.embedding_tracker import LAG
-from replay.erasure.erased_events import ByRange, Forgotten
+from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.fake import FakeCheckpoints
 from replay.store import Store
 
@@ -163,8 +163,8 @@ def test_diverse_draws_the_oldest_embeddings_first_and_clusters_as_evenly_as_eve
     assert draws <= 40
 
 
-class TestForgotten:
-    """An event that was forgotten is nobody's neighbour, whatever becomes of the index process."""
+class TestErased:
+    """An event that was erased is nobody's neighbour, whatever becomes of the index process."""
 
     @pytest.fixture(params=["similar", "diverse"])
     def store(self, schema: Schema, build: Build, request: pytest.FixtureRequest) -> Store:
@@ -176,7 +176,7 @@ class TestForgotten:
         until(lambda: store.neighbours.stats().process.trained_rows and store._whereabouts.follow())
         self._seek(store)
         store.plan_ahead(1 + LAG, 64)
-        ids = forget(store)
+        ids = erase(store)
         until(lambda: store.neighbours.stats().process.rows == len(store))
         self._assert_none(store, ids)
 
@@ -186,7 +186,7 @@ class TestForgotten:
         draw = store.fetch(store.plan(0, 400))
         assert store.neighbours.pid is not None
         os.kill(store.neighbours.pid, signal.SIGKILL)
-        ids = forget(store)
+        ids = erase(store)
         until(lambda: store.neighbours.stats().restarts == 1)
         until(lambda: store.neighbours.stats() and store.neighbours.ill is None and store.neighbours.reports)
         # A step that was under way then, and others: only what is held goes into the new process.
@@ -202,7 +202,7 @@ class TestForgotten:
 
     @staticmethod
     def _assert_none(store: Store, ids: np.ndarray) -> None:
-        """Ask the process itself too, for all that is near to what was forgotten."""
+        """Ask the process itself too, for all that is near to what was erased."""
         for step in range(1 + LAG, 5 + LAG):
             assert (store.draw(step, 64).records["offset"] % 16 != 3).all()
         assert store.neighbours is not None
@@ -215,14 +215,14 @@ class TestForgotten:
             assert (store.plan(step, 64).records["offset"] % 16 != 3).all()
 
 
-def forget(store: Store) -> np.ndarray:
-    """Forget the events of one centre, and return the ids that they had in the index."""
+def erase(store: Store) -> np.ndarray:
+    """Erase the events of one centre, and return the ids that they had in the index."""
     offsets = [offset for offset in store.entries.copy()["offset"].tolist() if offset % 16 == 3]
     gone = np.isin(store.entries.of("offset", store.entries.slots), offsets)
     ids = store._whereabouts._ids[store.entries.slots[gone]].copy()
     name = partition_name(PARTITIONS[0])
     records = [ByRange(time=0, by="command", partition=name, first=offset, last=offset) for offset in offsets]
-    assert store.forget(Forgotten(records)) == len(offsets) == 200
+    assert store.erase(ErasedEvents(records)) == len(offsets) == 200
     return ids
 
 

@@ -155,7 +155,7 @@ def test_many_events_lie_in_lists_and_are_found_still(make_index):
     until(lambda: ask(index, next(later), 10).size and index.stats().process.recall >= 0.9, "a recall of many queries")
 
 
-def test_lists_forget_what_was_removed_and_know_what_was_replaced(make_index):
+def test_lists_erase_what_was_removed_and_know_what_was_replaced(make_index):
     index, dim, n = make_index(dim=8, clusters=16), 8, 24_000
     x = clustered(n, dim, 1)
     add(index, np.arange(n), x)

@@ -182,7 +182,7 @@ class TestRecent:
         counts = bench.places(1, 3000)[0]
         assert chi_square(np.array([counts[30:40].sum(), counts[50:60].sum()]), np.array([2.0, 1.0])) < 4.5
 
-    def test_a_time_of_the_far_future_is_forgotten_with_its_event(self) -> None:
+    def test_a_time_of_the_far_future_is_erased_with_its_event(self) -> None:
         """Not at once, but with the next start: until then all others are as old as it makes them."""
         bench = Bench("recent")
         bench.add(1, hours=[1_000_000])
