@@ -149,8 +149,9 @@ def deployment_of(config: "Config", rows: int | None = None) -> "Deployment":
         folder=config.folder,
         state_dir=config.state_dir,
         read_token=pipeline.serving.tokens.read.get_secret_value(),
-        share=Terms(
-            *(pipeline.share, pipeline.serving.slo, pipeline.serving.timeout), fixed=pipeline.learner.deterministic
+        device_sharing=Terms(
+            *(pipeline.device_sharing, pipeline.serving.slo, pipeline.serving.timeout),
+            fixed=pipeline.learner.deterministic,
         ),
     )
 

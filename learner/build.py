@@ -51,7 +51,7 @@ class Deployment:
     state_dir: Path
     read_token: str
     """Wanted by `/metrics`, unless it is empty."""
-    share: Terms
+    device_sharing: Terms
 
 
 @dataclass(frozen=True)

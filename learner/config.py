@@ -253,7 +253,7 @@ class GateSettings(Section):
     max_drop_old: Annotated[float, Field(ge=0)] = 0.02
     """The same on older ones, and compared with the best version served within `max_hold` too."""
     min_rows: Annotated[int, Field(ge=1)] = 1000
-    """Held-out events that a verdict takes; with fewer a version is served, marked `abstain`."""
+    """Held-out events that a verdict takes; with fewer a version is served, marked `inconclusive`."""
     max_hold: PositiveDuration = timedelta(minutes=10)
     """How long versions may fail in a row before `on_hold` holds."""
     on_hold: Literal["alert", "serve"] = "alert"
@@ -265,7 +265,7 @@ class GateSettings(Section):
         return HoldOut(fraction=self.holdout_fraction, seed=seed ^ _HOLDOUT_SALT)
 
 
-class ShareSettings(Section):
+class DeviceSharingSettings(Section):
     """How serving borrows the device from the learner."""
 
     policy: Literal["inference-first", "fraction", "exclusive"] = "inference-first"

@@ -109,14 +109,14 @@ class LearnerMetrics:
         self.hold = Gauge(
             "anabranch_gate_hold_seconds", "Time for which versions have failed in a row; 0 if none.", registry=registry
         )
-        self.share_wait = Histogram(
-            "anabranch_share_wait_duration_seconds",
+        self.device_sharing_wait = Histogram(
+            "anabranch_device_sharing_wait_duration_seconds",
             "Time that training took to give way to a request.",
             buckets=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3),
             registry=registry,
         )
-        self.share_training = Gauge(
-            "anabranch_share_training_ratio",
+        self.device_sharing_training = Gauge(
+            "anabranch_device_sharing_training_ratio",
             "Part of the time of steps that was not given to requests.",
             registry=registry,
         )

@@ -10,12 +10,12 @@ from ingest.reader.multi_host import Sources
 from ingest.reader.reader import Source
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
-from learner.device_sharing.sharing import Sharing
+from learner.device_sharing.sharing import DeviceSharing
 from learner.evaluation.holdout import HoldoutSet
 from learner.loop import Loop, Metrics
 from learner.publishing.publisher import Publisher
 from learner.runtime.heartbeat import Heartbeat
-from learner.state_dir.lock import check_epoch
+from learner.state_dir.lock import check_generation
 from learner.state_dir.report import LearnerReport, write_report
 from learner.stream.lag import LagPolicy
 from learner.stream.outcome_counters import LetterCounters
@@ -31,7 +31,7 @@ class Reporter:
     def __init__(
         self,
         state_dir: Path,
-        epoch: int,
+        generation: int,
         loop: Loop,
         source: Source | Sources,
         clerk: Clerk | None,
@@ -46,10 +46,10 @@ class Reporter:
         classification: bool,
         launched: bool = False,
         absent: Sequence[int] = (),
-        sharing: Sharing | None = None,
+        sharing: DeviceSharing | None = None,
     ) -> None:
         self._state_dir = state_dir
-        self._epoch = epoch
+        self._generation = generation
         self._loop = loop
         self._source = source
         self._clerk = clerk
@@ -120,7 +120,7 @@ class Reporter:
         Raises:
             SecondLearnerError: another learner has taken this one's place, and reports where it would.
         """
-        check_epoch(self._state_dir, self._epoch)
+        check_generation(self._state_dir, self._generation)
         self._loop.count()
         loop, publisher, store = self._loop, self._publisher, None
         if self._clerk is not None:
@@ -130,7 +130,7 @@ class Reporter:
         report = LearnerReport(
             pid=os.getpid(),
             launcher=self._launcher,
-            epoch=self._epoch,
+            generation=self._generation,
             started=self._started,
             time=time.time(),
             strategy=self._strategy,
@@ -164,7 +164,7 @@ class Reporter:
             replay_bounds=store.bounds if store is not None else {},
             replay_lost=store.lost if store is not None else 0,
             holdout_rows=len(self._holdout),
-            share=self._sharing.report if self._sharing is not None else None,
+            device_sharing=self._sharing.report if self._sharing is not None else None,
             erased=self._erasure.records,
             erased_through=self._erasure.through,
             version=publisher.number,
@@ -239,8 +239,8 @@ class Reporter:
         for window, value in report.loss.items():
             metrics.loss.labels(window).set(value)
         metrics.window.set(report.window_rows)
-        if report.share is not None:
-            metrics.share_training.set(report.share.training)
+        if report.device_sharing is not None:
+            metrics.device_sharing_training.set(report.device_sharing.training)
         metrics.replay_ratio.set(report.replay_ratio)
         if report.forgetting is not None:
             metrics.forgetting.set(report.forgetting)

@@ -20,7 +20,7 @@ from learner.build import Deployment, Workbench, prepare
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.device_sharing.cuda_limits import confined, limit_threads
-from learner.device_sharing.sharing import share
+from learner.device_sharing.sharing import device_sharing
 from learner.distributed.channel import Channel, lead
 from learner.distributed.data_parallel import Replicas
 from learner.distributed.leader import Leader
@@ -38,7 +38,7 @@ from learner.runtime.profiler import Tracing
 from learner.runtime.shutdown import Deadline, bounded
 from learner.runtime.status_server import serve_status
 from learner.state_dir.checkpoint import RANK, Checkpoints
-from learner.state_dir.lock import check_epoch, hold_state_directory
+from learner.state_dir.lock import check_generation, hold_state_directory
 from learner.state_dir.version import Versions, reference_to
 from learner.stream.lag import LagPolicy
 from learner.training.out_of_memory import note
@@ -73,30 +73,32 @@ def learn(
     metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
     with contextlib.ExitStack() as stack:
         stack.enter_context(bounded(stop, deployment.learner.stop_timeout))
-        limit_threads(deployment.share.settings)
+        limit_threads(deployment.device_sharing.settings)
         channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
         device = channel.device if channel is not None else choose_device(deployment.learner.device)
         stack.enter_context(without_denormals(device))
         bench = prepare(deployment, device)
         schema = bench.schema
-        known = functools.partial(_latest_epoch, deployment.state_dir)
-        epoch = stack.enter_context(
+        known = functools.partial(_latest_generation, deployment.state_dir)
+        generation = stack.enter_context(
             hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout, known)
         )
-        alone = functools.partial(check_epoch, deployment.state_dir, epoch)
-        publisher = _publisher(deployment, bench, epoch, metrics, alone)
+        alone = functools.partial(check_generation, deployment.state_dir, generation)
+        publisher = _publisher(deployment, bench, generation, metrics, alone)
         # After the publisher has copied the model, which cannot be done once ranks have parts of it.
         trainer = _trainer(bench, channel, place.rows if place is not None else None)
-        trainer.lane = stack.enter_context(confined(deployment.share.settings, device))
+        trainer.lane = stack.enter_context(confined(deployment.device_sharing.settings, device))
         sharing = stack.enter_context(
-            share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
+            device_sharing(
+                deployment.device_sharing, deployment.state_dir, device, stop, metrics.learner.device_sharing_wait
+            )
         )
         source = source or _source(deployment, place)
         holdout = HoldoutSet(schema, deployment.gate.holdout_rows)
         written = ErasureLog(deployment.state_dir / LOG)
         written.refresh()
         checkpoints, ranks = (
-            Checkpoints(deployment.state_dir / "checkpoints", schema.digest, epoch),
+            Checkpoints(deployment.state_dir / "checkpoints", schema.digest, generation),
             place.size if place is not None else 1,
         )
         with away_is_dependency(_AWAY.format(checkpoints.path)):
@@ -122,7 +124,7 @@ def learn(
         reporter = Reporter(
             *(
                 deployment.state_dir,
-                epoch,
+                generation,
                 loop,
                 source,
                 clerk,
@@ -182,16 +184,17 @@ def learn(
         log.info("stopped after %d steps, version %s", loop.steps, publisher.number)
 
 
-def _latest_epoch(state_dir: Path) -> int:
-    """Return the latest epoch of a learner that wrote a version or a checkpoint; 0 when there is none."""
+def _latest_generation(state_dir: Path) -> int:
+    """Return the latest generation of a learner that wrote a version or a checkpoint; 0 when there is none."""
     with away_is_dependency(f"what lies in {state_dir} cannot be read"):
         return max(
-            Versions(state_dir / "versions").epoch(), Checkpoints(state_dir / "checkpoints", schema="", epoch=0).epoch()
+            Versions(state_dir / "versions").generation(),
+            Checkpoints(state_dir / "checkpoints", schema="", generation=0).generation(),
         )
 
 
 def _publisher(
-    deployment: Deployment, bench: Workbench, epoch: int, metrics: Metrics, alone: Callable[[], None]
+    deployment: Deployment, bench: Workbench, generation: int, metrics: Metrics, alone: Callable[[], None]
 ) -> Publisher:
     """Make what publishes, with the jury that judges what it publishes."""
     versions = Versions(deployment.state_dir / "versions")
@@ -200,7 +203,7 @@ def _publisher(
     scorer = Scorer(bench.model, bench.task, bench.schema, bench.device)
     jury = Jury(versions, deployment.gate, scorer, reference)
     settings = deployment.versions
-    return Publisher(*(versions, settings, reference, bench.schema, scorer, jury, epoch, metrics.learner, alone))
+    return Publisher(*(versions, settings, reference, bench.schema, scorer, jury, generation, metrics.learner, alone))
 
 
 def _source(deployment: Deployment, place: Place | None) -> Source | Sources:

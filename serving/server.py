@@ -112,7 +112,7 @@ class _Process:
                 is_idle=lambda: batcher.is_idle,
             )
             self._service = Service(self._deployment, self._settings, self._swap, batcher, self._shadow, self._worker)
-            self._overview = Overview(self._deployment, self._swap, self._settings.twin, self._worker)
+            self._overview = Overview(self._deployment, self._swap, self._settings.baseline, self._worker)
             app = build_app(self._service, self._settings, self._metrics, self._overview, self._report)
             http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)
             http.load()

@@ -67,7 +67,7 @@ class MemoryStorage:
         return MemoryFolder(self._folders.get(number, {}), self._stamps, self._fetched)
 
     @contextlib.contextmanager
-    def publish(self, number: int, epoch: int) -> Iterator[Folder]:
+    def publish(self, number: int, generation: int) -> Iterator[Folder]:
         if number in self._folders:
             raise FileExistsError(str(number))
         objects: Objects = {}

@@ -99,7 +99,7 @@ KEYS_OF_THE_DESIGN = words("""
     checkpoints.every checkpoints.keep gate.holdout_fraction gate.holdout_rows
     gate.max_drop_new gate.max_drop_old gate.min_rows gate.max_hold gate.on_hold
     serving.host serving.port serving.max_batch serving.max_delay
-    serving.slo share.policy
+    serving.slo device_sharing.policy
     serving.tokens.read serving.tokens.admin serving.tls.cert serving.tls.key
 """)
 KEYS_ADDED = words("""
@@ -113,9 +113,9 @@ KEYS_ADDED = words("""
     learner.hosts learner.host_rank learner.rendezvous learner.interface learner.join_timeout
     learner.standby
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
-    serving.twin serving.request_log serving.workers serving.shadow
-    share.fraction share.yield_at
-    share.stream_priority share.mps_percentage share.sms
+    serving.baseline serving.request_log serving.workers serving.shadow
+    device_sharing.fraction device_sharing.yield_at
+    device_sharing.stream_priority device_sharing.mps_percentage device_sharing.sms
     replay.half_life replay.device_memory
 """)
 
@@ -128,7 +128,7 @@ METRICS_OF_THE_DESIGN = words("""
     anabranch_serving_requests_total anabranch_serving_request_duration_seconds anabranch_serving_version
     anabranch_serving_freshness_duration_seconds anabranch_serving_swaps_total
     anabranch_checkpoint_duration_seconds anabranch_checkpoint_stall_seconds_total
-    anabranch_share_wait_duration_seconds anabranch_share_training_ratio
+    anabranch_device_sharing_wait_duration_seconds anabranch_device_sharing_training_ratio
 """)
 METRICS_ADDED = words("""
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total

@@ -260,7 +260,7 @@ def reporter(year: Year) -> Driven:
         loop.steps, loop.rows_new = tick, 64 * tick
         reports._rates()
         told: Any = SimpleNamespace(
-            accuracy={}, error={}, loss={"now": 0.1}, window_rows=tick, share=None, replay_ratio=0.5,
+            accuracy={}, error={}, loss={"now": 0.1}, window_rows=tick, device_sharing=None, replay_ratio=0.5,
             forgetting=0.1, classes={"a": 0.5},
             groups={f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()},
         )  # fmt: skip
@@ -299,7 +299,7 @@ def serving(year: Year) -> Driven:
 
     def publish(number: int, verdict: str = "pass", **changes: Any) -> None:
         members: dict[str, Any] = {
-            "number": number, "epoch": 1, "parent": None, "time": year.now, "step": number,
+            "number": number, "generation": 1, "parent": None, "time": year.now, "step": number,
             "trained_through": {"events:0": Trained(number)}, "metrics": {"old": 0.5}, "schema": year.schema.digest,
             "encoders": {}, "model": ModelReference("m:build", {}, "regression"), "files": {},
             "learned": Learned(1, [int(year.now * 1000)]),
@@ -311,7 +311,7 @@ def serving(year: Year) -> Driven:
         publish(first)
         swap.look()
         publish(first + 1, schema=f"another {first}")
-        publish(first + 2, epoch=0)
+        publish(first + 2, generation=0)
         publish(first + 3, trained_through={"events:0": Trained(0)})
         publish(first + 4, "fail")
         swap.look()

@@ -96,9 +96,9 @@ _TAIL = """\
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
-| `epoch` | how many learners have held the lock |
+| `generation` | how many learners have held the lock |
 | `traces/steps-<first>-<last>.json` | a trace of some steps, by `learner.profile` |
-| `share/server-<n>`, `share/learner-<n>` | by which a server says that it needs the device, a rank that it gives way |
+| `device_sharing/server-<n>`, `device_sharing/learner-<n>` | by which a server says that it needs the device, a rank that it gives way |
 
 ## Variables of the environment
 
@@ -126,11 +126,11 @@ The design fixes the names that users build on. These were added to it:
   `learner.hosts`, `learner.host_rank`, `learner.rendezvous`, `learner.interface`, `learner.join_timeout`,
   `learner.standby`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
-  `serving.twin`, `serving.request_log`, `serving.workers`, `serving.shadow`,
+  `serving.baseline`, `serving.request_log`, `serving.workers`, `serving.shadow`,
   `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
   `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
-  `learner.profile.steps`, `share.fraction`, `share.yield_at`, `share.stream_priority`,
-  `share.mps_percentage`, `share.sms`
+  `learner.profile.steps`, `device_sharing.fraction`, `device_sharing.yield_at`, `device_sharing.stream_priority`,
+  `device_sharing.mps_percentage`, `device_sharing.sms`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
   `anabranch_learner_raised_rows_total`,
   `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
@@ -155,8 +155,8 @@ The design fixes the names that users build on. These were added to it:
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - the command `versions unpin` and the order `unpin`; `promoted` in `versions/state.json`
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
-- files `learner.json`, `serving.json`, `learner.lock`, `versions/state.lock`, `epoch`, `share/server-<n>`,
-  `share/learner-<n>`
+- files `learner.json`, `serving.json`, `learner.lock`, `versions/state.lock`, `generation`, `device_sharing/server-<n>`,
+  `device_sharing/learner-<n>`
 """
 
 

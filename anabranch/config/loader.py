@@ -23,10 +23,10 @@ from ingest.config import SchemaSettings, StreamSettings
 from learner.compatibility import point, refused
 from learner.config import (
     CheckpointSettings,
+    DeviceSharingSettings,
     GateSettings,
     LearnerSettings,
     ModelSettings,
-    ShareSettings,
     VersionsSettings,
 )
 from replay.config import ReplaySettings
@@ -70,7 +70,7 @@ class Pipeline(Section):
     """The held-out events."""
     serving: ServingSettings = ServingSettings()
     """Predictions over HTTP."""
-    share: ShareSettings = ShareSettings()
+    device_sharing: DeviceSharingSettings = DeviceSharingSettings()
     """How serving borrows the device from the learner."""
 
 
@@ -156,7 +156,7 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
         place = ("learner", "status")
         sentence = f'learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
         faults.append(Fault(place, f"{_origin(path, place, overrides)}: {sentence}"))
-    for key, sentence in refused(point(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.share)):
+    for key, sentence in refused(point(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing)):
         place = tuple(key.split("."))
         faults.append(Fault(place, f"{_origin(path, place, overrides)}: {sentence}"))
     return Examined(Config(pipeline, path), faults, set(secrets.values()))

@@ -119,7 +119,7 @@ class Jury:
         if verdict.verdict == "fail" and self._hold_is_over() and np.isfinite(scores_G).any():
             self._forget_rivals()
             reason = 'served all the same: nothing has passed for gate.max_hold, and gate.on_hold is "serve"'
-            return Verdict("abstain", [reason, *verdict.reasons], verdict.numbers)
+            return Verdict("inconclusive", [reason, *verdict.reasons], verdict.numbers)
         return verdict
 
     def take(

@@ -67,18 +67,18 @@ class Publisher:
         schema: Schema,
         scorer: Scorer,
         jury: Jury,
-        epoch: int,
+        generation: int,
         metrics: LearnerMetrics,
         check: Callable[[], object] = bool,
     ) -> None:
-        """Take the epoch of the learner, and what is called before each version is scored and written."""
+        """Take the generation of the learner, and what is called before each version is scored and written."""
         self._versions = versions
         self._settings = settings
         self._reference = reference
         self._schema = schema
         self._scorer = scorer
         self.jury = jury
-        self._epoch = epoch
+        self._generation = generation
         self._metrics = metrics
         self._every = settings.publish_every.total_seconds()
         self._due = self._watch_due = self._rested_at = 0.0
@@ -199,7 +199,7 @@ class Publisher:
         weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}
         manifest = Manifest(
             number=number,
-            epoch=self._epoch,
+            generation=self._generation,
             parent=self.number,
             time=time.time(),
             step=snapshot.step,

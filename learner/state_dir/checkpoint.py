@@ -2,7 +2,7 @@
 
     var/checkpoints/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, holdout, rng,
     segment-... var/checkpoints/<number>/rank-0/state.json           everything that is no tensor
-    var/checkpoints/<number>/manifest.json               number, epoch, step, schema, and the SHA-256 of every file
+    var/checkpoints/<number>/manifest.json               number, generation, step, schema, and the SHA-256 of every file
 
 In `rng` the generators of another rank are one tensor of bytes, `rank-<r>`, which that rank has packed.
 
@@ -50,7 +50,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = 0
     number: int
-    epoch: int
+    generation: int
     time: float
     step: int
     schema: str
@@ -87,24 +87,24 @@ class Checkpoints:
     not give it, which says nothing of the checkpoint: no other one may take its place, and it must not be deleted.
     """
 
-    def __init__(self, path: Path, schema: str, epoch: int, storage: Storage | None = None) -> None:
-        """Take the directory, or where checkpoints lie instead; the schema's digest; the epoch of the learner."""
+    def __init__(self, path: Path, schema: str, generation: int, storage: Storage | None = None) -> None:
+        """Take the directory, or where checkpoints lie instead; the schema's digest; the generation of the learner."""
         self.path = path
         self._storage = storage or LocalStorage(path)
         self._schema = schema
-        self._epoch = epoch
+        self._generation = generation
         self._refused: set[int] = set()
 
     def numbers(self) -> list[int]:
         """Return the numbers of all checkpoints, rising."""
         return self._storage.numbers()
 
-    def epoch(self) -> int:
-        """Return the latest epoch of a learner that wrote one; 0 when there is none."""
+    def generation(self) -> int:
+        """Return the latest generation of a learner that wrote one; 0 when there is none."""
         found = [0]
         for number in self.numbers():
             with contextlib.suppress(CheckpointError):  # `newest` says what is wrong with it
-                found.append(self.manifest(number).epoch)
+                found.append(self.manifest(number).generation)
         return max(found)
 
     def newest(self) -> tuple[int, Checkpoint] | None:
@@ -177,7 +177,7 @@ class Checkpoints:
     def write(self, number: int, checkpoint: Checkpoint, now: float) -> Path:
         """Write a checkpoint, all of it or nothing, and return its path."""
         files: dict[str, str] = {}
-        with self._storage.publish(number, self._epoch) as folder:
+        with self._storage.publish(number, self._generation) as folder:
             for part, tensors in checkpoint.tensors.items():
                 name = f"{RANK}/{part}{SUFFIX}"
                 files[name] = _write(folder, name, *_pieces(tensors))
@@ -189,7 +189,7 @@ class Checkpoints:
             manifest = CheckpointManifest(
                 format=FORMAT,
                 number=number,
-                epoch=self._epoch,
+                generation=self._generation,
                 time=now,
                 step=checkpoint.step,
                 schema=self._schema,
@@ -302,13 +302,13 @@ class Checkpoints:
         self._storage.clean()
 
     def _by_age(self) -> list[int]:
-        """Return the numbers of all checkpoints, the newest last: by epoch, then by number."""
+        """Return the numbers of all checkpoints, the newest last: by generation, then by number."""
 
         def age(number: int) -> tuple[int, int]:
             try:
-                return self.manifest(number).epoch, number
+                return self.manifest(number).generation, number
             except CheckpointError:
-                return self._epoch, number  # `newest` says what is wrong with it
+                return self._generation, number  # `newest` says what is wrong with it
 
         return sorted(self.numbers(), key=age)
 

@@ -36,7 +36,7 @@ class PartitionReport(msgspec.Struct, frozen=True):
     """Skipped events by reason."""
 
 
-class ShareReport(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceSharingReport(msgspec.Struct, frozen=True, kw_only=True):
     """How the learner shares its device with serving."""
 
     policy: str
@@ -62,7 +62,7 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     launcher: int | None = None
     """The process that started it and the other ranks; None where there is one rank."""
-    epoch: int
+    generation: int
     started: float
     """Seconds since 1970, as is `time`."""
     time: float
@@ -126,7 +126,7 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     replay_lost: int = 0
     """Events of the store whose payload a tier could not keep or give back, since the start of the process."""
     holdout_rows: int = 0
-    share: ShareReport | None = None
+    device_sharing: DeviceSharingReport | None = None
     """None where the device is not shared."""
     erased: int = 0
     """Records of what is erased; none of it is trained on or stored from then on."""

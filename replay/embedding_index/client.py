@@ -81,7 +81,8 @@ class IndexStats:
 class Neighbours:
     """The index, asked and fed by one thread; begins with `open` and ends with `close`. No method waits for it.
 
-    When the process dies another one is started, and begins empty: `epoch` tells, and embeddings are to be added anew.
+    When the process dies another one is started, and begins empty: `generation` tells, and embeddings are to be added
+    anew.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Neighbours:
         self._assigned_until = 0
         self._assigning = False
         self._training = 0
-        self.epoch = 0
+        self.generation = 0
         """Grows when the index has become empty."""
         self.reports = 0
         """How often the process has told how it stands."""
@@ -345,7 +346,7 @@ class Neighbours:
             self._link.close(0)
             self._link = None
             self._restarts += 1
-            self.epoch += 1
+            self.generation += 1
             self._before = (self._before[0] + int(self._figures.malformed), self._before[1] + int(self._figures.full))
             self._figures = Figures()
         if why != self.ill:

@@ -41,7 +41,7 @@ class Whereabouts:
         self._step = 0
         self._placed = np.zeros(slots, np.bool_)
         """Which slots' events the index has been given."""
-        self._epoch = neighbours.epoch
+        self._generation = neighbours.generation
         self.training = 0
         """Grows each time that the events are in other clusters than before."""
 
@@ -52,8 +52,8 @@ class Whereabouts:
 
     def follow(self) -> int:
         """Take up what the index process has found, and return `training`."""
-        if self._epoch != self._neighbours.epoch:
-            self._epoch = self._neighbours.epoch
+        if self._generation != self._neighbours.generation:
+            self._generation = self._neighbours.generation
             self._placed[:] = False
         for answer in self._neighbours.answers():
             # The nearest of every query come before the second of any.

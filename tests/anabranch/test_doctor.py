@@ -41,7 +41,7 @@ from anabranch.doctor.probe import _share, look
 from anabranch.doctor.runner import CHECKS, examine, exit_code, summary
 from anabranch.runtime.lifecycle import Exit
 from ingest.events.schema import Schema
-from learner.config import ShareSettings
+from learner.config import DeviceSharingSettings
 from learner.model.device import Precision
 from learner.model.task import Classification
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
@@ -159,7 +159,7 @@ def test_every_finding_has_a_test_that_makes_it_real():
     named = {
         kind
         for marker in re.findall(r"^ *@pytest\.mark\.finds\((.*?)\)", Path(__file__).read_text(), re.M | re.S)
-        for kind in re.findall(r'"([a-z0-9.]+)"', marker)
+        for kind in re.findall(r'"([a-z0-9._]+)"', marker)
     }
     assert named == set(FINDINGS)
 
@@ -332,18 +332,23 @@ class TestModel:
         matter = 'learner.comm_hook = "bf16" needs CUDA devices; write "fp16", or "none".'
         assert only(diagnose("model"), "learner.replicas").matter == matter
 
-    @pytest.mark.finds("share.refinement", "share.mps")
-    def test_refinements_of_the_share_that_the_device_lacks(self, diagnose, setting):
+    @pytest.mark.finds("device_sharing.refinement", "device_sharing.mps")
+    def test_refinements_of_device_sharing_that_the_device_lacks(self, diagnose, setting):
         setting("learner.device", "cpu")
-        setting("share.sms", 16)
-        setting("share.mps_percentage", 50)
+        setting("device_sharing.sms", 16)
+        setting("device_sharing.mps_percentage", 50)
         told = {finding.kind: finding.matter for finding in diagnose("model")}
-        assert told["share.refinement"] == "share.sms = 16 needs a CUDA device, but the device is cpu."
-        assert told["share.mps"] == "share.mps_percentage = 50 needs a CUDA device, but the device is cpu."
+        assert (
+            told["device_sharing.refinement"] == "device_sharing.sms = 16 needs a CUDA device, but the device is cpu."
+        )
+        assert (
+            told["device_sharing.mps"]
+            == "device_sharing.mps_percentage = 50 needs a CUDA device, but the device is cpu."
+        )
 
     def test_refinements_that_are_there_are_told(self, monkeypatch, tmp_path):
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-        (said,) = _share(ShareSettings(mps_percentage=30), torch.device("cuda"))
+        (said,) = _share(DeviceSharingSettings(mps_percentage=30), torch.device("cuda"))
         assert said.matter == (
             "Training gives way to requests on cuda; serving's kernels are taken first; "
             "training takes at most 30 % of the device's threads."
@@ -351,7 +356,7 @@ class TestModel:
 
     def test_it_says_how_the_device_is_shared(self, diagnose, setting):
         setting("learner.device", "cpu")
-        setting("share.policy", "fraction")
+        setting("device_sharing.policy", "fraction")
         sentence = "Training gives way to requests on cpu, and gets at least 50% of it; its threads run at a lower"
         assert any(finding.matter.startswith(sentence) for finding in diagnose("model"))
 
@@ -786,7 +791,7 @@ class TestWhatIsSaved:
             )
             manifest = Manifest(
                 number=4,
-                epoch=1,
+                generation=1,
                 parent=None,
                 time=1.0,
                 step=1,
@@ -903,7 +908,7 @@ class TestPorts:
         assert "learner.status" in second.mend
 
     def test_ports_that_the_pipeline_itself_has(self, diagnose, taken, example):
-        report = LearnerReport(pid=os.getpid(), epoch=1, started=1.0, time=time.time(), steps=0)
+        report = LearnerReport(pid=os.getpid(), generation=1, started=1.0, time=time.time(), steps=0)
         (example / "var").mkdir()
         write_report(example / "var", report)
         assert kinds(diagnose("ports")) == ["port.taken"]  # serving's, of which there is no report

@@ -219,7 +219,7 @@ def versions(tmp_path: Path) -> Versions:
     for number in (1, 2):
         manifest = Manifest(
             number=number,
-            epoch=3 - number,
+            generation=3 - number,
             parent=None,
             time=0.0,
             step=1,
@@ -253,13 +253,13 @@ def test_a_version_that_is_away_is_not_refused(versions: Versions, number: int) 
 
 
 @ERRORS
-def test_an_epoch_that_is_away_is_asked_for_again(versions: Versions, number: int) -> None:
+def test_an_generation_that_is_away_is_asked_for_again(versions: Versions, number: int) -> None:
     with failing(versions.directory(1) / "manifest.json", number):
         assert versions.stale([1, 2]) == set()
         with pytest.raises(OSError, match="manifest"):
-            versions.epoch()
+            versions.generation()
     assert versions.stale([1, 2]) == {2}
-    assert versions.epoch() == 2
+    assert versions.generation() == 2
 
 
 @pytest.mark.parametrize("damage", [flip, become_fifo, become_link, become_directory, nest, leave])

@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
 from learner.state_dir.checkpoint import Checkpoints
-from learner.state_dir.lock import EPOCH, LOCK, hold_state_directory
+from learner.state_dir.lock import GENERATION, LOCK, hold_state_directory
 from learner.state_dir.report import LearnerReport, read_report
 from learner.state_dir.version import Versions
 from tests import forkserver
@@ -365,7 +365,7 @@ def test_a_second_learner_on_the_same_state_directory_ends_with_2(
 
 
 @pytest.mark.any_broker
-def test_a_learner_goes_on_after_what_is_there_of_versions_and_checkpoints_where_the_file_of_epochs_was_lost(
+def test_a_learner_goes_on_after_what_is_there_of_versions_and_checkpoints_where_the_file_of_generations_was_lost(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -381,11 +381,13 @@ def test_a_learner_goes_on_after_what_is_there_of_versions_and_checkpoints_where
         assert learner.stop() == 0
         versions = Versions(learner.state_dir / "versions")
         checkpoints = Checkpoints(learner.state_dir / "checkpoints", "", 0)
-        assert [versions.epoch(), checkpoints.epoch(), checkpoints.manifest(max(checkpoints.numbers())).epoch] == [
-            turn
-        ] * 3
+        assert [
+            versions.generation(),
+            checkpoints.generation(),
+            checkpoints.manifest(max(checkpoints.numbers())).generation,
+        ] == [turn] * 3
         assert versions.stale(versions.numbers()) == set()
-        (learner.state_dir / EPOCH).unlink()
+        (learner.state_dir / GENERATION).unlink()
         if turn == 2:
             shutil.rmtree(learner.state_dir / "versions")
 
@@ -403,8 +405,8 @@ def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writ
     produce(kafka.bootstrap, topic, events(100))
     learner.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
     (learner.state_dir / LOCK).unlink()  # as a network file system may let go of it
-    with hold_state_directory(learner.state_dir) as epoch:
-        assert epoch == 2
+    with hold_state_directory(learner.state_dir) as generation:
+        assert generation == 2
         before = sorted((learner.state_dir / "checkpoints").iterdir())
         produce(kafka.bootstrap, topic, events(100))
         assert learner.process.wait(30) == 2

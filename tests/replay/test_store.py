@@ -511,9 +511,9 @@ class TestCheckpoints:
     def test_contents_are_those_of_the_moment_however_much_is_added_meanwhile(
         self, schema: Schema, make_store: MakeStore
     ) -> None:
-        store, twin = make_store(640), make_store(640)
+        store, baseline = make_store(640), make_store(640)
         for begin in range(0, 4000, 200):
-            for each in (store, twin):
+            for each in (store, baseline):
                 each.add(fake_columns(schema, range(begin, begin + 200), label=[0, 1, 2, 3]), PARTITIONS)
         moment = store.hold(1)
         begin = 4000
@@ -524,16 +524,16 @@ class TestCheckpoints:
         store.let_go(1)
         assert begin > 4200, "a hold leaves too little room"
         restored = make_store(640, contents=contents)
-        assert held(restored) == held(twin)
-        expected, found = everything(twin), everything(restored)
+        assert held(restored) == held(baseline)
+        expected, found = everything(baseline), everything(restored)
         for name in expected:
             assert found[name][found["feature.n"].argsort(stable=True)].sum() == expected[name].sum()
         # It goes on as if nothing had been: the same events, the same draws.
-        for each in (restored, twin):
+        for each in (restored, baseline):
             each.add(fake_columns(schema, range(4000, 6000), label=[1]), PARTITIONS)
-        assert held(restored) == held(twin)
-        assert restored.plan(7, 50).records["offset"].tolist() == twin.plan(7, 50).records["offset"].tolist()
-        assert everything(restored)["feature.n"].tolist() == everything(twin)["feature.n"].tolist()
+        assert held(restored) == held(baseline)
+        assert restored.plan(7, 50).records["offset"].tolist() == baseline.plan(7, 50).records["offset"].tolist()
+        assert everything(restored)["feature.n"].tolist() == everything(baseline)["feature.n"].tolist()
 
     def test_slots_that_were_freed_are_used_again_when_no_checkpoint_names_them(
         self, schema: Schema, make_store: MakeStore

@@ -21,7 +21,7 @@ TOKENS = {"read": "lesen", "admin": "verwalten"}
 
 
 def learner_report(**changes: Any) -> LearnerReport:
-    members: dict[str, Any] = {"pid": 1, "epoch": 1, "started": time.time() - 60, "time": time.time(), "steps": 7}
+    members: dict[str, Any] = {"pid": 1, "generation": 1, "started": time.time() - 60, "time": time.time(), "steps": 7}
     return LearnerReport(**members | changes)
 
 
@@ -71,10 +71,10 @@ def test_status_lists_the_versions_with_what_became_of_them(
         assert list(fates) == [5, 4, 3, 2, 1]
         assert fates == {
             5: (None, "refused"),
-            4: ("abstain", "refused"),
+            4: ("inconclusive", "refused"),
             3: ("fail", "refused"),
-            2: ("abstain", "served"),
-            1: ("abstain", "swapped"),
+            2: ("inconclusive", "served"),
+            1: ("inconclusive", "swapped"),
         }
         assert "manifest.json cannot be read" in versions[0]["reason"]
         for number in range(6, 40):
@@ -108,10 +108,10 @@ def test_history_begins_with_the_server_and_tells_only_what_is_new(
     numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Any
 ) -> None:
     numbers.publish(1)
-    (tmp_path / "twin").mkdir()
+    (tmp_path / "baseline").mkdir()
     write_report(numbers.deployment.state_dir, learner_report(accuracy={"now": 0.5}, rates={"steps": 2.0}))
-    write_report(tmp_path / "twin", learner_report(accuracy={"old": 0.25}))
-    with served(numbers, twin=str(tmp_path / "twin")) as server:
+    write_report(tmp_path / "baseline", learner_report(accuracy={"old": 0.25}))
+    with served(numbers, baseline=str(tmp_path / "baseline")) as server:
 
         def history(**params: int) -> Any:
             return httpx.get(server.url + "/api/history", params=params).json()
@@ -123,10 +123,10 @@ def test_history_begins_with_the_server_and_tells_only_what_is_new(
         assert {len(column) for column in points["series"].values()} == {len(points["time"])}
         assert points["series"]["now"][0] == 0.5
         assert points["series"]["old"][0] is None
-        assert points["series"]["twin_old"][0] == 0.25
+        assert points["series"]["baseline_old"][0] == 0.25
         assert history(since=points["time"][-1])["time"][0] == points["time"][-1]
         assert len(history(step=120)["time"]) <= 2
-        assert httpx.get(server.url + "/api/status").json()["twin"]["accuracy"] == {"old": 0.25}
+        assert httpx.get(server.url + "/api/status").json()["baseline"]["accuracy"] == {"old": 0.25}
 
 
 @pytest.mark.parametrize("query", ["step=7", "since=nan", "since=-1", "step=x", "since=1e9"])

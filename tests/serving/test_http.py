@@ -413,7 +413,7 @@ def test_status_tells_of_learner_and_serving(running: Any, body_of: Body, eventu
     assert status["serving"]["swaps"] == {"swapped": 1}
     assert 0 < status["serving"]["request_p50_seconds"] <= status["serving"]["request_p99_seconds"] < 10
     assert status["serving"]["ill"] == []
-    write_learner_report(running.deployment.state_dir, LearnerReport(pid=1, epoch=1, started=0, time=0, steps=7))
+    write_learner_report(running.deployment.state_dir, LearnerReport(pid=1, generation=1, started=0, time=0, steps=7))
     assert httpx.get(running.url + "/api/status").json()["learner"]["steps"] == 7
     eventually(lambda: running.report().requests == {"200": 1, "400": 1})
     assert running.report().address == running.url

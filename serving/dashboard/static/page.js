@@ -155,16 +155,16 @@ function render() {
 }
 
 function lines() {
-  const { learner, twin } = status, now = regression() ? learner?.error : learner?.accuracy;
-  const other = regression() ? twin?.error : twin?.accuracy;
-  const plain = twin?.strategy === "none" && learner?.strategy !== "none";
+  const { learner, baseline } = status, now = regression() ? learner?.error : learner?.accuracy;
+  const other = regression() ? baseline?.error : baseline?.accuracy;
+  const plain = baseline?.strategy === "none" && learner?.strategy !== "none";
   const all = [
     { kind: "now", series: "now", name: "Now", short: "now", about: "newest events, before training", value: now?.now },
     { kind: "old", series: "old", name: "Old", short: "old", about: "held out, the older ones", value: now?.old },
     { kind: "worst", series: "worst", name: "Worst class", short: "worst class", about: "held out, where it does worst", value: now?.worst },
-    { kind: "twin", series: "twin_old", name: plain ? "Old, without replay" : "Old, twin", short: plain ? "no replay" : "twin", about: plain ? "a twin that learns from new alone" : "the twin", value: other?.old },
+    { kind: "baseline", series: "baseline_old", name: plain ? "Old, without replay" : "Old, baseline", short: plain ? "no replay" : "baseline", about: plain ? "a baseline that learns from new alone" : "the baseline", value: other?.old },
   ];
-  return all.filter((line) => (line.kind !== "twin" || twin) && (line.kind !== "worst" || !regression()));
+  return all.filter((line) => (line.kind !== "baseline" || baseline) && (line.kind !== "worst" || !regression()));
 }
 
 function bounds() {
@@ -242,7 +242,7 @@ function renderTiles() {
   }
 }
 
-const VERDICTS = { pass: "✓", fail: "✕", abstain: "○" };
+const VERDICTS = { pass: "✓", fail: "✕", inconclusive: "○" };
 
 function renderVersions() {
   const { learner, versions } = status, scores = regression() ? -1 : 1;
@@ -317,13 +317,13 @@ function renderPartitions() {
 }
 
 function renderParts() {
-  const { learner, serving, twin } = status, ago = (time) => `${age(status.time - time)} ago`;
+  const { learner, serving, baseline } = status, ago = (time) => `${age(status.time - time)} ago`;
   const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0, { shadow } = serving;
   const parts = [
     ["Last checkpoint", learner?.checkpoint ? `number ${learner.checkpoint}, ${known(learner.checkpoint_time) ? ago(learner.checkpoint_time) : "age not known"}` : "none yet"],
     ["Holdout set", learner ? `${count(learner.holdout_rows)} events` : NONE],
     ["Learner reported", learner ? ago(learner.time) : "never"],
-    ...(twin ? [["Twin reported", ago(twin.time)]] : []),
+    ...(baseline ? [["Baseline reported", ago(baseline.time)]] : []),
     ["Swaps", `${count(swaps)}, ${count(refused)} refused`],
     ...(shadow ? [["Shadow", shadow.failed ?? (shadow.rows ? `version ${shadow.version} disagrees by ${score(shadow.disagreement)}, over ${count(shadow.rows)} rows` : `version ${shadow.version}, nothing compared yet`)]] : []),
   ];

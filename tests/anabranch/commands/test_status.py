@@ -16,7 +16,7 @@ import serving.reporting.report
 from anabranch.cli.common import show
 from anabranch.commands.status import read_status, render
 from anabranch.config.loader import load_config
-from learner.state_dir.report import LearnerReport, PartitionReport, ShareReport
+from learner.state_dir.report import DeviceSharingReport, LearnerReport, PartitionReport
 from serving.reporting.report import ServingReport
 
 PARTITION = PartitionReport(
@@ -41,7 +41,7 @@ def dead_pid():
 def learner_report(**changes):
     report = LearnerReport(
         pid=os.getpid(),
-        epoch=3,
+        generation=3,
         started=time.time() - 100,
         time=time.time(),
         steps=1234,
@@ -92,8 +92,8 @@ def screen(config):
     return " ".join(console.file.getvalue().split())
 
 
-def test_the_share_is_on_the_screen(config):
-    share = ShareReport(
+def test_device_sharing_is_on_the_screen(config):
+    share = DeviceSharingReport(
         policy="fraction",
         servers=1,
         training=0.75,
@@ -102,8 +102,8 @@ def test_the_share_is_on_the_screen(config):
         wait_p99_seconds=0.0034,
         micro_batch_size=32,
     )
-    learner.state_dir.report.write_report(config.state_dir, learner_report(share=share))
-    assert "share fraction: 75% training, 1 server, p99 3.4 ms to give way, micro-batches of 32" in screen(config)
+    learner.state_dir.report.write_report(config.state_dir, learner_report(device_sharing=share))
+    assert "device sharing fraction: 75% training, 1 server, p99 3.4 ms to yield, micro-batches of 32" in screen(config)
 
 
 def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
@@ -219,7 +219,7 @@ def test_json_holds_both_reports_whole(config):
 def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
     now = time.time()
     learner.state_dir.report.write_report(
-        config.state_dir, LearnerReport(pid=os.getpid(), epoch=1, started=now, time=now, steps=0)
+        config.state_dir, LearnerReport(pid=os.getpid(), generation=1, started=now, time=now, steps=0)
     )
     text = screen(config)
     for figure in ("accuracy not known yet", "outcomes none", "replay empty", "version none yet"):

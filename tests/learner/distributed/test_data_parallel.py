@@ -15,7 +15,7 @@ from torch import Tensor
 from anabranch.core.errors import SettingsError
 from learner.config import LearnerSettings
 from learner.distributed.process_group import Place, join_group
-from learner.distributed.scatter import Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
+from learner.distributed.scatter import RankBatch, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
 from learner.state_dir.checkpoint import Checkpoints
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
@@ -64,7 +64,7 @@ def test_examples_travel_as_they_are(n: int, kept: bool) -> None:
 
 def test_an_event_of_no_weight_stands_in_where_a_rank_has_none() -> None:
     examples = Examples({"x": torch.rand(1, 3)}, torch.tensor([2]), torch.tensor([1.5]))
-    one, other = (Share.of([examples], slices) for slices in deal([1], 2))
+    one, other = (RankBatch.of([examples], slices) for slices in deal([1], 2))
     assert (one.real, one.counts, other.real, other.counts) == ([1], [1], [0], [1])
     assert other.parts[0].weight_B.tolist() == [0]
 

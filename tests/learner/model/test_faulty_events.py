@@ -329,7 +329,7 @@ def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
     bench.loop._hold_out_no_more()
     assert len(bench.holdout) == 98
     assert bench.metrics.learner.raised.labels("held_out")._value.get() == 2
-    assert bench.publisher.verdict == "abstain"
+    assert bench.publisher.verdict == "inconclusive"
     assert set(bench.publisher.evaluation.windows) >= {"new", "old"}
     assert bench.publisher.jury.held_since is None
 

@@ -30,7 +30,7 @@ from learner.model.task import Classification
 from learner.publishing.gatekeeper import Jury
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.lock import EPOCH, check_epoch
+from learner.state_dir.lock import GENERATION, check_generation
 from learner.state_dir.trained_through import Learned, Trained
 from learner.state_dir.version import STATE, ModelReference, RegistryState, Verdict, Versions, reference_to
 from learner.stream.record_times import RecordTimes
@@ -58,7 +58,7 @@ class Bench:
             Jury(self.versions, GateSettings.model_validate(gate or {}), scorer, reference),
             7,
             LearnerMetrics(CollectorRegistry()),
-            lambda: check_epoch(state_dir, 7),
+            lambda: check_generation(state_dir, 7),
         )
         self.step = 0
         self.learned = RecordTimes()
@@ -104,13 +104,13 @@ def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Sch
     bench = make_bench()
     bench.publish()
     manifest = bench.versions.manifest(1)
-    assert (manifest.number, manifest.epoch, manifest.parent, manifest.step) == (1, 7, None, 1)
+    assert (manifest.number, manifest.generation, manifest.parent, manifest.step) == (1, 7, None, 1)
     assert manifest.trained_through == {"events:0": Trained(1)}
     assert manifest.schema == schema.digest
     assert manifest.metrics.keys() == {"now", "new", "old", "worst"}
     verdict = bench.versions.verdict(1)
     assert verdict is not None
-    assert verdict.verdict == "abstain"
+    assert verdict.verdict == "inconclusive"
     weights = bench.versions.weights(manifest)
     assert all(torch.equal(weights[name], value) for name, value in bench.model.state_dict().items())
 
@@ -242,7 +242,7 @@ def test_a_stale_learners_versions_take_no_good_ones_place(make_bench: Callable[
         bench.publish()
     manifest = bench.versions.manifest(3)
     for number in (20, 21):
-        stale = msgspec.structs.replace(manifest, number=number, epoch=6)
+        stale = msgspec.structs.replace(manifest, number=number, generation=6)
         bench.versions.write(bench.model.state_dict(), stale, Verdict("pass"))
     bench.publish()
     assert bench.versions.numbers() == [1, 3, 4]
@@ -365,9 +365,9 @@ def test_a_learner_whose_place_was_taken_publishes_nothing_more(
     make_bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
     bench = make_bench()
-    (tmp_path / EPOCH).write_text("7")
+    (tmp_path / GENERATION).write_text("7")
     bench.publish()
-    (tmp_path / EPOCH).write_text("8")
+    (tmp_path / GENERATION).write_text("8")
     with pytest.raises(SecondLearnerError):
         bench.publish()
     assert bench.versions.numbers() == [1]

@@ -39,10 +39,10 @@ from learner.checkpointing.erasure import Erasure
 from learner.checkpointing.replay_state import unpack
 from learner.config import (
     CheckpointSettings,
+    DeviceSharingSettings,
     GateSettings,
     LearnerSettings,
     ModelSettings,
-    ShareSettings,
     VersionsSettings,
 )
 from learner.device_sharing.sharing import Terms
@@ -61,7 +61,7 @@ from learner.run import learn
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.folders import MANIFEST
-from learner.state_dir.lock import EPOCH, check_epoch
+from learner.state_dir.lock import GENERATION, check_generation
 from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
 from learner.strategies.der import DarkReplayPlus
@@ -168,7 +168,7 @@ class Bench:
         step = most_offered(settings, StreamSettings(topics=("events",)), 1)
         self.clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay" / RANK, contents, columns, step=step))
         settings_of_checkpoints = CheckpointSettings.model_validate({"every": every})
-        check = functools.partial(check_epoch, path, 1)
+        check = functools.partial(check_generation, path, 1)
         self.checkpointer = Checkpointer(
             self.checkpoints, settings_of_checkpoints, self.clerk, self.metrics.learner, segments, check
         )
@@ -611,7 +611,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_and_the_one_before_it_taken(
     assert found is not None
     assert (found[0], found[1].step) == (1, 4)
     assert "; it is not used" in caplog.text
-    assert bench.checkpoints.epoch() == 1
+    assert bench.checkpoints.generation() == 1
 
 
 def test_a_checkpoint_that_was_refused_takes_no_good_ones_place(make_bench: Callable[..., Bench]) -> None:
@@ -658,10 +658,10 @@ def test_a_learner_whose_place_was_taken_writes_no_more_checkpoints(
     make_bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
     bench = make_bench(4)
-    (tmp_path / EPOCH).write_text("1")
+    (tmp_path / GENERATION).write_text("1")
     bench.run()
     bench.finish()
-    (tmp_path / EPOCH).write_text("2")
+    (tmp_path / GENERATION).write_text("2")
     with pytest.raises(SecondLearnerError):
         bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
     assert bench.checkpoints.numbers() == [1]
@@ -904,7 +904,9 @@ def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, 
         folder=path,
         state_dir=path,
         read_token="",
-        share=Terms(ShareSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)),
+        device_sharing=Terms(
+            DeviceSharingSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)
+        ),
     )
 
 

@@ -73,7 +73,7 @@ def test_a_number_is_given_once(storage: Storage) -> None:
     assert storage.folder(1).read("a") == b"first"
 
 
-def test_writers_of_two_epochs_do_not_disturb_each_other(storage: Storage) -> None:
+def test_writers_of_two_generations_do_not_disturb_each_other(storage: Storage) -> None:
     with storage.publish(1, 1) as stale, storage.publish(2, 2) as folder:
         stale.write("a", b"stale")
         folder.write("a", b"new")
@@ -157,7 +157,7 @@ def test_a_version_is_judged_anew_and_deleted(storage: Storage, tmp_path: Path) 
     versions = Versions(tmp_path / "nowhere", storage)
     manifest = Manifest(
         number=1,
-        epoch=3,
+        generation=3,
         parent=None,
         time=1.0,
         step=10,
@@ -168,7 +168,7 @@ def test_a_version_is_judged_anew_and_deleted(storage: Storage, tmp_path: Path) 
         model=ModelReference("m:build", {}, "regression"),
         files={},
     )
-    versions.write({"w": torch.ones(9)}, manifest, Verdict("abstain"))
+    versions.write({"w": torch.ones(9)}, manifest, Verdict("inconclusive"))
     assert versions.weights(versions.manifest(1))["w"].tolist() == [1.0] * 9
     assert versions.size_bytes(1) > 36
     before = versions.verdict_stamp(1)

@@ -35,7 +35,7 @@ PASS = Verdict("pass", ["better"], {"drop": -0.1})
 def manifest_of(number, **changes):
     fields = {
         "number": number,
-        "epoch": 1,
+        "generation": 1,
         "parent": number - 1 or None,
         "time": 1.5,
         "step": 10 * number,

@@ -281,7 +281,7 @@ def test_an_index_that_dies_is_started_again_and_fed_anew(index):
     first = index.pid
     os.kill(first, signal.SIGKILL)
     until(lambda: index.stats().restarts == 1, "its death to be noticed")
-    assert index.epoch == 1
+    assert index.generation == 1
     assert "died" in index.ill
     until(lambda: index.stats() and index.pid != first and index.ill is None, "another one")
     assert ask(index, x[:1], 1).tolist() == [[NO_ID]]

@@ -186,10 +186,10 @@ class TestRecent:
         """Not at once, but with the next start: until then all others are as old as it makes them."""
         bench = Bench("recent")
         bench.add(1, hours=[1_000_000])
-        poisoned = bench.sampler.state()["epoch"]
+        poisoned = bench.sampler.state()["generation"]
         bench = Bench("recent")
         bench.add(100, hours=np.repeat([0, 1], 50))
-        bench.sampler.restore({"seats": np.empty(0), "epoch": poisoned})
+        bench.sampler.restore({"seats": np.empty(0), "generation": poisoned})
         counts = bench.places(1, 6000)[0].reshape(2, 50).sum(axis=1)
         assert chi_square(counts, np.array([1.0, 2.0])) < 4.5
 

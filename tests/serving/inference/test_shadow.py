@@ -58,9 +58,9 @@ def test_a_failed_version_is_compared_with_the_served_one(deploy: Any, served: A
 
 
 def test_a_stale_learners_version_is_no_candidate(numbers: Any, served: Any, eventually: Any) -> None:
-    numbers.publish(1, epoch=2)
-    numbers.publish(2, epoch=2, verdict="fail")
-    numbers.publish(3, epoch=1, verdict="fail")
+    numbers.publish(1, generation=2)
+    numbers.publish(2, generation=2, verdict="fail")
+    numbers.publish(3, generation=1, verdict="fail")
     with served(numbers, shadow=1.0) as server:
         eventually(lambda: server.report().shadow)
         assert server.report().shadow.version == 2

@@ -7,7 +7,7 @@ from learner.state_dir.report import LearnerReport
 from serving.reporting.health import ReportAge, judge
 from serving.reporting.report import ServingReport
 
-LEARNER = LearnerReport(pid=1, epoch=1, started=0, time=1000, steps=7)
+LEARNER = LearnerReport(pid=1, generation=1, started=0, time=1000, steps=7)
 SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8000", ready=True, version=3)
 
 

@@ -604,23 +604,23 @@ def test_a_copied_directory_is_refused(numbers: Any, watched: Watched) -> None:
 
 
 def test_a_stale_learners_version_is_refused(numbers: Any, watched: Watched) -> None:
-    numbers.publish(1, epoch=2)
+    numbers.publish(1, generation=2)
     assert watched.look() == 1
-    numbers.publish(2, epoch=1)
+    numbers.publish(2, generation=1)
     assert watched.look() == 1
-    numbers.publish(3, epoch=3)
+    numbers.publish(3, generation=3)
     assert watched.look() == 3
 
 
 def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any, watched: Watched) -> None:
-    numbers.publish(1, epoch=1)
-    numbers.publish(2, epoch=2)
-    numbers.publish(3, epoch=2)
-    numbers.publish(4, epoch=1)
-    numbers.publish(5, epoch=1)
+    numbers.publish(1, generation=1)
+    numbers.publish(2, generation=2)
+    numbers.publish(3, generation=2)
+    numbers.publish(4, generation=1)
+    numbers.publish(5, generation=1)
     assert watched.look() == 3
-    assert "epoch 1 is over" in watched.swap.refused[5]
-    numbers.publish(6, epoch=2)
+    assert "generation 1 is over" in watched.swap.refused[5]
+    numbers.publish(6, generation=2)
     assert watched.look() == 6
     fail(numbers, 6)
     assert watched.look() == 3
@@ -631,14 +631,14 @@ def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any,
 
 
 def test_a_served_version_that_turns_out_to_be_a_stale_learners_gives_way(numbers: Any, watched: Watched) -> None:
-    numbers.publish(1, epoch=1)
-    numbers.publish(4, epoch=1)
+    numbers.publish(1, generation=1)
+    numbers.publish(4, generation=1)
     assert watched.look() == 4
-    numbers.publish(2, epoch=2)
+    numbers.publish(2, generation=2)
     assert watched.look() == 2
-    numbers.publish(5, epoch=1)
+    numbers.publish(5, generation=1)
     assert watched.look() == 2
-    numbers.publish(6, epoch=2)
+    numbers.publish(6, generation=2)
     assert watched.look() == 6
 
 
@@ -654,15 +654,15 @@ def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numb
 
 
 def test_a_topic_that_a_later_learner_no_longer_reads_holds_no_version_off(numbers: Any, watched: Watched) -> None:
-    numbers.publish(1, offsets={"old:0": 1000, "events:0": 1000, "events:1": 5}, epoch=1)
+    numbers.publish(1, offsets={"old:0": 1000, "events:0": 1000, "events:1": 5}, generation=1)
     assert watched.look() == 1
-    numbers.publish(2, offsets={"events:0": 1000, "events:1": 5}, epoch=1)
+    numbers.publish(2, offsets={"events:0": 1000, "events:1": 5}, generation=1)
     assert watched.look() == 1, "a learner reads the same topics always"
-    numbers.publish(3, offsets={}, epoch=2)
+    numbers.publish(3, offsets={}, generation=2)
     assert watched.look() == 1, "a learner that has not read anything yet has learned less"
-    numbers.publish(4, offsets={"events:0": 1000}, epoch=2)
+    numbers.publish(4, offsets={"events:0": 1000}, generation=2)
     assert watched.look() == 1, "it reads the topic, and has not come to that partition yet"
-    numbers.publish(5, offsets={"events:0": 1000, "events:1": 5}, epoch=2)
+    numbers.publish(5, offsets={"events:0": 1000, "events:1": 5}, generation=2)
     assert watched.look() == 5
 
 

@@ -58,7 +58,7 @@ _ROWS_A_MESSAGE = 6, 3, 1
 
 
 @dataclass(frozen=True)
-class Twins:
+class Baselines:
     """How two runs over one stream compare.
 
     Attributes:
@@ -74,9 +74,9 @@ class Twins:
     stored_bytes: int
 
 
-def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int, seed: int) -> Twins:
+def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int, seed: int) -> Baselines:
     """Learn one stream twice, the second time while the learner is killed at random moments between its checkpoints."""
-    topic = make_topic(bootstrap, "twins", len(_ROWS_A_MESSAGE))
+    topic = make_topic(bootstrap, "baselines", len(_ROWS_A_MESSAGE))
     send(bootstrap, topic, _messages(events, seed))
     text = TEXT.format(batch=BATCH, capacity=events // 2, memory_bytes=MEMORY_BYTES, disk_bytes=events * 150)
     dice, ends, stored, killed = random.Random(seed), [], 0, 0
@@ -96,13 +96,13 @@ def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int
         ends.append(_last_checkpoint(pipeline))
     one, other = ends
     same = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    return Twins(same, len(one), killed, stored)
+    return Baselines(same, len(one), killed, stored)
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say whether they are the same."""
     events, kills = (16_000, 4) if quick else (160_000, 20)
-    figures.title("twins", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
+    figures.title("baselines", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
     found = with_and_without_kills(folder, bootstrap, events, kills, seed=int(time.time()))
     figures.say("weights_equal", found.equal, f"{found.tensors} tensors of weights and optimizer, {found.kills} kills")
     figures.say("stored_over_memory", found.stored_bytes / MEMORY_BYTES, "bytes stored on disk over those in memory")
