@@ -257,8 +257,8 @@ class GateSettings(Section):
     max_hold: PositiveDuration = timedelta(minutes=10)
     """How long versions may fail in a row before `on_hold` holds."""
     on_hold: Literal["alert", "serve"] = "alert"
-    """What is done then: `alert` goes on and is ill; `serve` serves the next one all the same, and it is from then on
-    what others are compared with."""
+    """What is done then: `alert` goes on and is unhealthy; `serve` serves the next one all the same, and it is from
+    then on what others are compared with."""
 
     def hold_out(self, seed: int) -> HoldOut:
         """Return which events of a pipeline are held out: a choice that is independent of what is kept."""

@@ -406,12 +406,12 @@ class Loop:
     @property
     def too_many_raised(self) -> str | None:
         """One sentence when the model raises on too many of the new events. Any thread may ask."""
-        return self.raised.ill(self.rows_new + self.raised.new)
+        return self.raised.problem(self.rows_new + self.raised.new)
 
     @property
-    def note(self) -> str | None:
-        """One sentence on what the learner did to go on, though it is not ill."""
-        return self._parts.trainer.note
+    def warning(self) -> str | None:
+        """One sentence on what the learner did to go on, though it is healthy."""
+        return self._parts.trainer.warning
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take up a checkpoint, before the first step, but for the store's part; raises CheckpointError when it does

@@ -93,7 +93,7 @@ class LearnerMetrics:
             "When the loop last passed a boundary between steps or idle polls, since 1970; 0 while it starts.",
             registry=registry,
         )
-        self.ill = Gauge("anabranch_learner_ill", "Parts that do not work as they should.", registry=registry)
+        self.problems = Gauge("anabranch_learner_problems", "Parts that do not work as they should.", registry=registry)
         self.trained_through = Gauge(
             "anabranch_learner_trained_through_offset",
             "Last offset up to which every event has its outcome.",

@@ -70,34 +70,34 @@ class Reporter:
         )
         self._launcher = os.getppid() if launched else None
         self._started = time.time()
-        self._ill: str | None = None
+        self._problem: str | None = None
         self._letters = LetterCounters(metrics.ingest.letters_dropped)
         self._due = 0.0
         self._heartbeat = Heartbeat(metrics.learner.heartbeat)
         self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
 
-    def ill(self) -> list[str]:
+    def problems(self) -> list[str]:
         """One sentence for each part that does not work as it should. Any thread may ask, also while the loop hangs."""
-        replay = self._clerk.ill if self._clerk is not None else None
+        replay = self._clerk.problem if self._clerk is not None else None
         parts = (
-            self._heartbeat.ill,
-            self._source.ill,
-            self._publisher.ill,
-            self._publisher.jury.ill,
-            self._checkpointer.ill,
-            self._erasure.ill,
+            self._heartbeat.problem,
+            self._source.problem,
+            self._publisher.problem,
+            self._publisher.jury.problem,
+            self._checkpointer.problem,
+            self._erasure.problem,
             replay,
-            self._ill,
+            self._problem,
             self._spoiled(),
             self._loop.too_many_raised,
             self._absent,
         )
         return [sentence for sentence in parts if sentence]
 
-    def notes(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """One sentence for each thing that was done to go on, and that a person may want to change. Any thread."""
-        return [note for note in (self._loop.note, self._lag.note) if note]
+        return [each for each in (self._loop.warning, self._lag.warning) if each]
 
     def _spoiled(self) -> str | None:
         if not self._loop.spoiled:
@@ -138,8 +138,8 @@ class Reporter:
             steps_since_start=loop.steps - self._resumed_at,
             checkpoint=self._checkpointer.number or None,
             checkpoint_time=self._checkpointer.time,
-            ill=self.ill(),
-            notes=self.notes(),
+            problems=self.problems(),
+            warnings=self.warnings(),
             outcomes=loop.ledger.outcomes,
             skipped=loop.ledger.skipped,
             unknown_fields=self._source.unknown_fields,
@@ -181,9 +181,9 @@ class Reporter:
         try:
             write_report(self._state_dir, report)
         except OSError as exc:
-            self._ill = f"{self._state_dir} cannot be written to: {exc.strerror or exc}"
+            self._problem = f"{self._state_dir} cannot be written to: {exc.strerror or exc}"
         else:
-            self._ill = None
+            self._problem = None
 
     def _windows(self) -> dict[str, float]:
         """Mean scores: of new events before training on them, and of the holdout set."""
@@ -231,7 +231,7 @@ class Reporter:
         self._metrics.learner.hold.set(self._publisher.jury.held_seconds)
         self._metrics.learner.checkpoint_number.set(report.checkpoint or 0)
         self._metrics.learner.checkpoint_time.set(report.checkpoint_time or 0)
-        self._metrics.learner.ill.set(len(report.ill))
+        self._metrics.learner.problems.set(len(report.problems))
 
     def _set_measures(self, report: LearnerReport) -> None:
         """Set what is known of the model beside its windows; classes and groups that are told of no more disappear."""

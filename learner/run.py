@@ -41,7 +41,7 @@ from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_generation, hold_state_directory
 from learner.state_dir.version import Versions, reference_to
 from learner.stream.lag import LagPolicy
-from learner.training.out_of_memory import note
+from learner.training.out_of_memory import oom_warning
 from learner.training.trainer import Trainer
 from replay.background_store import Clerk
 from replay.erasure.erasure_log import NAME as LOG
@@ -145,7 +145,9 @@ def learn(
             sharing.attend(trainer, ranks)
             sharing.while_waiting = reporter.report_if_due
         port = stack.enter_context(
-            serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
+            serve_status(
+                deployment.learner.status, deployment.read_token, registry, reporter.problems, reporter.warnings
+            )
         )
         stack.callback(source.close)
         if isinstance(source, Sources):
@@ -218,7 +220,7 @@ def _trainer(bench: Workbench, channel: Channel | None, rows: int | None) -> Tra
         return Trainer(**bench.arguments)
     check_scaling(bench.precision, bench.settings.sharding, bench.settings.sync_every)
     trainer = Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
-    trainer.note = note(bench.device, rows) if rows is not None else None
+    trainer.warning = oom_warning(bench.device, rows) if rows is not None else None
     return trainer
 
 

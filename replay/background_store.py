@@ -74,9 +74,9 @@ class Clerk:
         return store
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on what does not work as it should; any thread may ask."""
-        return self._store.ill
+        return self._store.problem
 
     def offer(
         self,

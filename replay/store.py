@@ -236,9 +236,9 @@ class Store:
         return None if self._whereabouts is None else self._whereabouts.neighbours
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on what does not work as it should."""
-        said = (self.tiers.ill, None if self.neighbours is None else self.neighbours.ill)
+        said = (self.tiers.problem, None if self.neighbours is None else self.neighbours.problem)
         return "; ".join(sentence for sentence in said if sentence is not None) or None
 
     @property

@@ -185,7 +185,7 @@ def raised_and_stalled(year: Year) -> Driven:
         raised.add(5 * tick, 2, f"ValueError: {tick}")
         for _ in range(3):
             raised.tell("which are skipped", [f"events[0]@{tick}"], f"ValueError: {tick}")
-        raised.ill(5 * tick)
+        raised.problem(5 * tick)
         topic = TopicPartition("events", tick % 5)
         stalls.look({topic: Position(tick // 50)}, {topic: 10**6}, 2.0)
         silence.look()

@@ -133,7 +133,7 @@ The design fixes the names that users build on. These were added to it:
   `device_sharing.mps_percentage`, `device_sharing.sms`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
   `anabranch_learner_raised_rows_total`,
-  `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
+  `anabranch_versions_published_total`, `anabranch_learner_problems`, `anabranch_learner_trained_through_offset`,
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
   `anabranch_replay_capacity_rows`, `anabranch_replay_read_rows_total`, `anabranch_replay_lost_rows_total`,
   `anabranch_replay_missed_rows_total`, `anabranch_replay_moved_bytes_total`, `anabranch_replay_demoted_rows_total`,
@@ -142,7 +142,7 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_replay_index_bytes`, `anabranch_replay_index_waiting_requests`, `anabranch_replay_index_answer_seconds`,
   `anabranch_replay_index_declined_total`, `anabranch_replay_index_left_out_rows_total`,
   `anabranch_replay_index_restarts_total`,
-  `anabranch_holdout_rows`, `anabranch_checkpoint_number`, `anabranch_checkpoint_time_seconds`, `anabranch_serving_ill`,
+  `anabranch_holdout_rows`, `anabranch_checkpoint_number`, `anabranch_checkpoint_time_seconds`, `anabranch_serving_problems`,
   `anabranch_learner_heartbeat_time_seconds`, `anabranch_learner_loss`, `anabranch_learner_window_rows`,
   `anabranch_learner_class_accuracy_ratio`, `anabranch_learner_group_accuracy_ratio`,
   `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`,

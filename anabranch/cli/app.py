@@ -227,7 +227,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
 ) -> int:
-    """Show how the pipeline is: lag, rates, accuracy, replay, version, requests, and what is ill."""
+    """Show how the pipeline is: lag, rates, accuracy, replay, version, requests, and what is unhealthy."""
 
     def start() -> None:
         from anabranch.commands.status import read_status, render, watch_status
@@ -250,7 +250,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time that each check may take.")] = 30.0,
 ) -> int:
-    """Look for what keeps the pipeline from running, and say how to mend it; nothing is changed."""
+    """Look for what keeps the pipeline from running, and say how to fix it; nothing is changed."""
 
     def start() -> Exit:
         from anabranch.doctor.runner import report

@@ -69,7 +69,7 @@ def render(status: Status) -> RenderableType:
     table.add_row("pipeline", f"{status.name}, state in {status.state_dir}")
     for part, report in (("learner", status.learner), ("serving", status.serving)):
         table.add_row(part, _condition(status, report))
-        for sentence in report.ill if report else ():
+        for sentence in report.problems if report else ():
             table.add_row("", Text(sentence, style="yellow"))
     return Group(
         table,

@@ -108,8 +108,8 @@ class LivePanel:
             f"p50 {seconds(figures.freshness_p50_seconds)}  p99 {seconds(figures.freshness_p99_seconds)}  "
             "from an event's sending to a reply that has learned it",
         )
-        for sentence in figures.ill:
-            rows.add_row("[yellow]ill[/]", Text(sentence, style="yellow"))
+        for sentence in figures.problems:
+            rows.add_row("[yellow]problem[/]", Text(sentence, style="yellow"))
         hints = Table.grid(padding=(0, 2))
         hints.add_column(style="dim", no_wrap=True)
         hints.add_column(overflow="fold")
@@ -131,7 +131,7 @@ def plain_line(figures: Figures) -> str:
         f"freshness p99 {seconds(figures.freshness_p99_seconds)}  "
         f"{figures.requests:,} requests, {figures.failures} failed"
     )
-    return "; ".join([line, *figures.ill])
+    return "; ".join([line, *figures.problems])
 
 
 def sparkline(values: deque[float]) -> str:

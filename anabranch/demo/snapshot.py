@@ -46,10 +46,10 @@ class Figures:
         return self.learner.outcomes if self.learner else {}
 
     @property
-    def ill(self) -> list[str]:
+    def problems(self) -> list[str]:
         """What does not work, in sentences."""
         parts = (("learner", self.learner), ("baseline", self.baseline), ("serving", self.serving))
-        said = [f"{name}: {sentence}" for name, report in parts if report for sentence in report.ill]
+        said = [f"{name}: {sentence}" for name, report in parts if report for sentence in report.problems]
         said += [f"{name} was started again {count} times" for name, count in self.restarts.items() if count]
         return [*said, f"the last request failed: {self.last_failure}"] if self.last_failure else said
 

@@ -30,7 +30,7 @@ from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit
 from learner.runtime.shutdown import Deadline
 
-_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
+_STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "problem": "bold red"}
 _SHORTEST_SECRET = 3
 
 
@@ -123,8 +123,8 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
     check, finding = diagnosis
     line = Text.assemble((f"{finding.level:<8}", _STYLES[finding.level]), f" {check:<9} {finding.matter}")
     console.print(line, soft_wrap=True)
-    if finding.mend:
-        console.print(Text(f"{'':<18} {finding.mend}", style="dim"), soft_wrap=True)
+    if finding.fix:
+        console.print(Text(f"{'':<18} {finding.fix}", style="dim"), soft_wrap=True)
 
 
 def summary(diagnoses: Sequence[Diagnosis]) -> str:

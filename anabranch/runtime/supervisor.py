@@ -106,7 +106,7 @@ class _Child:
 
 
 class Supervisor:
-    """Keeps parts alive until it is told to stop or one of them ends in a way that a restart cannot mend.
+    """Keeps parts alive until it is told to stop or one of them ends in a way that a restart cannot fix.
 
     Used by one thread.
     """
@@ -220,7 +220,7 @@ class Supervisor:
         is_first = child.starts == 1 and not progress and not part.has_run_before
         if code == Exit.SETTINGS or (code == Exit.DEPENDENCY and is_first):
             self.ended = part
-            log.error("%s ended with exit code %d, which starting it again cannot mend", part.name, code)
+            log.error("%s ended with exit code %d, which starting it again cannot fix", part.name, code)
             return Exit(code)
         child.deaths = self._deaths(child, report)
         delay = self._backoff.seconds(child.deaths)

@@ -75,13 +75,13 @@ class Checkpointer:
         """When it was made, in seconds since 1970; None when there is none, or it does not say."""
         self.asked = False
         """Whether a checkpoint that was asked for has not begun yet."""
-        self._ill: str | None = None
+        self._problem: str | None = None
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence when the last checkpoint could not be written, or this one takes too long. Any thread may
         ask."""
-        return self._background.overdue(self._checkpoints.path, self._every) or self._ill
+        return self._background.overdue(self._checkpoints.path, self._every) or self._problem
 
     def ask(self) -> None:
         """Let the next `checkpoint_if_due` begin a checkpoint, or as soon as the one that is being written is done."""
@@ -116,7 +116,7 @@ class Checkpointer:
         for _ in range(self._keep + 1):
             self._background.wait()
             self.end_if_written()
-            if clerk.has_room() or self._ill is not None:
+            if clerk.has_room() or self._problem is not None:
                 return
             self._begin(take, standing())
 
@@ -144,7 +144,7 @@ class Checkpointer:
             at_boundary()
         self._background.raise_bug()
         if not self._background.busy and self.number != number:
-            raise DependencyError(f"{self._ill}; nothing is learned before it is, or a crash would lose it")
+            raise DependencyError(f"{self._problem}; nothing is learned before it is, or a crash would lose it")
 
     def checkpoint_last(
         self, take: Callable[[int], Moment], deadline: Deadline, standing: Callable[[], object] = object
@@ -213,10 +213,10 @@ class Checkpointer:
                 if self.number != number
                 else "old checkpoints cannot be deleted from"
             )
-            self._ill = f"{what} {self._checkpoints.path}: {getattr(exc, 'strerror', None) or exc}"
-            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
+            self._problem = f"{what} {self._checkpoints.path}: {getattr(exc, 'strerror', None) or exc}"
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
         else:
-            self._ill = None
+            self._problem = None
 
     def _checkpoint(self, moment: Moment) -> Checkpoint:
         if self._clerk is None or moment.held is None:

@@ -92,7 +92,7 @@ class Erasure:
         self._work: Iterator[None] | None = None
         self._retry_at: float | None = None
         self._due = 0.0
-        self.ill: str | None = None
+        self.problem: str | None = None
         """One sentence when the log cannot be written, or what is erased cannot be erased."""
 
     @property
@@ -239,7 +239,7 @@ class Erasure:
         yield from self._wait_for(syncing)
         error = rewriting.error or syncing.error
         if error is None and tiers is not None and tiers.unerased:
-            error = OSError(tiers.ill or "a tier could not be reached")
+            error = OSError(tiers.problem or "a tier could not be reached")
         self._end(through, count, error)
 
     def _compact(self) -> Iterator[None]:
@@ -286,7 +286,7 @@ class Erasure:
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             self._say(f"what was erased cannot be erased everywhere yet: {exc.strerror or exc}")
             return
-        self._erased, self.ill = through, None
+        self._erased, self.problem = through, None
 
     def _write_down(self) -> None:
         if time.monotonic() < self._write_at:
@@ -297,7 +297,7 @@ class Erasure:
             self._write_at = time.monotonic() + _WRITE_SECONDS
             self._say(f"{self._log.path} cannot be written: {exc.strerror}; no checkpoint is made until it can")
             return
-        self._unwritten, self._said_by, self._uncovered, self.ill = [], set(), ErasedEvents(), None
+        self._unwritten, self._said_by, self._uncovered, self.problem = [], set(), ErasedEvents(), None
 
     def _rest(self, columns: dict[str, Array]) -> dict[str, Array]:
         """Return rows without those that are erased; none at all is an empty dict."""
@@ -313,9 +313,9 @@ class Erasure:
         return covered | self._uncovered.covers(self._bases, columns) if self._uncovered else covered
 
     def _say(self, sentence: str) -> None:
-        if self.ill != sentence:
+        if self.problem != sentence:
             log.error("%s", sentence)
-        self.ill = sentence
+        self.problem = sentence
 
 
 @dataclass

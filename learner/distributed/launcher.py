@@ -46,7 +46,7 @@ _ROWS = "rows-"
 """What the files begin with in which ranks leave word of how many events may fit."""
 OUTCOME = "outcome"
 REFUSED = frozenset({2, 3})
-"""Exit codes that starting again cannot mend."""
+"""Exit codes that starting again cannot fix."""
 
 log = logging.getLogger(__name__)
 

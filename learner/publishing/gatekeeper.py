@@ -89,7 +89,7 @@ class Jury:
         return time.monotonic() - held.began if held is not None else 0.0
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence when versions have failed for longer than `gate.max_hold`."""
         held = self._held
         if held is None or not self._is_over(held):

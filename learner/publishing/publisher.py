@@ -98,7 +98,7 @@ class Publisher:
         """Of the newest version, whatever its verdict."""
         self.retention = Retention()
         """What the versions before it could do, and how they did on events that came after them."""
-        self._ill: str | None = None
+        self._problem: str | None = None
         self.published = 0
         self.skipped = 0
 
@@ -108,9 +108,9 @@ class Publisher:
         return self._scorer.raised
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
-        return self._background.overdue(self._versions.path, self._every) or self._ill
+        return self._background.overdue(self._versions.path, self._every) or self._problem
 
     def publish_if_due(self, told: Callable[[], Progress], take: Callable[[], Snapshot]) -> None:
         """Publish what `take` returns when a version is due and there is progress; called at every step boundary."""
@@ -218,8 +218,8 @@ class Publisher:
         try:
             self._versions.write(weights, manifest, verdict)
         except OSError as exc:
-            self._ill = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
-            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
+            self._problem = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
             self._versions.clean()
             self._progress = None  # so that it is tried again, also when nothing more is learned
             return
@@ -232,10 +232,10 @@ class Publisher:
         try:
             self._prune()
         except (OSError, VersionError) as exc:
-            self._ill = f"old versions in {self._versions.path} cannot be deleted: {exc}"
-            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
+            self._problem = f"old versions in {self._versions.path} cannot be deleted: {exc}"
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
         else:
-            self._ill = None
+            self._problem = None
 
     def _score(self, snapshot: Snapshot) -> tuple[Scores, HoldoutRows]:
         """Score a version on the holdout set, and the one before it on what has come since.

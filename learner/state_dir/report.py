@@ -75,9 +75,9 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The newest checkpoint."""
     checkpoint_time: float | None = None
     """When it was made."""
-    ill: list[str] = []
+    problems: list[str] = []
     """One sentence for each part that does not work as it should; empty when all is well."""
-    notes: list[str] = []
+    warnings: list[str] = []
     """One sentence for each thing that was done to go on, and that a person may want to change."""
     outcomes: dict[str, int] = {}
     """Events by outcome: trained, stored_only, held_out, dead_lettered, skipped."""

@@ -39,7 +39,7 @@ class Arrivals:
         """Begin with marks of an earlier process: seconds of this one's clock, and the end at that moment."""
         self.marks = list(marks)
 
-    def note(self, moment: float, end: int) -> None:
+    def record(self, moment: float, end: int) -> None:
         """Take note of where the partition ends at a moment, which is later than those before."""
         marks = self.marks
         if len(marks) > 1 and marks[-1][1] == marks[-2][1] == end:
@@ -154,7 +154,7 @@ class LagPolicy:
             if account.superseded:
                 arrivals.marks.clear()  # what was not read of it is gone, and waits no longer
             elif told is not None:
-                arrivals.note(told, account.position.offset + account.pending)
+                arrivals.record(told, account.position.offset + account.pending)
         came = (each.came(account.position.offset) for each, account in zip(self._arrivals, accounts, strict=True))
         self._came = np.fromiter(came, np.float64, len(accounts))
 
@@ -172,7 +172,7 @@ class LagPolicy:
         return {**rows, "outcome": outcome, "reason": reason}
 
     @property
-    def note(self) -> str | None:
+    def warning(self) -> str | None:
         """One sentence while the learner is behind."""
         return self._said() if self.behind else None
 

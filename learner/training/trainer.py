@@ -33,7 +33,7 @@ from learner.training.compile import compiled
 from learner.training.host_to_device import Transfer
 from learner.training.micro_batches import idle, micro_batches
 from learner.training.optimizer_step import Update
-from learner.training.out_of_memory import Dice, note, release, smaller
+from learner.training.out_of_memory import Dice, oom_warning, release, smaller
 from learner.training.parallelism import Alone, Ranks
 from learner.training.stand_in import RankRaisedError, StandIn
 from learner.training.step_result import Heard, StepResult, cat, dealt
@@ -72,7 +72,7 @@ class Trainer:
         """Called before each micro-batch of a pass, with its place there; may take its time."""
         self.lane: Lane = contextlib.nullcontext
         """What a step gives the device is given in it."""
-        self.note: str | None = None
+        self.warning: str | None = None
         """One sentence when micro-batches were made smaller for want of memory."""
         self._transfer = Transfer(device)
         self._fixed = settings.deterministic
@@ -344,7 +344,7 @@ class Trainer:
             self.update.give_up()
             release(self.device)
             self.micro_batch_size = smaller(rows, self.micro_batch_size, self.device, self._ranks.size, said)
-            self.note = note(self.device, self.micro_batch_size)
+            self.warning = oom_warning(self.device, self.micro_batch_size)
             self._buffers.put_back(before)
             dice.put_back()
 

@@ -124,7 +124,7 @@ class Neighbours:
         """Grows when the index has become empty."""
         self.reports = 0
         """How often the process has told how it stands."""
-        self.ill: str | None = None
+        self.problem: str | None = None
         """One sentence while there is no process."""
 
     def open(self) -> None:
@@ -299,7 +299,7 @@ class Neighbours:
     def _take(self, link: IndexLink, record: Record) -> None:
         """Take a reply, and its slot back."""
         kind, slot, rows, k, step = record
-        self.ill, self._heard_at = None, time.monotonic()
+        self.problem, self._heard_at = None, time.monotonic()
         match kind:
             case Kind.ASK:
                 self._answers.append(Answer(step, link.slots.ids(slot, rows * k).reshape(rows, k).copy()))
@@ -349,8 +349,8 @@ class Neighbours:
             self.generation += 1
             self._before = (self._before[0] + int(self._figures.malformed), self._before[1] + int(self._figures.full))
             self._figures = Figures()
-        if why != self.ill:
+        if why != self.problem:
             log.warning("%s", why)
-        self.ill = why
+        self.problem = why
         self._restart_at = now + jittered(self._backoff)
         self._backoff = min(_LONGEST_BACKOFF_SECONDS, max(0.2, 2 * self._backoff))

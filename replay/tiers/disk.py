@@ -79,7 +79,7 @@ class DiskTier:
         return TierFile(self.path.name, self.id)
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on why it could not be written or read, until it can."""
         return "; ".join(self._faults.copy().values()) or None
 

@@ -83,9 +83,9 @@ class Tiers:
         return self.slow[-1].file if self.slow else None
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on what does not work as it should."""
-        said = [tier.ill for tier in reversed(self.slow)]
+        said = [tier.problem for tier in reversed(self.slow)]
         return "; ".join(sentence for sentence in said if sentence is not None) or None
 
     @property

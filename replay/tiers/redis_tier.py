@@ -65,9 +65,9 @@ class RedisTier:
         return TierFile(self.name, self.id)
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on why the server is not what it should be."""
-        return self.server.ill
+        return self.server.problem
 
     @staticmethod
     def bytes_of(row_bytes: int) -> int:

@@ -60,7 +60,7 @@ class SlowTier(Tier, Protocol):
         ...
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on what does not work as it should; in any thread."""
         ...
 

@@ -98,7 +98,7 @@ class Swap:
         self._notices.__exit__(kind, error, trace)
 
     @property
-    def ill(self) -> list[str]:
+    def problems(self) -> list[str]:
         """One sentence for each thing that is wrong with the versions; empty when all is well."""
         return list(self._complaints.values())
 

@@ -123,14 +123,14 @@ def test_everything_on_it_comes_from_the_status_and_the_history(live: str, watch
     status["learner"]["replay_bytes"] = {"device": 500_000, "disk": 7_000_000}
     status["learner"]["replay_bounds"] = {"device": 1_000_000, "disk": 20_000_000}
     status["serving"]["requests"] = {"200": 90, "503": 8, "400": 1}
-    status["health"] = {"state": "ill", "sentence": "the disk is full", "ill": ["the disk is full"]}
+    status["health"] = {"state": "unhealthy", "sentence": "the disk is full", "problems": ["the disk is full"]}
     status["versions"] = [
         {"number": 9, "time": status["time"] - 5, "step": 70, "metrics": {"old": 0.5}, "verdict": "fail",
          "fate": "refused", "reason": "worse on old data"},
     ]  # fmt: skip
     watched.route("**/api/status", lambda route: route.fulfill(body=json.dumps(status)))
     watched.goto(live)
-    watched.wait_for_function("() => document.body.dataset.state === 'ill'")
+    watched.wait_for_function("() => document.body.dataset.state === 'unhealthy'")
     assert watched.text_content("#sentence") == "The disk is full"
     assert watched.text_content("[data-figure=read]") == "165"
     assert watched.text_content("[data-outcome=skipped]").startswith("skipped: unlabelled55")

@@ -164,13 +164,13 @@ def test_every_finding_has_a_test_that_makes_it_real():
     assert named == set(FINDINGS)
 
 
-def test_every_finding_is_used_and_says_how_to_mend_it():
+def test_every_finding_is_used_and_says_how_to_fix_it():
     sources = "".join(path.read_text() for path in Path(examination.__file__).parent.glob("*.py"))
-    for kind, (level, mend, _) in FINDINGS.items():
+    for kind, (level, fix, _) in FINDINGS.items():
         name = re.sub(r"^(checkpoint|version)\.", "{what}.", kind)
         assert sources.count(f'"{kind}"') + sources.count(f'"{name}"') >= 2 or f'f"{name}"' in sources, kind
-        assert level in ("note", "warning", "problem")
-        assert mend.endswith(".")
+        assert level in ("info", "warning", "problem")
+        assert fix.endswith(".")
 
 
 class TestConfig:
@@ -239,7 +239,7 @@ class TestInstallation:
         config.pipeline = config.pipeline.model_copy(update={"stream": stream})
         (finding,) = check_install(Patient(example, 1, config))
         diagnose.seen.add(finding.kind)
-        assert finding.mend == "Install it: pip install 'anabranch[arrow]'."
+        assert finding.fix == "Install it: pip install 'anabranch[arrow]'."
 
     @pytest.mark.finds("limit.files")
     def test_a_low_limit_of_open_files(self, diagnose):
@@ -265,7 +265,7 @@ class TestModel:
         setting("learner.device", "cuda:77")
         setting("serving.device", "cuda:77")
         told = [finding for finding in diagnose("model") if finding.kind]
-        assert [finding.mend.partition(" =")[0] for finding in told] == ["Set learner.device", "Set serving.device"]
+        assert [finding.fix.partition(" =")[0] for finding in told] == ["Set learner.device", "Set serving.device"]
 
     @pytest.mark.finds("device.precision", "model.optimizer")
     def test_a_precision_and_an_optimizer_that_cannot_be(self, diagnose, setting, edit):
@@ -566,7 +566,7 @@ class TestTopics:
         assert producer.flush(30) == 0
         finding = only(diagnose("broker"), "message.codec")
         assert "compressed with zstd" in finding.matter
-        assert "anabranch[codecs]" in finding.mend
+        assert "anabranch[codecs]" in finding.fix
 
     @pytest.mark.finds("message.unusable")
     def test_a_message_that_cannot_be_used_is_told_field_by_field(self, diagnose, topic, send, edit):
@@ -691,7 +691,7 @@ class TestRedis:
         assert kinds(diagnose("redis")) == ["redis.memory"]
         edit("\ndisk = ", "\n# disk = ")
         assert kinds(diagnose("redis")) == ["redis.memory", "redis.policy"]
-        assert "maxmemory 62mb" in only(diagnose("redis"), "redis.memory").mend
+        assert "maxmemory 62mb" in only(diagnose("redis"), "redis.memory").fix
 
     @pytest.mark.finds("redis.unseen")
     def test_a_user_that_may_not_look_at_the_memory(self, diagnose, redis, mortal_redis):
@@ -868,7 +868,7 @@ class TestWhatIsSaved:
     def test_another_schema(self, diagnose, save):
         save("0" * 64)
         assert only(diagnose("checkpoints"), "checkpoint.schema").level == "problem"
-        assert only(diagnose("versions"), "version.schema").level == "note"
+        assert only(diagnose("versions"), "version.schema").level == "info"
 
     @pytest.mark.finds("version.model")
     def test_other_args_of_the_model(self, diagnose, save, edit):
@@ -905,7 +905,7 @@ class TestPorts:
     def test_ports_that_others_have(self, diagnose, taken):
         first, second = diagnose("ports")
         assert first.matter == f"serving.port: another program listens on 127.0.0.1:{taken[0]}."
-        assert "learner.status" in second.mend
+        assert "learner.status" in second.fix
 
     def test_ports_that_the_pipeline_itself_has(self, diagnose, taken, example):
         report = LearnerReport(pid=os.getpid(), generation=1, started=1.0, time=time.time(), steps=0)
@@ -918,7 +918,7 @@ class TestPorts:
         setting("serving.host", "192.0.2.1")
         for token in ("read", "admin"):
             setting(f"serving.tokens.{token}", "secret")
-        assert only(diagnose("ports"), "port.address").mend.startswith("Set serving.host")
+        assert only(diagnose("ports"), "port.address").fix.startswith("Set serving.host")
 
     @pytest.mark.finds("port.clash")
     def test_both_on_one_port(self, diagnose, setting, free_port):
@@ -992,7 +992,7 @@ class TestCommand:
         assert re.search(
             r"^problem  broker    No connection can be made to 127\.0\.0\.1:\d+: Connection refused\.$", out, re.M
         )
-        assert re.search(r"^ +Start the broker, or mend stream\.bootstrap_servers or the firewall\.$", out, re.M)
+        assert re.search(r"^ +Start the broker, or fix stream\.bootstrap_servers or the firewall\.$", out, re.M)
         assert out.endswith("\n1 problem\n")
 
     def test_a_problem_of_the_settings_is_exit_code_2(self, doctor, edit):
@@ -1007,7 +1007,7 @@ class TestCommand:
         findings = json.loads(out)
         assert code == 3
         assert {frozenset(finding) for finding in findings} == {
-            frozenset({"check", "kind", "level", "matter", "mend", "unreachable"})
+            frozenset({"check", "kind", "level", "matter", "fix", "unreachable"})
         }
         assert findings[0]["check"] == "config"
 

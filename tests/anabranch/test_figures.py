@@ -155,7 +155,7 @@ def test_the_closing_words_compare_with_the_baseline(figures):
     assert "without replay" not in summary(figures(baseline=None))
 
 
-def test_the_plain_line_has_what_matters_and_what_is_ill(figures):
+def test_the_plain_line_has_what_matters_and_what_is_unhealthy(figures):
     line = plain_line(figures(restarts={"learner": 2}, last_failure="503 busy", failures=1))
     for part in ("100 events", "now 90%, old 80% (no replay 10%)", "version 11", "500 requests, 1 failed"):
         assert part in line

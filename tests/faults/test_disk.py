@@ -66,14 +66,17 @@ def test_training_goes_on_while_no_checkpoint_can_be_written_and_a_crash_then_co
         _, hard = psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE)
         psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (SMALL, hard))
         learn()
-        report = learner.wait_for(lambda report: total(report) == sent and len(report.ill) > 1, "a word on the disk")
+        report = learner.wait_for(
+            lambda report: total(report) == sent and len(report.problems) > 1, "a word on the disk"
+        )
         assert any(
-            f"could not be written to {pipeline.state_dir}/checkpoints: File too large" in each for each in report.ill
+            f"could not be written to {pipeline.state_dir}/checkpoints: File too large" in each
+            for each in report.problems
         )
         good = Checkpoints(pipeline.state_dir / "checkpoints", "", 0).numbers()
         assert max(good) >= covered
         assert learner.kill() == pid
-        report = learner.wait_for(lambda report: total(report) == sent and not report.ill, "health", no_more=pid)
+        report = learner.wait_for(lambda report: total(report) == sent and not report.problems, "health", no_more=pid)
         assert "going on from checkpoint" in learner.said(20_000)
         learner.wait_for(lambda report: (report.checkpoint or 0) > max(good), "a new checkpoint")
     assert adds_up(report)
@@ -143,7 +146,7 @@ def test_training_goes_on_while_the_disk_is_full_to_the_last_byte(kafka: Any, tm
                 lambda: "could not be written to" in learner.said(20_000), "a word on checkpoints or versions"
             )
         filling.unlink()
-        report = learner.wait_for(lambda report: total(report) == 2 * len(messages) and not report.ill, "health")
+        report = learner.wait_for(lambda report: total(report) == 2 * len(messages) and not report.problems, "health")
         learner.wait_for(lambda report: (report.checkpoint or 0) > before.checkpoint, "a new checkpoint")
         assert learner.pid() == pid
     assert adds_up(report)

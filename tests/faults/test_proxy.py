@@ -68,7 +68,7 @@ def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_brok
                 rows["id"] = np.arange(EVENTS) + place * EVENTS
                 send(kafka.bootstrap, topic, (row.tobytes() for row in rows))
                 if fault.closed or fault.stalled:
-                    learner.until(lambda: pipeline.report().ill, "a word on the broker")
+                    learner.until(lambda: pipeline.report().problems, "a word on the broker")
                     proxy.heal()
                 if fault.corrupted:
                     learner.until(lambda: proxy.corruptions, "a bit that is flipped")
@@ -76,7 +76,7 @@ def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_brok
                 wanted = (place + 1) * EVENTS
                 report = learner.wait_for(lambda report, n=wanted: total(report) == n, f"all events of {fault}")
                 proxy.heal()
-            report = learner.wait_for(lambda report: not report.ill, "health")
+            report = learner.wait_for(lambda report: not report.problems, "health")
             assert proxy.connections > 3
     assert report.steps == report.steps_since_start, "it was started again"
     assert adds_up(report)
@@ -101,11 +101,11 @@ def test_events_are_replayed_from_the_disk_whatever_becomes_of_the_way_to_redis(
                 sent += len(messages)
                 learner.wait_for(lambda report, n=sent: total(report) == n, f"all events, with Redis {name}")
                 if fault.closed or fault.stalled:
-                    learner.wait_for(lambda report: any("redis" in each for each in report.ill), "a word on Redis")
+                    learner.wait_for(lambda report: any("redis" in each for each in report.problems), "a word on Redis")
                 if fault.corrupted:
                     assert proxy.corruptions, "no bit was flipped"
                 proxy.heal()
-                learner.wait_for(lambda report: not report.ill, f"health after Redis was {name}")
+                learner.wait_for(lambda report: not report.problems, f"health after Redis was {name}")
             pid, report = learner.pid(), learner.wait_for(lambda _: True, "a report")
             assert report.pid == pid
             assert report.steps == report.steps_since_start, "it was started again"

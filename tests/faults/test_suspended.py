@@ -33,7 +33,7 @@ def pipeline_on(bootstrap: str, folder: Path) -> Pipeline:
 
 
 def all_learned(report: LearnerReport) -> bool:
-    return total(report) == EVENTS and not report.ill
+    return total(report) == EVENTS and not report.problems
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_learner_whose_broker_is_killed_waits_for_it_and_says_so(mortal_kafka:
         learner.wait_for(lambda report: total(report) == HALF, "half of the events")
         pid = learner.pid()
         mortal_kafka.kill()
-        learner.wait_for(lambda report: bool(report.ill), "a word on the broker")
+        learner.wait_for(lambda report: bool(report.problems), "a word on the broker")
         mortal_kafka.start()
         send(mortal_kafka.bootstrap, pipeline.topic, second)
         report = learner.wait_for(all_learned, "all events")

@@ -108,10 +108,10 @@ def test_a_stream_is_learned_accounted_for_and_published(
         f"anabranch_holdout_rows {float(report.holdout_rows)}",
         'anabranch_ingest_skipped_rows{reason="unlabelled"} 2.0',
         f'anabranch_learner_trained_through_offset{{partition="0",topic="{topic}"}} 601.0',
-        "anabranch_learner_ill 0.0",
+        "anabranch_learner_problems 0.0",
     ):
         assert figure in metrics
-    assert json.loads(learner.get("/healthz")) == {"ok": True, "ill": []}
+    assert json.loads(learner.get("/healthz")) == {"ok": True, "problems": []}
 
     assert [path.name for path in (learner.state_dir / "traces").iterdir()] == ["steps-2-5.json"]
     assert learner.stop() == 0
@@ -301,7 +301,7 @@ def test_a_learner_that_rests_makes_no_checkpoints_and_is_well(
     produce(kafka.bootstrap, topic, events(100))
     learner.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
     before = rests()
-    assert before.ill == []
+    assert before.problems == []
     produce(kafka.bootstrap, topic, events(100))
     learner.wait_for(lambda each: (each.checkpoint or 0) > (before.checkpoint or 0))
     report = rests()
@@ -492,16 +492,16 @@ def test_training_goes_on_whatever_becomes_of_redis(
         sent += more
         return learner.wait_for(lambda each: total(each) == sent)
 
-    def redis_is_ill(report: LearnerReport) -> bool:
-        return any("replay.redis" in sentence for sentence in report.ill)
+    def redis_is_unhealthy(report: LearnerReport) -> bool:
+        return any("replay.redis" in sentence for sentence in report.problems)
 
     def healed() -> LearnerReport:
-        return learner.wait_for(lambda report: not redis_is_ill(report))
+        return learner.wait_for(lambda report: not redis_is_unhealthy(report))
 
     assert learn().replay_lost == 0
     mortal_redis.stop()
     learn()
-    learner.wait_for(redis_is_ill)
+    learner.wait_for(redis_is_unhealthy)
     mortal_redis.start()
     healed()
     learn()
@@ -510,7 +510,7 @@ def test_training_goes_on_whatever_becomes_of_redis(
     healed()
     mortal_redis.bound(mortal_redis.used_bytes, "noeviction")
     learn()
-    learner.wait_for(redis_is_ill)
+    learner.wait_for(redis_is_unhealthy)
     mortal_redis.bound(0, "noeviction")
     report = learn(400)
     healed()
@@ -546,7 +546,7 @@ def test_events_are_compared_where_the_model_puts_them(
     resumed = start(config, ANABRANCH__MODEL__EMBEDDING="1")
     produce(kafka.bootstrap, topic, events(100))
     resumed.wait_for(lambda each: total(each) == 900)
-    assert not resumed.wait_for(lambda _: True).ill
+    assert not resumed.wait_for(lambda _: True).problems
     assert resumed.stop() == 0
     assert ended(config)[1].startswith("anabranch: replay.")
 
@@ -613,7 +613,7 @@ def test_the_output_of_the_model_is_kept_with_each_event_for_der(
     resumed = start(config, **environment)
     produce(kafka.bootstrap, topic, events(200))
     report = resumed.wait_for(lambda each: total(each) == 600)
-    assert (report.outcomes["stored_only"], report.ill) == (100, [])
+    assert (report.outcomes["stored_only"], report.problems) == (100, [])
     assert resumed.stop() == 0
     shown = forkserver.run(
         ["-m", "anabranch", "replay", "sample", "5", "-c", str(config)], env={**os.environ, **environment}

@@ -209,11 +209,11 @@ def test_a_disk_that_is_out_of_reach_for_a_while_costs_no_event(
         for step in range(10):
             store.plan_ahead(step, 50)
             assert len(store.draw(step, 50)) < 50
-        assert "cannot be read: Stale file handle; what it has is not rehearsed" in str(store.ill)
+        assert "cannot be read: Stale file handle; what it has is not rehearsed" in str(store.problem)
     for step in range(10, 30):
         store.plan_ahead(step, 50)
         draw = store.draw(step, 50)
-    assert (len(draw), len(store), store.lost, store.ill) == (50, held, 0, None)
+    assert (len(draw), len(store), store.lost, store.problem) == (50, held, 0, None)
 
 
 def test_a_store_is_not_gone_on_from_with_another_seed(schema: Schema, build: Build, tmp_path: Path) -> None:
@@ -239,15 +239,15 @@ def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
         patch.setattr("replay.tiers.disk.os.pwritev", read_only)
         fill(store, schema, 300, 1000)
         store.tiers.sync()
-        assert store.tiers.ill is not None
-        assert "1.rows cannot be written: Read-only file system; events are not stored" in store.tiers.ill
+        assert store.tiers.problem is not None
+        assert "1.rows cannot be written: Read-only file system; events are not stored" in store.tiers.problem
     store.plan_ahead(0, 50)
     assert store.lost > 0
     assert len(store.draw(0, 50)) == 50
     assert len(store) <= held
     fill(store, schema, 1000, 3000)
     store.tiers.sync()
-    assert store.tiers.ill is None
+    assert store.tiers.problem is None
     assert len(payload(store)) == len(store) > 150
 
 

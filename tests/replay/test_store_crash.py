@@ -132,7 +132,7 @@ class Life(Rehearsal):
 
     def checkpoint_if_due(self) -> None:
         self._checkpointer.checkpoint_if_due(lambda number: Moment(self.step, {}, {}, self.store.hold(number)))
-        assert self._checkpointer.ill is None
+        assert self._checkpointer.problem is None
 
     def close(self) -> None:
         self._clerk.close()

@@ -146,7 +146,7 @@ def await_sentence(page: Any, start: str) -> None:
     page.wait_for_function("s => document.getElementById('sentence').textContent.startsWith(s)", arg=start)
 
 
-def test_in_a_browser_a_start_an_ill_part_and_a_lost_server_are_told(
+def test_in_a_browser_a_start_an_unhealthy_part_and_a_lost_server_are_told(
     browser: Any, numbers: Any, served: Served
 ) -> None:
     page = browser.new_page()
@@ -155,15 +155,15 @@ def test_in_a_browser_a_start_an_ill_part_and_a_lost_server_are_told(
         await_sentence(page, "No learner has reported yet")
         assert "not reported yet" in page.text_content("#chart")
         numbers.publish(1)
-        write_report(numbers.deployment.state_dir, learner_report(ill=["the broker is gone", "the disk is full"]))
+        write_report(numbers.deployment.state_dir, learner_report(problems=["the broker is gone", "the disk is full"]))
         await_sentence(page, "2 things are wrong.")
-        assert page.locator("#ill li").all_text_contents() == [
+        assert page.locator("#problems li").all_text_contents() == [
             "Learner: the broker is gone",
             "Learner: the disk is full",
         ]
         write_report(numbers.deployment.state_dir, learner_report(accuracy={"now": 0.5, "old": 0.25}))
         await_sentence(page, "All is well.")
-        assert page.locator("#ill li").count() == 0
+        assert page.locator("#problems li").count() == 0
     await_sentence(page, "The server does not answer.")
     assert re.match(r"What is below is \d+ s old", page.text_content("#meta"))
     assert page.get_attribute("body", "data-state") == "lost"
@@ -241,7 +241,7 @@ def test_in_a_browser_hostile_names_and_sentences_are_words(browser: Any, number
     torn.write_text(HOSTILE)
     partition = PartitionReport(start=0, end=9, finished=3, passed=0, gaps=0, removed=0, pending=6, trained_through=2)
     report = learner_report(
-        ill=[HOSTILE, "b"],
+        problems=[HOSTILE, "b"],
         partitions={HOSTILE: partition, "events:1": partition},
         skipped={HOSTILE: 4},
         outcomes={"skipped": 4},
@@ -260,7 +260,7 @@ def test_in_a_browser_hostile_names_and_sentences_are_words(browser: Any, number
         page.route("**/api/status", lambda route: route.fulfill(json=status))
         page.goto(server.url)
         await_sentence(page, "2 things are wrong.")
-        assert page.locator("#ill li").first.text_content() == f"Learner: {HOSTILE}"
+        assert page.locator("#problems li").first.text_content() == f"Learner: {HOSTILE}"
         assert page.text_content("#pipeline") == HOSTILE
         assert page.locator("#partitions tbody th").first.text_content() == HOSTILE
         assert HOSTILE in page.text_content("#versions .reason")

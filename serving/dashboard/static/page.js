@@ -117,12 +117,12 @@ function watch() {
   $("updated").textContent = status ? `Updated ${seconds < 3 ? "just now" : `${age(seconds)} ago`}` : "";
 }
 
-function say(state, sentence, ill) {
+function say(state, sentence, problems) {
   document.body.dataset.state = state;
   if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence;
-  const reasons = ill.length > 1 ? ill : [];
-  if ([...$("ill").children].map((item) => item.textContent).join() !== reasons.join()) {
-    $("ill").replaceChildren(...reasons.map((reason) => element("li", {}, reason)));
+  const reasons = problems.length > 1 ? problems : [];
+  if ([...$("problems").children].map((item) => item.textContent).join() !== reasons.join()) {
+    $("problems").replaceChildren(...reasons.map((reason) => element("li", {}, reason)));
   }
   const colour = { well: "%2315774a", starting: "%238b5a00" }[state] ?? "%23bf2329";
   const icon = `data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><circle cx='8' cy='8' r='6' fill='${colour}'/></svg>`;
@@ -136,7 +136,7 @@ const score = (value, whole) => (regression() ? digits(value) : percent(value, w
 
 function render() {
   const { learner, serving, health } = status;
-  say(health.state, health.sentence.replace(/^./, (first) => first.toUpperCase()), health.ill);
+  say(health.state, health.sentence.replace(/^./, (first) => first.toUpperCase()), health.problems);
   $("pipeline").textContent = status.name;
   const told = [
     known(serving.version) ? `Version ${serving.version}, swapped in ${age(status.time - serving.version_since)} ago` : "Nothing is served yet",

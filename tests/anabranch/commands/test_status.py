@@ -45,7 +45,7 @@ def learner_report(**changes):
         started=time.time() - 100,
         time=time.time(),
         steps=1234,
-        ill=["the Kafka broker does not answer"],
+        problems=["the Kafka broker does not answer"],
         outcomes={"trained": 900, "held_out": 50, "dead_lettered": 8},
         partitions={"events:0": PARTITION},
         accuracy={"now": 0.875, "worst": 0.5, "old": 0.75},
@@ -107,8 +107,8 @@ def test_device_sharing_is_on_the_screen(config):
 
 
 def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
-    ill = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
-    learner.state_dir.report.write_report(config.state_dir, learner_report(ill=ill))
+    problem = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=problem))
     show(None, lambda: render(read_status(config)))
     shown = capsys.readouterr().out
     assert not set(shown) & {"\x1b", "\x07", "\x9b"}

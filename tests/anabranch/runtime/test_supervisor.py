@@ -422,7 +422,7 @@ def test_a_stop_ends_what_stands_by_at_once(part, running, until, noted, is_gone
 
 
 def test_output_goes_to_the_part_s_file_and_variables_reach_it(part, running, until, place):
-    code = "print(os.environ['COLOUR'], flush=True)\nprint('ill', file=sys.stderr, flush=True)\n" + STAYS
+    code = "print(os.environ['COLOUR'], flush=True)\nprint('trouble', file=sys.stderr, flush=True)\n" + STAYS
     output = place / "log"
     stop, result = running(Supervisor([part(code, environment={"COLOUR": "blue"}, output=output)]))
     until(lambda: output.exists() and output.read_text() == "blue\nill\n", "the output")

@@ -94,10 +94,12 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_ends_no_learner(
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "_directories", fail)
         checkpoint(checkpointer)
-        assert checkpointer.ill == f"old checkpoints cannot be deleted from {checkpoints.path}: {os.strerror(number)}"
+        assert (
+            checkpointer.problem == f"old checkpoints cannot be deleted from {checkpoints.path}: {os.strerror(number)}"
+        )
     assert released.calls[-1] == (2, True), "a slot was let go that a checkpoint may name which is there still"
     checkpoint(checkpointer)
-    assert checkpointer.ill is None
+    assert checkpointer.problem is None
     assert released.calls[-1] == (4, True)
     assert checkpoints.numbers() == [4, 5]
 
@@ -126,7 +128,7 @@ def test_where_the_stream_is_begun_is_on_the_disk_before_anything_else_happens(t
     checkpointer, checkpoints = make(tmp_path, released)
     looks: list[list[int]] = []
     checkpointer.checkpoint_first({"ledger": [1]}, threading.Event(), lambda: looks.append(checkpoints.numbers()))
-    assert (checkpointer.number, checkpoints.numbers(), released.calls, checkpointer.ill) == (1, [1], [], None)
+    assert (checkpointer.number, checkpoints.numbers(), released.calls, checkpointer.problem) == (1, [1], [], None)
     found = Checkpoints(checkpoints.path, "another schema", 2).newest()
     assert found is not None
     assert (found[1].begins, found[1].step, found[1].state) == (True, 0, {"ledger": [1]})

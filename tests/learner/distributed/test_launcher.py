@@ -138,7 +138,7 @@ def test_when_the_launcher_is_killed_no_rank_outlives_it(
 
 
 @pytest.mark.slow
-def test_what_starting_again_cannot_mend_ends_with_its_own_exit_code(
+def test_what_starting_again_cannot_fix_ends_with_its_own_exit_code(
     kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
     learner = start(pipeline(kafka.bootstrap, make_topic(), model="def build():\n    return 3\n"))
@@ -161,7 +161,7 @@ def test_ranks_that_run_out_of_memory_come_back_with_smaller_micro_batches(
     report = learner.wait_for(lambda each: total(each) == 300)
     assert adds_up(report)
     assert report.accuracy["now"] > 0.8
-    assert ["learner.micro_batch_size = 4" in note for note in report.notes] == [True]
+    assert ["learner.micro_batch_size = 4" in note for note in report.warnings] == [True]
     said = learner.log.read_text()
     assert "learner.micro_batch_size = 4 does so" in said
     assert learner.stop(40) == 0

@@ -134,7 +134,7 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
     reader.process.kill()
     leader.until(lambda: "another host does not read its part of the stream" in leader.log.read_text())
     learn()
-    report = leader.wait_for(lambda each: not each.ill)
+    report = leader.wait_for(lambda each: not each.problems)
     assert leader.log.read_text().count(halves) > 1
     report = learn()
 
@@ -148,10 +148,10 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
     other.kill()
     assert psutil.wait_procs(orphans, 20)[1] == []
     report = learn(no_more=report.pid)
-    assert report.ill == ["learner.hosts: host 1 did not come; learning goes on without it"]
+    assert report.problems == ["learner.hosts: host 1 did not come; learning goes on without it"]
 
     other = second(config)
-    report = leader.wait_for(lambda each: not each.ill, no_more=report.pid)
+    report = leader.wait_for(lambda each: not each.problems, no_more=report.pid)
     report = learn()
     assert report.accuracy["now"] > 0.8
     assert "2 of 2 hosts take part, with 2 ranks" in leader.log.read_text()
@@ -233,11 +233,11 @@ def test_a_host_that_hangs_keeps_nobody_waiting_and_is_taken_in_when_it_goes_on(
     report = leader.wait_for(lambda each: total(each) == 400, no_more=report.pid)
     assert whole(report, 400)
     assert "host 1 is gone" in leader.log.read_text()
-    assert report.ill
+    assert report.problems
     for process in hanging:
         process.resume()
     produce(kafka.bootstrap, topic, events(200))
-    report = leader.wait_for(lambda each: total(each) == 600 and not each.ill, no_more=report.pid)
+    report = leader.wait_for(lambda each: total(each) == 600 and not each.problems, no_more=report.pid)
     assert whole(report, 600)
     assert [leader.stop(40), other.stop(40)] == [0, 0]
 
@@ -374,7 +374,7 @@ def test_a_host_with_other_settings_ends_no_round_and_is_told_of_once_each_time_
         dealt = leading.gather(stop)
         assert dealt is not None
         assert set(dealt.seats) == {0}
-        with contextlib.closing(Voice(store, 1, Word("mended", 1, alike), range(1))):
+        with contextlib.closing(Voice(store, 1, Word("fixed", 1, alike), range(1))):
             until(lambda: leading.change() is Change.HOSTS)
 
 

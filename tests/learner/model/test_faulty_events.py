@@ -239,13 +239,13 @@ def test_the_log_names_events_at_most_every_ten_seconds(caplog: pytest.LogCaptur
 def test_many_events_that_raise_are_unhealthy_until_they_are_few_again() -> None:
     raised = Raised()
     raised.add(1000, 9, "bad")
-    assert raised.ill(1000) is None
+    assert raised.problem(1000) is None
     raised.add(1200, 41, "worse")
-    told = raised.ill(1200)
+    told = raised.problem(1200)
     assert told is not None
     assert told.startswith("the model raised on 50 of the last 1000 new events, which are skipped: worse")
-    assert raised.ill(2100) is None
-    assert raised.ill(2300) is None
+    assert raised.problem(2100) is None
+    assert raised.problem(2300) is None
 
 
 class Stored(nn.Sequential):

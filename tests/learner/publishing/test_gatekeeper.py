@@ -141,14 +141,14 @@ def test_an_alert_says_that_nothing_has_passed_for_max_hold(make_bench: Callable
     bench = make_bench(max_hold="1ms")
     bench.hold_out(200)
     bench.publish(GOOD)
-    assert bench.jury.ill is None
+    assert bench.jury.problem is None
     for _ in range(3):
         assert bench.publish(BAD) == "fail"
-    assert bench.jury.ill is not None
-    assert "no version has passed the gate since" in bench.jury.ill
-    assert "worse than the served version" in bench.jury.ill
+    assert bench.jury.problem is not None
+    assert "no version has passed the gate since" in bench.jury.problem
+    assert "worse than the served version" in bench.jury.problem
     bench.publish(GOOD)
-    assert bench.jury.ill is None
+    assert bench.jury.problem is None
 
 
 def test_a_stream_that_has_changed_does_not_freeze_serving_where_that_is_wanted(
@@ -186,10 +186,10 @@ def test_a_hold_lasts_as_long_whatever_is_done_to_the_wall_clock(
     bench.publish(GOOD)
     assert bench.publish(BAD) == "fail"
     now[0], wall[0] = now[0] + 599, wall[0] + jump
-    assert (bench.publish(BAD), bench.jury.ill) == ("fail", None)
+    assert (bench.publish(BAD), bench.jury.problem) == ("fail", None)
     now[0] += 1
-    assert bench.jury.ill is not None
-    assert "since 2001-09-09 01:46:40Z" in bench.jury.ill
+    assert bench.jury.problem is not None
+    assert "since 2001-09-09 01:46:40Z" in bench.jury.problem
     assert bench.publish(BAD) == "inconclusive"
 
 
@@ -230,7 +230,7 @@ def test_a_hold_that_ended_after_the_checkpoint_does_not_go_on(
     again.jury.restore(kept)
     again.watch()
     assert again.jury.held_since is not None
-    assert again.jury.ill is None
+    assert again.jury.problem is None
 
 
 def test_a_poisoned_stream_does_not_become_old_knowledge_while_versions_are_held_back(bench: Bench) -> None:

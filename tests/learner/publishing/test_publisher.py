@@ -295,11 +295,11 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     bench.learned = RecordTimes()
     bench.learned.add(np.array([30], np.int64))
     assert bench.versions.numbers() == []
-    assert bench.publisher.ill is not None
-    assert "No space left" in bench.publisher.ill
+    assert bench.publisher.problem is not None
+    assert "No space left" in bench.publisher.problem
     assert list(bench.versions.path.iterdir()) == []
     bench.publish()
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
     assert bench.versions.numbers() == [2], "the number of a version that failed is given again"
     assert bench.versions.manifest(2).learned == Learned(3, [10, 20, 30])
     bench.learned = RecordTimes()
@@ -317,13 +317,13 @@ def test_a_disk_that_hangs_is_told_of_until_it_goes_on(
     bench.step += 1
     bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
     now[0] += 60
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
     now[0] += 1
-    assert bench.publisher.ill is not None
-    assert f"{bench.versions.path} has taken more than 60 s" in bench.publisher.ill
+    assert bench.publisher.problem is not None
+    assert f"{bench.versions.path} has taken more than 60 s" in bench.publisher.problem
     go.set()
     bench.publish()
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
 
 
 def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_is_learned(
@@ -337,7 +337,7 @@ def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_
     for _ in range(2):
         bench.publisher.publish_last(progress, bench.snapshot, Deadline(SOON))
     assert bench.versions.numbers() == [2]
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
 
 
 def test_positions_that_moved_without_a_step_are_published(make_bench: Callable[..., Bench]) -> None:
@@ -358,7 +358,7 @@ def test_a_damaged_older_version_keeps_nothing_from_being_published(make_bench: 
     for _ in range(3):
         bench.publish()
     assert bench.versions.numbers() == [1, 5, 6, 7], "and no older one from being deleted"
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
 
 
 def test_a_learner_whose_place_was_taken_publishes_nothing_more(

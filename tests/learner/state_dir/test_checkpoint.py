@@ -94,7 +94,7 @@ class Stream:
         self.next = 0
         self.drifts_at: int | None = None
         """From this event on labels are others."""
-        self.ill: str | None = None
+        self.problem: str | None = None
         self.unlabelled: set[int] = set()
         """Blocks whose events have no label."""
         self.change: Callable[[Columns], None] | None = None
@@ -423,7 +423,7 @@ def test_weights_that_have_blown_up_are_not_checkpoint_and_a_restart_goes_on_fro
 
 
 def test_the_first_steps_that_are_not_finite_are_not_checkpointed_either(make_bench: Callable[..., Bench]) -> None:
-    """They are too few for the learner to be ill, and with long steps there would be as many checkpoints of bad
+    """They are too few for the learner to be unhealthy, and with long steps there would be as many checkpoints of bad
     weights."""
     bench = _blown_up(make_bench(20))
     bench.stream.blocks = 25
@@ -688,11 +688,11 @@ def test_a_full_disk_costs_the_checkpoint_and_neither_the_training_nor_the_check
     with monkeypatch.context() as patch:
         patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
         bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
-    assert bench.checkpointer.ill is not None
-    assert "No space left" in bench.checkpointer.ill
+    assert bench.checkpointer.problem is not None
+    assert "No space left" in bench.checkpointer.problem
     assert bench.checkpoints.numbers() == [1]
     bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
-    assert bench.checkpointer.ill is None
+    assert bench.checkpointer.problem is None
     assert bench.checkpoints.numbers() == [1, 3], "the number of a checkpoint that failed is given again"
     (histogram,) = bench.metrics.learner.checkpoint.collect()
     assert [sample.value for sample in histogram.samples if sample.name.endswith("_count")] == [2]
@@ -710,13 +710,13 @@ def test_a_checkpoint_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
         bench.checkpointer.ask()
         bench.loop._checkpoint_if_due()
         now[0] += 90
-        assert bench.checkpointer.ill is None
+        assert bench.checkpointer.problem is None
         now[0] += 1
-        assert bench.checkpointer.ill is not None
-        assert f"{bench.checkpoints.path} has taken more than 90 s" in bench.checkpointer.ill
+        assert bench.checkpointer.problem is not None
+        assert f"{bench.checkpoints.path} has taken more than 90 s" in bench.checkpointer.problem
         go.set()
         bench.checkpointer.wait(Deadline(timedelta(seconds=20)))
-        assert bench.checkpointer.ill is None
+        assert bench.checkpointer.problem is None
     assert bench.checkpoints.numbers() == [1]
 
 
@@ -800,8 +800,8 @@ def test_old_checkpoints_that_cannot_be_deleted_keep_no_new_one_from_being_writt
     for _ in range(2):
         bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
     assert bench.checkpoints.numbers() == [1, 2]
-    assert bench.checkpointer.ill is not None
-    assert "old checkpoints cannot be deleted" in bench.checkpointer.ill
+    assert bench.checkpointer.problem is not None
+    assert "old checkpoints cannot be deleted" in bench.checkpointer.problem
 
 
 def test_a_bug_while_a_checkpoint_is_written_stops_the_loop(

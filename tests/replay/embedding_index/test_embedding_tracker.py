@@ -188,7 +188,7 @@ class TestErased:
         os.kill(store.neighbours.pid, signal.SIGKILL)
         ids = erase(store)
         until(lambda: store.neighbours.stats().restarts == 1)
-        until(lambda: store.neighbours.stats() and store.neighbours.ill is None and store.neighbours.reports)
+        until(lambda: store.neighbours.stats() and store.neighbours.problem is None and store.neighbours.reports)
         # A step that was under way then, and others: only what is held goes into the new process.
         for each in (draw, store.fetch(store.plan(1, len(store)))):
             store.learned(each, np.zeros(len(each), np.float32), place(each.records["offset"]))

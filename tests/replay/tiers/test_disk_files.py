@@ -146,9 +146,9 @@ def test_a_mark_that_was_not_written_is_written_the_next_time(tmp_path: Path, mo
         patch.setattr("replay.tiers.disk.os.pwrite", fails)
         with pytest.raises(OSError, match="Input/output"):
             tier.mark_named()
-        assert "cannot be marked" in (tier.ill or "")
+        assert "cannot be marked" in (tier.problem or "")
     tier.mark_named()
-    assert tier.ill is None
+    assert tier.problem is None
     tier.close()
     make_way(tmp_path)
     assert names(tmp_path) == ["1.rows.before"]

@@ -103,7 +103,7 @@ def test_a_candidate_that_cannot_be_loaded_touches_no_request(
         eventually(lambda: (shadow := server.report().shadow) and shadow.failed)
         assert "size mismatch" in server.report().shadow.failed
         ask(server, body_of(1))
-        assert (server.report().ready, server.report().ill) == (True, [])
+        assert (server.report().ready, server.report().problems) == (True, [])
         assert count(server, "rows_total") == 0
 
 
