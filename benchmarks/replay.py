@@ -49,7 +49,7 @@ from harness.table import Table, Target, options
 from harness.turns import Spread, in_turns, ratio, seconds
 from numpy.typing import NDArray
 
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 
 LARGE, SMALL = 784, 16
 """Floats of an event: of 3 KB, and of 64 bytes."""
@@ -256,7 +256,7 @@ def add(table: Table, sizes: Sizes, folder: Path) -> None:
     table.fact("add_tiers", "device, disk" if redis is None else "device, redis, disk")
 
 
-def _offer(clerk: Clerk, events: Events, adds: int) -> tuple[list[float], list[float], list[float], float]:
+def _offer(clerk: BackgroundStore, events: Events, adds: int) -> tuple[list[float], list[float], list[float], float]:
     """Return the seconds of each add and of a copy of the same block, the processor's seconds of each add, and those of
     this thread in all that was no add.
     """

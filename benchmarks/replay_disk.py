@@ -35,7 +35,7 @@ from torch import nn
 from learner.config import LearnerSettings
 from learner.model.device import choose_precision
 from learner.model.task import Classification
-from learner.strategies.examples import rehearsal
+from learner.strategies.examples import examples_of
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
 from replay.store import Store
@@ -72,7 +72,7 @@ class Arm:
         for _ in range(steps):
             new = EVENTS.columns(self._next, BATCH)
             draw = self.store.draw(self._step, BATCH)
-            self._trainer.step(self._trainer.examples(new), rehearsal(draw, (len(draw),)))
+            self._trainer.step(self._trainer.examples(new), examples_of(draw, (len(draw),)))
             self._step += 1
             self._next += BATCH
             self.store.add(new, PARTITIONS)

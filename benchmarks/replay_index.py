@@ -1,4 +1,4 @@
-"""Neighbours of a batch in a store of embeddings: how many of the true ones are found, and what it costs the step.
+"""NeighbourClient of a batch in a store of embeddings: how many of the true ones are found, and what it costs the step.
 
     python benchmarks/replay_index.py [--quick] [--rows N] [--dim N] [--seconds S] [--json FILE]
 
@@ -28,7 +28,7 @@ from collections.abc import Callable
 import numpy as np
 from harness.table import Table, options
 
-from replay.embedding_index.client import Neighbours
+from replay.embedding_index.client import NeighbourClient
 
 BATCH, K, STEP_SECONDS = 64, 10, 0.02
 _PART = 512
@@ -57,7 +57,7 @@ def measure(rows: int, dim: int, seconds: float, kind: str = "factors") -> dict[
     """Fill an index, take steps for so long beside it, and return the figures."""
     rng = np.random.default_rng(0)
     embedding = KINDS[kind](rows, dim, rng)
-    index = Neighbours(dim, rows + rows // 32, batch=_PART)
+    index = NeighbourClient(dim, rows + rows // 32, batch=_PART)
     index.open()
     try:
         _settle(index)
@@ -96,7 +96,7 @@ def measure(rows: int, dim: int, seconds: float, kind: str = "factors") -> dict[
         index.close()
 
 
-def _fill(index: Neighbours, embedding: np.ndarray) -> None:
+def _fill(index: NeighbourClient, embedding: np.ndarray) -> None:
     ids, taken = np.arange(len(embedding)), 0
     while taken < len(ids):
         more = index.add(ids[taken : taken + _PART], embedding[taken : taken + _PART], 0)
@@ -105,7 +105,7 @@ def _fill(index: Neighbours, embedding: np.ndarray) -> None:
             time.sleep(0.001)
 
 
-def _settle(index: Neighbours) -> None:
+def _settle(index: NeighbourClient) -> None:
     """Wait until a report that was made after everything else says that nothing is under way."""
     quiet = 0
     while quiet < 2:
@@ -119,7 +119,7 @@ def _settle(index: Neighbours) -> None:
 
 
 def _steps(
-    index: Neighbours, embedding: np.ndarray, seconds: float, rng: np.random.Generator, kind: str
+    index: NeighbourClient, embedding: np.ndarray, seconds: float, rng: np.random.Generator, kind: str
 ) -> tuple[np.ndarray, list[float], float]:
     """Take steps, and return the time and CPU time that each spent in calls, the delays of answers, the part answered.
 
@@ -154,7 +154,7 @@ def _steps(
     return np.array(calls), delays, len(delays) / len(calls)
 
 
-def _recall(index: Neighbours, embedding: np.ndarray, queries: np.ndarray) -> float:
+def _recall(index: NeighbourClient, embedding: np.ndarray, queries: np.ndarray) -> float:
     index.ask(-1, queries, K)
     found: list[np.ndarray] = []
     while not found:
@@ -168,7 +168,7 @@ def _recall(index: Neighbours, embedding: np.ndarray, queries: np.ndarray) -> fl
     return float(np.mean([np.isin(right, mine).mean() for right, mine in zip(exact, found[0], strict=True)]))
 
 
-def _cpu_seconds(index: Neighbours) -> float:
+def _cpu_seconds(index: NeighbourClient) -> float:
     """CPU time of the process; NaN where there is no /proc."""
     path = Path(f"/proc/{index.pid}/stat")
     if not path.exists():
@@ -177,7 +177,7 @@ def _cpu_seconds(index: Neighbours) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _resident_bytes(index: Neighbours) -> float:
+def _resident_bytes(index: NeighbourClient) -> float:
     """Memory of the process; NaN where there is no /proc."""
     path = Path(f"/proc/{index.pid}/statm")
     return int(path.read_text().split()[1]) * 4096.0 if path.exists() else float("nan")

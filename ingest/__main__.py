@@ -14,10 +14,10 @@ from ingest.events.block import BlockLayout
 from ingest.events.schema import Schema
 from ingest.kafka.registry import CLIENTS
 from ingest.transport.protocol import Begin, Failed, receive_in_ingest, send
-from ingest.transport.shared_ring import Ring
+from ingest.transport.shared_ring import SharedRing
 from ingest.transport.tcp import CarryingRing, end_with_parent, learners, relay
-from ingest.worker.block_builder import Assembler
-from ingest.worker.worker import StoppedError, Worker
+from ingest.worker.block_builder import BlockBuilder
+from ingest.worker.worker import IngestWorker, StoppedError
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
         return 0  # the learner ends before it has begun
     stream = StreamSettings.model_validate_json(asked.stream)
     try:
-        shared = Ring(_layout(asked), int(stream.buffer_bytes), arguments.ring)
+        shared = SharedRing(_layout(asked), int(stream.buffer_bytes), arguments.ring)
     except SettingsError as exc:
         send(connection, Failed(type(exc).__name__, str(exc)))
         return 0
@@ -64,15 +64,15 @@ def _layout(begin: Begin) -> BlockLayout:
     return BlockLayout(Schema(SchemaSettings.model_validate_json(begin.schema)))
 
 
-def _read(connection: Connection, begin: Begin, stream: StreamSettings, ring: Ring) -> None:
+def _read(connection: Connection, begin: Begin, stream: StreamSettings, ring: SharedRing) -> None:
     """Read for a learner until it says stop or is gone, or tell it why not."""
     schema = Schema(SchemaSettings.model_validate_json(begin.schema))
     with contextlib.ExitStack() as stack:
         try:
             client = CLIENTS[stream.client](stream)
             stack.callback(client.close)
-            assembler = Assembler(schema, stream, HoldOut.model_validate_json(begin.hold_out))
-            worker = Worker(stream, client, assembler, ring, connection, begin.elsewhere, alone=begin.alone)
+            assembler = BlockBuilder(schema, stream, HoldOut.model_validate_json(begin.hold_out))
+            worker = IngestWorker(stream, client, assembler, ring, connection, begin.elsewhere, alone=begin.alone)
             worker.run(begin.positions, begin.marks)
         except (StoppedError, BrokenPipeError, ConnectionError):
             pass

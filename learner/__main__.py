@@ -17,7 +17,7 @@ from anabranch.runtime.daemon import enter, leave
 
 if TYPE_CHECKING:
     from anabranch.config.loader import Config
-    from learner.build import Deployment
+    from learner.build import LearnerSpec
 
 log = logging.getLogger("learner")
 
@@ -59,10 +59,10 @@ def prepare() -> None:
 
 def learn_config(config: "Config", stop: threading.Event) -> None:
     """Learn what the config describes until `stop` is set."""
-    from ingest.reader.reader import Source
+    from ingest.reader.reader import BlockReader
 
     pipeline = config.pipeline
-    source = Source(pipeline.stream, pipeline.events, pipeline.gate.hold_out(pipeline.seed))
+    source = BlockReader(pipeline.stream, pipeline.events, pipeline.gate.hold_out(pipeline.seed))
     source.start()  # its process gets ready while torch is imported in this one
     gc.disable()  # until all is there, of which nothing is garbage
     try:
@@ -129,13 +129,13 @@ def _rank(group: Path, arguments: list[str]) -> int:
     return 0 if code in REFUSED else code
 
 
-def deployment_of(config: "Config", rows: int | None = None) -> "Deployment":
+def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":
     """Return the sections that a learner needs; `rows`: what a micro-batch may have, whatever the file says."""
-    from learner.build import Deployment
-    from learner.device_sharing.sharing import Terms
+    from learner.build import LearnerSpec
+    from learner.device_sharing.sharing import DeviceSharingSpec
 
     pipeline = config.pipeline
-    return Deployment(
+    return LearnerSpec(
         name=pipeline.name,
         stream=pipeline.stream,
         events=pipeline.events,
@@ -149,7 +149,7 @@ def deployment_of(config: "Config", rows: int | None = None) -> "Deployment":
         folder=config.folder,
         state_dir=config.state_dir,
         read_token=pipeline.serving.tokens.read.get_secret_value(),
-        device_sharing=Terms(
+        device_sharing=DeviceSharingSpec(
             *(pipeline.device_sharing, pipeline.serving.slo, pipeline.serving.timeout),
             fixed=pipeline.learner.deterministic,
         ),

@@ -18,7 +18,7 @@ from learner.config import (
     StrategySettings,
     VersionsSettings,
 )
-from learner.device_sharing.sharing import Terms
+from learner.device_sharing.sharing import DeviceSharingSpec
 from learner.distributed.data_parallel import leaves_some_out
 from learner.model.device import Precision, choose_precision, compute_deterministically
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
@@ -32,7 +32,7 @@ _SEARCH_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Deployment:
+class LearnerSpec:
     """The sections that the learner takes its settings from, and where things lie."""
 
     name: str
@@ -51,11 +51,11 @@ class Deployment:
     state_dir: Path
     read_token: str
     """Wanted by `/metrics`, unless it is empty."""
-    device_sharing: Terms
+    device_sharing: DeviceSharingSpec
 
 
 @dataclass(frozen=True)
-class Workbench:
+class TrainingSetup:
     """What every rank trains with."""
 
     schema: Schema
@@ -80,7 +80,7 @@ class Workbench:
         return leaves_some_out(self.model, sample(self.schema, _SEARCH_ROWS, self.device))
 
 
-def prepare(deployment: Deployment, device: torch.device, rank: int = 0) -> Workbench:
+def build_training_setup(deployment: LearnerSpec, device: torch.device, rank: int = 0) -> TrainingSetup:
     """Build and check what a rank trains with; ranks draw other random numbers from then on."""
     schema = Schema(deployment.events)
     if deployment.learner.deterministic:
@@ -89,19 +89,19 @@ def prepare(deployment: Deployment, device: torch.device, rank: int = 0) -> Work
     torch.manual_seed(deployment.seed + rank)
     task = make_task(deployment.model.task, deployment.folder)
     model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
-    embedding = hear(
+    embedding = build_embedding_source(
         *(deployment.model, deployment.learner.strategy, deployment.replay),
         *(model, task, [feature.name for feature in schema.features]),
     )
     output_shape = check_model(model, task, schema, device)
     check_task(task, output_shape, schema.label, device)
     strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
-    return Workbench(
+    return TrainingSetup(
         *(schema, task, model, embedding, precision, device, strategy, deployment.learner), output_shape=output_shape
     )
 
 
-def hear(
+def build_embedding_source(
     settings: ModelSettings,
     strategy: StrategySettings,
     replay: ReplaySettings,

@@ -17,7 +17,7 @@ Test = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
-class Rule:
+class Conflict:
     """Two keys, and which values of them do not go together; the first is the one to change."""
 
     key: str
@@ -110,36 +110,36 @@ _ALONE = "what stands by takes the place of one process"
 _SHAPES = "it keeps averages over rows and columns, which lie in parts of a weight"
 
 RULES = (
-    Rule("learner.compile", _on, "learner.activation_checkpointing", _on, _ANEW, "set one of them to false"),
-    Rule("learner.compile", _on, "learner.strategy", _is_agem, _TWICE, "set it to false"),
-    Rule("learner.compile", _on, "replay.sampling", _compares, _UNHEARD, "set it to false"),
-    Rule("learner.compile", _on, "replay.admission", _compares, _UNHEARD, "set it to false"),
-    Rule("replay.sampling", _compares, "learner.deterministic", _on, _LATE, 'take "uniform"'),
-    Rule("replay.admission", _compares, "learner.deterministic", _on, _LATE, 'take "reservoir"'),
-    Rule("learner.compile", _on, "learner.deterministic", _on, _COMPILED, "set it to false"),
-    Rule("learner.comm_hook", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
-    Rule("learner.sharding", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
-    Rule("learner.strategy", _needs_whole, "learner.sharding", _fsdp, _PARTS, 'take "er"'),
-    Rule("learner.optimizer", _is_adafactor, "learner.sharding", _fsdp, _SHAPES, 'take "adamw"'),
-    Rule("learner.compile", _on, "learner.sharding", _fsdp, _APART_PARTS, "set it to false"),
-    Rule("learner.comm_hook", _given, "learner.sharding", _fsdp, _OWN_EXCHANGE, 'write "none"'),
-    Rule("learner.precision", _fp16, "learner.sharding", _fsdp, _ONE_SCALE, 'write "bf16" or "fp32"'),
-    Rule("learner.replay_ratio", _is_auto, "learner.sharding", _fsdp, _ALL_RUN, "write a number"),
-    Rule("replay.sampling", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "uniform"'),
-    Rule("replay.admission", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "reservoir"'),
-    Rule("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
-    Rule("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
-    Rule("device_sharing.yield_at", _at_layers, "learner.compile", _on, _FUSED, 'write "micro-batch"'),
-    Rule("learner.hosts", _many, "learner.deterministic", _on, _APART, "set it to 1"),
-    Rule("learner.standby", _on, "learner.replicas", _many, _ALONE, "set it to false"),
-    Rule("learner.standby", _on, "learner.hosts", _many, _ALONE, "set it to false"),
-    Rule("learner.sharding", _zero1, "learner.hosts", _many, _UNPICKLES, 'write "none" or "fsdp"'),
-    Rule("stream.lag_policy.action", _thins, "learner.deterministic", _on, _BY_CLOCK, 'write "train-all"'),
-    Rule("stream.lag_policy.action", _stores_only, "learner.strategy", _draws_nothing, _NO_STORE, 'write "sample"'),
+    Conflict("learner.compile", _on, "learner.activation_checkpointing", _on, _ANEW, "set one of them to false"),
+    Conflict("learner.compile", _on, "learner.strategy", _is_agem, _TWICE, "set it to false"),
+    Conflict("learner.compile", _on, "replay.sampling", _compares, _UNHEARD, "set it to false"),
+    Conflict("learner.compile", _on, "replay.admission", _compares, _UNHEARD, "set it to false"),
+    Conflict("replay.sampling", _compares, "learner.deterministic", _on, _LATE, 'take "uniform"'),
+    Conflict("replay.admission", _compares, "learner.deterministic", _on, _LATE, 'take "reservoir"'),
+    Conflict("learner.compile", _on, "learner.deterministic", _on, _COMPILED, "set it to false"),
+    Conflict("learner.comm_hook", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
+    Conflict("learner.sharding", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
+    Conflict("learner.strategy", _needs_whole, "learner.sharding", _fsdp, _PARTS, 'take "er"'),
+    Conflict("learner.optimizer", _is_adafactor, "learner.sharding", _fsdp, _SHAPES, 'take "adamw"'),
+    Conflict("learner.compile", _on, "learner.sharding", _fsdp, _APART_PARTS, "set it to false"),
+    Conflict("learner.comm_hook", _given, "learner.sharding", _fsdp, _OWN_EXCHANGE, 'write "none"'),
+    Conflict("learner.precision", _fp16, "learner.sharding", _fsdp, _ONE_SCALE, 'write "bf16" or "fp32"'),
+    Conflict("learner.replay_ratio", _is_auto, "learner.sharding", _fsdp, _ALL_RUN, "write a number"),
+    Conflict("replay.sampling", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "uniform"'),
+    Conflict("replay.admission", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "reservoir"'),
+    Conflict("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
+    Conflict("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
+    Conflict("device_sharing.yield_at", _at_layers, "learner.compile", _on, _FUSED, 'write "micro-batch"'),
+    Conflict("learner.hosts", _many, "learner.deterministic", _on, _APART, "set it to 1"),
+    Conflict("learner.standby", _on, "learner.replicas", _many, _ALONE, "set it to false"),
+    Conflict("learner.standby", _on, "learner.hosts", _many, _ALONE, "set it to false"),
+    Conflict("learner.sharding", _zero1, "learner.hosts", _many, _UNPICKLES, 'write "none" or "fsdp"'),
+    Conflict("stream.lag_policy.action", _thins, "learner.deterministic", _on, _BY_CLOCK, 'write "train-all"'),
+    Conflict("stream.lag_policy.action", _stores_only, "learner.strategy", _draws_nothing, _NO_STORE, 'write "sample"'),
 )
 
 
-def point(
+def facts(
     learner: LearnerSettings,
     replay: ReplaySettings,
     stream: StreamSettings | None = None,
@@ -154,7 +154,7 @@ def point(
     return found if stream is None else {**found, "stream.lag_policy.action": stream.lag_policy.action}
 
 
-def refused(chosen: Point) -> Iterator[tuple[str, str]]:
+def conflicts(chosen: Point) -> Iterator[tuple[str, str]]:
     """Return what does not go together: the key to change, and one sentence that names values and the way out."""
     for rule in RULES:
         value, other = chosen.get(rule.key), chosen.get(rule.other)

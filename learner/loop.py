@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from ingest.events.block import Array, Outcome, SkipReason
 from ingest.metrics import IngestMetrics
-from ingest.reader.multi_host import Sources
-from ingest.reader.reader import Partition, Source
+from ingest.reader.multi_host import MultiHostReader
+from ingest.reader.reader import BlockReader, Partition
 from learner.adaptation.drift import Drift
 from learner.adaptation.forgetting_probe import Probe
-from learner.adaptation.replay_ratio import Tally, make_ratio
-from learner.checkpointing.checkpointer import Checkpointer, Moment
+from learner.adaptation.replay_ratio import ScoreSum, make_ratio
+from learner.checkpointing.checkpointer import CapturedState, Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.config import LearnerSettings
 from learner.evaluation.forgetting_metric import retention_of
@@ -28,7 +28,7 @@ from learner.model.faulty_events import Raised, RaisingEventsError
 from learner.publishing.publisher import Progress, Publisher, Snapshot
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import ERASED, Checkpoint
-from learner.strategies.examples import OUTPUT, Examples, rehearsal
+from learner.strategies.examples import OUTPUT, Examples, examples_of
 from learner.stream.batches import Batch, Batches
 from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger
@@ -37,9 +37,9 @@ from learner.stream.partition_rates import Rates
 from learner.stream.round_robin import RoundRobin
 from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 from replay.metrics import ReplayMetrics
-from replay.plan import Draw
+from replay.plan import Sample
 from replay.row_layout import Fields
 
 _COMMIT_SECONDS = 5.0
@@ -51,12 +51,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoopComponents:
     """What the loop composes; each is used by the loop's thread alone."""
 
-    source: Source | Sources
+    source: BlockReader | MultiHostReader
     trainer: Trainer
-    clerk: Clerk | None
+    clerk: BackgroundStore | None
     holdout: HoldoutSet
     publisher: Publisher
     checkpointer: Checkpointer
@@ -65,7 +65,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class LoopMetrics:
     """The collectors that the loop moves."""
 
     ingest: IngestMetrics
@@ -73,11 +73,17 @@ class Metrics:
     learner: LearnerMetrics
 
 
-class Loop:
+class TrainingLoop:
     """One rank. `run` returns when the stop event is set; `finish` then publishes and commits what was learned."""
 
     def __init__(
-        self, settings: LearnerSettings, parts: Parts, metrics: Metrics, *, bounded: bool = True, ranks: int = 1
+        self,
+        settings: LearnerSettings,
+        parts: LoopComponents,
+        metrics: LoopMetrics,
+        *,
+        bounded: bool = True,
+        ranks: int = 1,
     ) -> None:
         """Begin at step 0, with so many ranks; `bounded` says that the task's scores lie between 0 and 1."""
         self._settings = settings
@@ -228,7 +234,9 @@ class Loop:
         self._tell_store(batch, draw, result)
         return result
 
-    def _tried(self, batch: Batch, old: Sequence[Examples], draw: Draw | None) -> tuple[StepResult | None, Draw | None]:
+    def _tried(
+        self, batch: Batch, old: Sequence[Examples], draw: Sample | None
+    ) -> tuple[StepResult | None, Sample | None]:
         """Step without the events on which the model raises, as if they had not come; return what is left of a draw."""
         trainer = self._parts.trainer
         while len(batch):
@@ -241,7 +249,7 @@ class Loop:
             new, replayed = raised[: len(batch)], raised[len(batch) :]
             if draw is not None and replayed.any():
                 draw = self._replay_no_more(draw, replayed, error.said)
-                old = rehearsal(draw, draws) if len(draw) else ()
+                old = examples_of(draw, draws) if len(draw) else ()
             if new.any():
                 self._skip(batch, new, error.said)
         return None, draw
@@ -254,7 +262,7 @@ class Loop:
         self.raised.add(self.rows_new + self.raised.new + count, count, said)
         self.raised.tell("which are skipped", self._names(left), said)
 
-    def _replay_no_more(self, draw: Draw, raised: NDArray[np.bool_], said: str) -> Draw:
+    def _replay_no_more(self, draw: Sample, raised: NDArray[np.bool_], said: str) -> Sample:
         """Take old events on which the model raised out of the store, and return the rest of a draw."""
         assert self._parts.clerk is not None
         records = draw.records[raised]
@@ -279,7 +287,7 @@ class Loop:
         accounts = self.ledger.partitions
         return [f"{accounts[at].name.topic}[{accounts[at].name.partition}]@{offset}" for at, offset in places]
 
-    def _drawn(self, new: int) -> tuple[Sequence[Examples], Draw | None, Tally | None]:
+    def _drawn(self, new: int) -> tuple[Sequence[Examples], Sample | None, ScoreSum | None]:
         """Draw what the step replays, and score some old events first in a step that measures how much is erased."""
         clerk, trainer, wanted = self._parts.clerk, self._parts.trainer, self._replayed(new)
         if clerk is None:
@@ -292,13 +300,13 @@ class Loop:
             drawn = clerk.draw(self.steps, max(sum(draws), probes))
         probed = self._probe.score(self.steps, drawn)
         draw = drawn.first(sum(draws))
-        return rehearsal(draw, draws) if len(draw) else (), draw, probed
+        return examples_of(draw, draws) if len(draw) else (), draw, probed
 
-    def _measure(self, new: Scored, probed: Tally | None) -> None:
+    def _measure(self, new: Scored, probed: ScoreSum | None) -> None:
         """Take note of how well new events were predicted, and of old ones where they were probed."""
         self.prequential.add(new)
         if math.isfinite(new.score):
-            self.ratio.learned(Tally(new.rows, new.score), probed)
+            self.ratio.learned(ScoreSum(new.rows, new.score), probed)
         elif not self._told_of_score:
             self._told_of_score = True
             log.warning(
@@ -318,7 +326,7 @@ class Loop:
         self._parts.trainer.drifted()
         self.drift.respond()
 
-    def _tell_store(self, batch: Batch, draw: Draw | None, result: StepResult) -> None:
+    def _tell_store(self, batch: Batch, draw: Sample | None, result: StepResult) -> None:
         """Hand on what the step found about its events to a store that asks: the losses and embeddings of old ones.
 
         Embeddings of new events become a column of theirs. On a device that is not the host the copies wait for the
@@ -438,7 +446,7 @@ class Loop:
         if self.drift.pending:
             self._respond()
 
-    def _moment(self, number: int) -> Moment:
+    def _moment(self, number: int) -> CapturedState:
         """Copy all that checkpoint `number` is made from; called between steps."""
         parts = self._parts
         self.rates.measure(self.ledger.partitions)
@@ -462,7 +470,9 @@ class Loop:
             "gate": parts.publisher.jury.state(),
             ERASED: parts.erasure.looked,
         }
-        return Moment(self.steps, tensors, state, parts.clerk.store.hold(number) if parts.clerk is not None else None)
+        return CapturedState(
+            self.steps, tensors, state, parts.clerk.store.hold(number) if parts.clerk is not None else None
+        )
 
     def _standing(self) -> object:
         """What tells one checkpoint from the next: a change of anything else comes with a change of these."""
@@ -503,7 +513,7 @@ class Loop:
             self._next_commit = time.monotonic() + _COMMIT_SECONDS
 
 
-def _shape_kept(clerk: Clerk | None) -> list[int] | None:
+def _shape_kept(clerk: BackgroundStore | None) -> list[int] | None:
     """Return the shape of the output that a store keeps with each event; None when it keeps none."""
     return None if clerk is None or OUTPUT not in clerk.fields else list(clerk.fields[OUTPUT][1])
 

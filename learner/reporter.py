@@ -6,20 +6,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ingest.reader.multi_host import Sources
-from ingest.reader.reader import Source
+from ingest.reader.multi_host import MultiHostReader
+from ingest.reader.reader import BlockReader
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.device_sharing.sharing import DeviceSharing
 from learner.evaluation.holdout import HoldoutSet
-from learner.loop import Loop, Metrics
+from learner.loop import LoopMetrics, TrainingLoop
 from learner.publishing.publisher import Publisher
 from learner.runtime.heartbeat import Heartbeat
 from learner.state_dir.lock import check_generation
 from learner.state_dir.report import LearnerReport, write_report
 from learner.stream.lag import LagPolicy
 from learner.stream.outcome_counters import LetterCounters
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 
 _EVERY_SECONDS = 0.5
 _RATE_MARKS = 10
@@ -32,15 +32,15 @@ class Reporter:
         self,
         state_dir: Path,
         generation: int,
-        loop: Loop,
-        source: Source | Sources,
-        clerk: Clerk | None,
+        loop: TrainingLoop,
+        source: BlockReader | MultiHostReader,
+        clerk: BackgroundStore | None,
         holdout: HoldoutSet,
         publisher: Publisher,
         checkpointer: Checkpointer,
         erasure: Erasure,
         lag: LagPolicy,
-        metrics: Metrics,
+        metrics: LoopMetrics,
         *,
         strategy: str,
         classification: bool,

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.transport.shared_ring import MOST_ROWS as MOST_IN_A_BLOCK
-from learner.build import Deployment, Workbench
+from learner.build import LearnerSpec, TrainingSetup
 from learner.checkpointing.replay_state import unpack
-from learner.checkpointing.without_erased import check_age, remembered
+from learner.checkpointing.without_erased import check_age, without_erased
 from learner.config import LearnerSettings
-from learner.loop import Loop
+from learner.loop import TrainingLoop
 from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
-from learner.strategies.examples import OUTPUT, kept
+from learner.strategies.examples import OUTPUT, output_field
 from learner.stream.batches import most_stored
 from learner.stream.round_robin import MOST_ROWS as MOST_WAITING
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.erasure.erasure_log import ErasureLog
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers.disk_files import make_way
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """What there is of an earlier life.
 
     Attributes:
@@ -41,13 +41,13 @@ class Resumed:
 
     checkpoints: Checkpoints
     found: tuple[int, Checkpoint] | None
-    contents: Contents | None
+    contents: StoreSnapshot | None
     segments: Sequence[Segment]
     less: tuple[int, int]
     first: bool
 
     @classmethod
-    def newest(cls, checkpoints: Checkpoints, written: ErasureLog) -> "Resumed":
+    def newest(cls, checkpoints: Checkpoints, written: ErasureLog) -> "ResumePoint":
         """Read the newest checkpoint that is whole; raises CheckpointError where it cannot be used."""
         checkpoints.clean()
         found = checkpoints.newest()
@@ -55,7 +55,7 @@ class Resumed:
             return cls(checkpoints, None, None, (), (0, 0), first=True)
         number, whole = found
         check_age(number, whole, written)
-        checkpoint, less = remembered(whole, written.erased)
+        checkpoint, less = without_erased(whole, written.erased)
         contents, segments = unpack(checkpoint) or (None, ())
         return cls(
             checkpoints,
@@ -66,7 +66,7 @@ class Resumed:
             first=checkpoint.begins and checkpoints.numbers() == [number],
         )
 
-    def store(self, deployment: Deployment, bench: Workbench, ranks: int) -> Store | None:
+    def store(self, deployment: LearnerSpec, bench: TrainingSetup, ranks: int) -> Store | None:
         """Compose the store of so many ranks, with what the checkpoint has of it; None where nothing is replayed.
 
         Raises:
@@ -76,7 +76,7 @@ class Resumed:
         strategy = bench.strategy
         if not strategy.replays:
             return None
-        columns = kept(bench.output_shape) if strategy.keeps_output else {}
+        columns = output_field(bench.output_shape) if strategy.keeps_output else {}
         if self.found is not None and self.contents is not None:
             check_columns(*self.found, list(bench.output_shape) if columns else None, deployment.learner.strategy.name)
         folder = deployment.state_dir / "replay" / RANK
@@ -91,7 +91,7 @@ class Resumed:
             step=most_offered(deployment.learner, deployment.stream, ranks),
         )
 
-    def restore(self, loop: Loop) -> None:
+    def restore(self, loop: TrainingLoop) -> None:
         """Have the loop go on from the checkpoint, if there is one."""
         if self.found is None:
             log.info("there is no checkpoint in %s: learning begins anew", self.checkpoints.path)

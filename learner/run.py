@@ -14,28 +14,28 @@ from prometheus_client import CollectorRegistry
 from anabranch.core.failures import away_is_dependency
 from ingest.errors import GapError
 from ingest.metrics import IngestMetrics
-from ingest.reader.multi_host import Sources
-from ingest.reader.reader import Source
-from learner.build import Deployment, Workbench, prepare
+from ingest.reader.multi_host import MultiHostReader
+from ingest.reader.reader import BlockReader
+from learner.build import LearnerSpec, TrainingSetup, build_training_setup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.device_sharing.cuda_limits import confined, limit_threads
 from learner.device_sharing.sharing import device_sharing
 from learner.distributed.channel import Channel, lead
-from learner.distributed.data_parallel import Replicas
+from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.leader import Leader
-from learner.distributed.process_group import Place
+from learner.distributed.process_group import RankAssignment
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
-from learner.loop import Loop, Metrics, Parts
+from learner.loop import LoopComponents, LoopMetrics, TrainingLoop
 from learner.metrics import LearnerMetrics
 from learner.model.device import check_scaling, choose_device, without_denormals
-from learner.publishing.gatekeeper import Jury
+from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
 from learner.reporter import Reporter
-from learner.resume import Resumed
-from learner.runtime.profiler import Tracing
-from learner.runtime.shutdown import Deadline, bounded
+from learner.resume import ResumePoint
+from learner.runtime.profiler import ProfilerWindow
+from learner.runtime.shutdown import Deadline, hard_stop_after
 from learner.runtime.status_server import serve_status
 from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_generation, hold_state_directory
@@ -43,7 +43,7 @@ from learner.state_dir.version import Versions, reference_to
 from learner.stream.lag import LagPolicy
 from learner.training.out_of_memory import oom_warning
 from learner.training.trainer import Trainer
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 from replay.erasure.erasure_log import NAME as LOG
 from replay.erasure.erasure_log import ErasureLog
 from replay.metrics import ReplayMetrics
@@ -59,7 +59,10 @@ log = logging.getLogger(__name__)
 
 
 def learn(
-    deployment: Deployment, stop: threading.Event, place: Place | None = None, source: Source | Sources | None = None
+    deployment: LearnerSpec,
+    stop: threading.Event,
+    place: RankAssignment | None = None,
+    source: BlockReader | MultiHostReader | None = None,
 ) -> None:
     """Compose the learner and run it until `stop` is set; with a place among other ranks, as the one that leads them.
 
@@ -70,14 +73,14 @@ def learn(
     committed; 4. the ingest process ends, then the address closes, then the lock is let go.
     """
     registry = CollectorRegistry()
-    metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
+    metrics = LoopMetrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(bounded(stop, deployment.learner.stop_timeout))
+        stack.enter_context(hard_stop_after(stop, deployment.learner.stop_timeout))
         limit_threads(deployment.device_sharing.settings)
         channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
         device = channel.device if channel is not None else choose_device(deployment.learner.device)
         stack.enter_context(without_denormals(device))
-        bench = prepare(deployment, device)
+        bench = build_training_setup(deployment, device)
         schema = bench.schema
         known = functools.partial(_latest_generation, deployment.state_dir)
         generation = stack.enter_context(
@@ -102,10 +105,10 @@ def learn(
             place.size if place is not None else 1,
         )
         with away_is_dependency(_AWAY.format(checkpoints.path)):
-            resumed = Resumed.newest(checkpoints, written)
+            resumed = ResumePoint.newest(checkpoints, written)
         store = resumed.store(deployment, bench, ranks)
         # Metal does not bear that two threads give it work at once.
-        clerk = Clerk(store, beside=device.type != "mps") if store is not None else None
+        clerk = BackgroundStore(store, beside=device.type != "mps") if store is not None else None
         if clerk is not None:
             stack.callback(clerk.close)
         if isinstance(trainer, Leader):
@@ -117,9 +120,9 @@ def learn(
         erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, clerk, holdout, checkpointer)
         erasure.take_note(*resumed.less)
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
-        parts = Parts(source, trainer, clerk, holdout, publisher, checkpointer, erasure, lag)
+        parts = LoopComponents(source, trainer, clerk, holdout, publisher, checkpointer, erasure, lag)
         bounded_scores = schema.label.classes is not None
-        loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
+        loop = TrainingLoop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
         resumed.restore(loop)
         reporter = Reporter(
             *(
@@ -150,7 +153,7 @@ def learn(
             )
         )
         stack.callback(source.close)
-        if isinstance(source, Sources):
+        if isinstance(source, MultiHostReader):
             source.rates = loop.rates.now
         source.open(loop.ledger.positions, stop, marks=loop.ledger.marks)
         if stop.is_set():
@@ -161,12 +164,12 @@ def learn(
         )
         gc.freeze()  # a look at all that is imported takes as long as ten steps
         gc.enable()
-        tracing = Tracing(deployment.learner.profile, deployment.state_dir)
+        tracing = ProfilerWindow(deployment.learner.profile, deployment.state_dir)
         stack.callback(tracing.close)
 
         def at_boundary() -> None:
             reporter.report_if_due()
-            if isinstance(source, Sources):
+            if isinstance(source, MultiHostReader):
                 source.look(loop.rates.now)
             tracing.look(loop.steps)
             if sharing is not None:
@@ -196,35 +199,35 @@ def _latest_generation(state_dir: Path) -> int:
 
 
 def _publisher(
-    deployment: Deployment, bench: Workbench, generation: int, metrics: Metrics, alone: Callable[[], None]
+    deployment: LearnerSpec, bench: TrainingSetup, generation: int, metrics: LoopMetrics, alone: Callable[[], None]
 ) -> Publisher:
     """Make what publishes, with the jury that judges what it publishes."""
     versions = Versions(deployment.state_dir / "versions")
     versions.clean()
     reference = reference_to(deployment.model)
     scorer = Scorer(bench.model, bench.task, bench.schema, bench.device)
-    jury = Jury(versions, deployment.gate, scorer, reference)
+    jury = QualityGate(versions, deployment.gate, scorer, reference)
     settings = deployment.versions
     return Publisher(*(versions, settings, reference, bench.schema, scorer, jury, generation, metrics.learner, alone))
 
 
-def _source(deployment: Deployment, place: Place | None) -> Source | Sources:
+def _source(deployment: LearnerSpec, place: RankAssignment | None) -> BlockReader | MultiHostReader:
     """Make what reads the stream, on other hosts too where they do."""
     settings = deployment.stream, deployment.events, deployment.gate.hold_out(deployment.seed)
-    return Sources(*settings, place.readers) if place is not None and place.readers else Source(*settings)
+    return MultiHostReader(*settings, place.readers) if place is not None and place.readers else BlockReader(*settings)
 
 
-def _trainer(bench: Workbench, channel: Channel | None, rows: int | None) -> Trainer:
+def _trainer(bench: TrainingSetup, channel: Channel | None, rows: int | None) -> Trainer:
     """Make the trainer, of all ranks when there are more; `rows`: what a micro-batch has since memory ran out."""
     if channel is None:
         return Trainer(**bench.arguments)
     check_scaling(bench.precision, bench.settings.sharding, bench.settings.sync_every)
-    trainer = Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
+    trainer = Leader(channel, DataParallelGroup(bench.settings, search=bench.leaves_some_out), **bench.arguments)
     trainer.warning = oom_warning(bench.device, rows) if rows is not None else None
     return trainer
 
 
-def _finish(loop: Loop, reporter: Reporter, stop_timeout: timedelta) -> None:
+def _finish(loop: TrainingLoop, reporter: Reporter, stop_timeout: timedelta) -> None:
     """Publish, checkpoint and tell what was learned; a part of the time is left for the parts to close."""
     loop.finish(Deadline(stop_timeout * _FINISHING_SHARE))
     reporter.report()

@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from anabranch.core.errors import AnabranchError
 from ingest.events.block import Array
 from ingest.events.partition import TopicPartition
-from replay.checkpoint.capture import Held
-from replay.plan import Draw
-from replay.snapshot import Change, Standing
+from replay.checkpoint.capture import CapturedStore
+from replay.plan import Sample
+from replay.snapshot import StoreDelta, StoreState
 from replay.store import Store
 
 _Job = Callable[[], object]
 
 
-class ClerkError(Exception):
+class StoreFailedError(Exception):
     """The store has failed at what it was to do: a bug, or a device that has no memory left. It is not to be used."""
 
 
-class Clerk:
+class BackgroundStore:
     """Keeps one store, which nobody else may change but by way of `store`. Used by one thread.
 
     Either that thread has the store or the clerk's own does, never both: each call that needs it waits until the other
@@ -65,7 +65,7 @@ class Clerk:
         """The store, when all is done that was asked for; to be let go of before the clerk is asked for more.
 
         Raises:
-            ClerkError: it has failed, now or before.
+            StoreFailedError: it has failed, now or before.
         """
         store = self._at_rest()
         self._do(self._take())
@@ -107,14 +107,14 @@ class Clerk:
         """Return how many events can be drawn for a step."""
         return self._with_plan(step).planned(step) if step <= self._through else 0
 
-    def draw(self, step: int, n: int) -> Draw:
+    def draw(self, step: int, n: int) -> Sample:
         """Return the first n events of the plan for a step, as `Store.draw` does, and let what is due be done."""
         draw = self._with_plan(step).draw(step, n)
         if self._due:
             self._begin()
         return draw
 
-    def learned(self, draw: Draw, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None) -> None:
+    def learned(self, draw: Sample, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None) -> None:
         """Hear what a step said of the events of its draw, as `Store.learned` does."""
         self._jobs.append(partial(self._store.learned, draw, losses, embedding))
 
@@ -136,7 +136,7 @@ class Clerk:
         """Slots that wait for a checkpoint to be gone."""
         return self._at_rest().slots.waiting
 
-    def contents(self, held: Held) -> tuple[Standing, Change]:
+    def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
         """Return what was held, as `Store.contents` does; in any thread."""
         return self._store.contents(held)
 
@@ -199,7 +199,7 @@ class Clerk:
             raise self._failed
         if self._failed is not None:
             told = f"{type(self._failed).__name__}: {self._failed}"
-            raise ClerkError(f"the replay store failed beside a step: {told}") from self._failed
+            raise StoreFailedError(f"the replay store failed beside a step: {told}") from self._failed
 
     def _run(self) -> None:
         stats = self._store.tiers.stats

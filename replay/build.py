@@ -10,18 +10,18 @@ import torch
 from anabranch.core.errors import DependencyError, SettingsError
 from ingest.events.schema import Schema
 from replay.config import COMPARING, ReplaySettings
-from replay.embedding_index.client import Neighbours
-from replay.embedding_index.embedding_tracker import CLUSTERS, Whereabouts
-from replay.policies import ADMISSIONS, SAMPLERS, Company, Policies, Surroundings
-from replay.reservoir.event_table import Entries
+from replay.embedding_index.client import NeighbourClient
+from replay.embedding_index.embedding_tracker import CLUSTERS, EmbeddingTracker
+from replay.policies import ADMISSIONS, SAMPLERS, AdmissionContext, Policies, SamplerContext
+from replay.reservoir.event_table import EventTable
 from replay.reservoir.quotas import Quotas
 from replay.row_layout import Fields, RowLayout
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import MOST_INSERTED, Store, slots_for
-from replay.tiers.hierarchy import Tiers
+from replay.tiers.hierarchy import TierHierarchy
 from replay.tiers.memory import MemoryTier
 from replay.tiers.registry import kind_with, kinds_of
-from replay.tiers.tier import Kind, Site, SlowTier
+from replay.tiers.tier import SlowTier, TierContext, TierFactory
 
 _EVENTS_A_CLUSTER = 64
 _ROOMY = 65_536
@@ -38,7 +38,7 @@ def build_store(
     device: torch.device,
     seed: int,
     folder: Path | None = None,
-    contents: Contents | None = None,
+    contents: StoreSnapshot | None = None,
     extra: Fields | None = None,
     dim: int | None = None,
     *,
@@ -67,7 +67,7 @@ def build_store(
         DependencyError: a server is to hold the contents, and does not answer.
     """
     layout = RowLayout({**schema.payload(), **(extra or {})})
-    kinds = kinds_of(settings, Site(folder, keys, layout.row_bytes, pinned=device.type == "cuda"))
+    kinds = kinds_of(settings, TierContext(folder, keys, layout.row_bytes, pinned=device.type == "cuda"))
     chain = {name: kind for name, kind in kinds.items() if name in settings.slower}
     k, count = _size(settings, chain, layout.row_bytes, step)
     with contextlib.ExitStack() as opened:
@@ -80,7 +80,7 @@ def build_store(
             source = None
         memory = _memory(settings, layout.row_bytes, count, device)
         opened.callback(memory.close)
-        tiers = Tiers(memory, slow, promote=settings.sampling not in _DRAWN_ALIKE)
+        tiers = TierHierarchy(memory, slow, promote=settings.sampling not in _DRAWN_ALIKE)
         store = _store(settings, schema, layout, tiers, k, seed, dim, step)
         opened.pop_all()
         opened.callback(store.close)
@@ -94,16 +94,16 @@ def build_store(
 def check_policies(settings: ReplaySettings, schema: Schema, dim: int | None) -> None:
     """Raise SettingsError where events, or a model whose embedding has `dim` numbers, lack what a policy compares."""
     classes, clusters = schema.label.one_of, None if dim is None else CLUSTERS
-    ADMISSIONS[settings.admission](Surroundings(classes, settings.half_life, clusters))
+    ADMISSIONS[settings.admission](AdmissionContext(classes, settings.half_life, clusters))
     if dim is None or settings.sampling not in COMPARING:
-        SAMPLERS[settings.sampling](Company(Entries(1, 1, 0, 1), 1, classes, settings.half_life, None))
+        SAMPLERS[settings.sampling](SamplerContext(EventTable(1, 1, 0, 1), 1, classes, settings.half_life, None))
 
 
 def _store(
     settings: ReplaySettings,
     schema: Schema,
     layout: RowLayout,
-    tiers: Tiers,
+    tiers: TierHierarchy,
     k: int,
     seed: int,
     dim: int | None,
@@ -112,7 +112,7 @@ def _store(
     """Compose the store of k events, with its policies, and start the index process where they need one."""
     classes = schema.label.one_of
     admission = ADMISSIONS[settings.admission](
-        Surroundings(classes, settings.half_life, None if dim is None else CLUSTERS)
+        AdmissionContext(classes, settings.half_life, None if dim is None else CLUSTERS)
     )
     if k < admission.groups:
         raise SettingsError(
@@ -120,13 +120,13 @@ def _store(
             f"it holds {k} events; raise replay.capacity or its bytes"
         )
     quotas = Quotas(k, admission.groups)
-    entries = Entries(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
+    entries = EventTable(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
     whereabouts = None
     if dim is not None:
         clusters = max(1, min(CLUSTERS - 1, k // _EVENTS_A_CLUSTER))
-        neighbours = Neighbours(dim, quotas.limit + MOST_INSERTED, clusters=clusters)
-        whereabouts = Whereabouts(entries, tiers.slots, neighbours)
-    company = Company(entries, tiers.slots, classes, settings.half_life, whereabouts)
+        neighbours = NeighbourClient(dim, quotas.limit + MOST_INSERTED, clusters=clusters)
+        whereabouts = EmbeddingTracker(entries, tiers.slots, neighbours)
+    company = SamplerContext(entries, tiers.slots, classes, settings.half_life, whereabouts)
     policies = Policies(admission, quotas, SAMPLERS[settings.sampling](company), whereabouts)
     store = Store(policies, entries, layout, tiers, seed, weighted=schema.weight is not None, step=step)
     if whereabouts is not None:
@@ -134,7 +134,7 @@ def _store(
     return store
 
 
-def _size(settings: ReplaySettings, chain: Mapping[str, Kind], row_bytes: int, step: int) -> tuple[int, int]:
+def _size(settings: ReplaySettings, chain: Mapping[str, TierFactory], row_bytes: int, step: int) -> tuple[int, int]:
     """Return how many events are kept, and how many slots the home has."""
     if not chain:
         slots, setting = int(settings.device_bytes) // row_bytes, f"device_bytes = {settings.device_bytes:d}"
@@ -146,7 +146,7 @@ def _size(settings: ReplaySettings, chain: Mapping[str, Kind], row_bytes: int, s
     return k, min(slots, k + _spare(k, step) + _ROOMY)
 
 
-def _slow(chain: Sequence[Kind], source: SlowTier | None, count: int) -> list[SlowTier]:
+def _slow(chain: Sequence[TierFactory], source: SlowTier | None, count: int) -> list[SlowTier]:
     """Open the slower tiers: a home of so many slots, which may be `source`, below its caches."""
     if not chain:
         return []
@@ -155,7 +155,7 @@ def _slow(chain: Sequence[Kind], source: SlowTier | None, count: int) -> list[Sl
     return [*(kind.cache(min(count, kind.slots), home) for kind in chain[:-1]), home]
 
 
-def _restore(store: Store, contents: Contents, source: SlowTier | None) -> None:
+def _restore(store: Store, contents: StoreSnapshot, source: SlowTier | None) -> None:
     if source is not None:
         log.info("copying %d stored events from %s", len(contents.index), source.name)
     try:

@@ -3,25 +3,25 @@
 import numpy as np
 import torch
 
-from replay.checkpoint.capture import Held
-from replay.snapshot import Contents
+from replay.checkpoint.capture import CapturedStore
+from replay.snapshot import StoreSnapshot
 from replay.store import Store
 
 
 class FakeCheckpoints:
     """The checkpoints of one store, each told as a change of the one before, put together the plain way."""
 
-    def __init__(self, store: Store, before: Contents | None = None) -> None:
+    def __init__(self, store: Store, before: StoreSnapshot | None = None) -> None:
         self._store = store
         self._before = before
 
-    def checkpoint(self, number: int, oldest: int | None = None) -> Contents:
+    def checkpoint(self, number: int, oldest: int | None = None) -> StoreSnapshot:
         """Checkpoint the store, and let go of what only checkpoints before `oldest` need; all, when none is given."""
         contents = self.finish(self._store.hold(number))
         self._store.let_go(number if oldest is None else oldest)
         return contents
 
-    def finish(self, held: Held) -> Contents:
+    def finish(self, held: CapturedStore) -> StoreSnapshot:
         """Return all that was held; `let_go` is the caller's."""
         standing, change = self._store.contents(held)
         index, payload = change.index, change.payload
@@ -31,5 +31,5 @@ class FakeCheckpoints:
             index = np.concatenate([self._before.index[change.alive], index])
             if payload is not None and self._before.payload is not None:
                 payload = torch.cat([self._before.payload[torch.from_numpy(change.alive)], payload])
-        self._before = Contents(standing, index, payload)
+        self._before = StoreSnapshot(standing, index, payload)
         return self._before

@@ -17,12 +17,12 @@ from torch import Tensor
 from replay.reservoir.admission import importance
 from replay.reservoir.event_table import FIELDS, RECORD
 from replay.row_layout import RowLayout
-from replay.snapshot import PLANNED, PlannedRows
-from replay.tiers.hierarchy import Tiers
-from replay.tiers.staged_rows import Staged
+from replay.snapshot import PLANNED, SavedPlan
+from replay.tiers.hierarchy import TierHierarchy
+from replay.tiers.staged_rows import StagedRows
 
 
-class Plan(msgspec.Struct, frozen=True, eq=False):
+class SamplePlan(msgspec.Struct, frozen=True, eq=False):
     """The choice of events for one step, and their rows on the way.
 
     Attributes:
@@ -41,13 +41,13 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     rates: NDArray[np.float64] | None
     shares: NDArray[np.float64] | None
     correction: NDArray[np.float64] | None
-    rows: Staged
+    rows: StagedRows
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
-class Draw(msgspec.Struct, frozen=True, eq=False):
+class Sample(msgspec.Struct, frozen=True, eq=False):
     """n events as arrays on the learner's device.
 
     Attributes:
@@ -65,26 +65,26 @@ class Draw(msgspec.Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.slots)
 
-    def first(self, n: int) -> "Draw":
+    def first(self, n: int) -> "Sample":
         """Return the first n events, or all when there are fewer; arrays share memory with this one's."""
         if n >= len(self):
             return self
         columns = {name: column[:n] for name, column in self.columns.items()}
-        return Draw(columns, self.importance[:n], self.slots[:n], self.records[:n])
+        return Sample(columns, self.importance[:n], self.slots[:n], self.records[:n])
 
-    def of(self, which: NDArray[np.bool_]) -> "Draw":
+    def of(self, which: NDArray[np.bool_]) -> "Sample":
         """Return the events that are marked, bool `[n]`, in arrays of their own."""
         marks = torch.from_numpy(which).to(self.importance.device)
         columns = {name: column[marks] for name, column in self.columns.items()}
-        return Draw(columns, self.importance[marks], self.slots[which], self.records[which])
+        return Sample(columns, self.importance[marks], self.slots[which], self.records[which])
 
-    def copy(self) -> "Draw":
+    def copy(self) -> "Sample":
         """Return it with columns of its own."""
         columns = {name: column.clone() for name, column in self.columns.items()}
-        return Draw(columns, self.importance, self.slots, self.records)
+        return Sample(columns, self.importance, self.slots, self.records)
 
 
-def fetch(plan: Plan, layout: RowLayout, tiers: Tiers, n: int | None) -> Draw:
+def fetch(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: int | None) -> Sample:
     """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be had."""
     columns = layout.unpack(tiers.arrive(plan.rows, n))
     which = plan.rows.which(n)
@@ -95,7 +95,7 @@ def fetch(plan: Plan, layout: RowLayout, tiers: Tiers, n: int | None) -> Draw:
         weights = importance(columns["weight"], rate, share)
     if plan.correction is not None:
         weights = weights * torch.from_numpy(plan.correction[which]).to(label.device).float()
-    return Draw(columns, weights, plan.slots[which], plan.records[which])
+    return Sample(columns, weights, plan.slots[which], plan.records[which])
 
 
 @functools.lru_cache(maxsize=8)
@@ -104,7 +104,7 @@ def _ones(n: int, device: torch.device) -> Tensor:
     return torch.ones(n, device=device)
 
 
-def planned_rows(plan: Plan) -> PlannedRows:
+def planned_rows(plan: SamplePlan) -> SavedPlan:
     """Return a plan as a checkpoint has it, once its rows are here; those that could not be had are left out.
 
     The rows are copied: what is erased meanwhile is overwritten in those of the plan, and not in a file of which the
@@ -118,14 +118,16 @@ def planned_rows(plan: Plan) -> PlannedRows:
     for name, values in (("rate", plan.rates), ("share", plan.shares), ("correction", plan.correction)):
         events[name] = 1.0 if values is None else values
     rows = torch.as_tensor(plan.rows.rows()).to("cpu", copy=True)
-    return PlannedRows(plan.step, rows, events[plan.rows.which()])
+    return SavedPlan(plan.step, rows, events[plan.rows.which()])
 
 
-def resumed(plan: PlannedRows, rows: Staged, slots: NDArray[np.int32], *, weighted: bool) -> Plan:
+def resumed(plan: SavedPlan, rows: StagedRows, slots: NDArray[np.int32], *, weighted: bool) -> SamplePlan:
     """Return a plan of a checkpoint, whose events are in n slots now; -1 for those that are held no more."""
     events = plan.events
     records = np.empty(len(events), RECORD)
     for name in FIELDS:
         records[name] = events[name]
     rate, share, correction = (events[name].copy() for name in ("rate", "share", "correction"))
-    return Plan(*(plan.step, slots, records, rate if weighted else None, share if weighted else None, correction, rows))
+    return SamplePlan(
+        *(plan.step, slots, records, rate if weighted else None, share if weighted else None, correction, rows)
+    )

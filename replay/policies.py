@@ -7,7 +7,7 @@ from datetime import timedelta
 import numpy as np
 
 from anabranch.core.errors import SettingsError
-from replay.embedding_index.embedding_tracker import Whereabouts
+from replay.embedding_index.embedding_tracker import EmbeddingTracker
 from replay.reservoir.admission import (
     Admission,
     ClassBalancedAdmission,
@@ -15,7 +15,7 @@ from replay.reservoir.admission import (
     RecencyAdmission,
     ReservoirAdmission,
 )
-from replay.reservoir.event_table import Entries
+from replay.reservoir.event_table import EventTable
 from replay.reservoir.quotas import Quotas
 from replay.sampling.balanced import BalancedSampler, ClusterSampler
 from replay.sampling.base import Sampler, UniformSampler
@@ -39,11 +39,11 @@ class Policies:
     admission: Admission
     quotas: Quotas
     sampler: Sampler
-    whereabouts: Whereabouts | None = None
+    whereabouts: EmbeddingTracker | None = None
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class AdmissionContext:
     """What an admission policy may depend on.
 
     Attributes:
@@ -57,7 +57,7 @@ class Surroundings:
     clusters: int | None
 
 
-def _classes_kept(around: Surroundings) -> Admission:
+def _classes_kept(around: AdmissionContext) -> Admission:
     if around.classes is None or around.classes >= _MOST_GROUPS:
         raise SettingsError(
             'replay.admission = "class-balanced" needs schema.label.classes, fewer than 32767 and one an event; '
@@ -66,13 +66,13 @@ def _classes_kept(around: Surroundings) -> Admission:
     return ClassBalancedAdmission(around.classes)
 
 
-def _clusters_kept(around: Surroundings) -> Admission:
+def _clusters_kept(around: AdmissionContext) -> Admission:
     if around.clusters is None:
         raise SettingsError('replay.admission = "diverse" needs model.embedding: the module whose output is compared')
     return DiverseAdmission(around.clusters)
 
 
-ADMISSIONS: dict[str, Callable[[Surroundings], Admission]] = {
+ADMISSIONS: dict[str, Callable[[AdmissionContext], Admission]] = {
     "reservoir": lambda _: ReservoirAdmission(),
     "class-balanced": _classes_kept,
     "recent": lambda around: RecencyAdmission(around.half_life),
@@ -81,7 +81,7 @@ ADMISSIONS: dict[str, Callable[[Surroundings], Admission]] = {
 
 
 @dataclass(frozen=True)
-class Company:
+class SamplerContext:
     """What a sampler may depend on.
 
     Attributes:
@@ -92,14 +92,14 @@ class Company:
         whereabouts: what knows where events lie in the model's embedding; None where there is none.
     """
 
-    entries: Entries
+    entries: EventTable
     slots: int
     classes: int | None
     half_life: timedelta
-    whereabouts: Whereabouts | None
+    whereabouts: EmbeddingTracker | None
 
 
-def _classes_drawn(company: Company) -> Sampler:
+def _classes_drawn(company: SamplerContext) -> Sampler:
     if company.classes is None:
         raise SettingsError(
             'replay.sampling = "class-balanced" needs schema.label.classes, one an event; write "uniform"'
@@ -108,7 +108,7 @@ def _classes_drawn(company: Company) -> Sampler:
     return BalancedSampler(company.entries, lambda slots: company.entries.of("label", slots).astype(np.int64) + 1)
 
 
-def _whereabouts(company: Company, name: str) -> Whereabouts:
+def _whereabouts(company: SamplerContext, name: str) -> EmbeddingTracker:
     if company.whereabouts is None:
         raise SettingsError(
             f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'
@@ -116,7 +116,7 @@ def _whereabouts(company: Company, name: str) -> Whereabouts:
     return company.whereabouts
 
 
-SAMPLERS: dict[str, Callable[[Company], Sampler]] = {
+SAMPLERS: dict[str, Callable[[SamplerContext], Sampler]] = {
     "uniform": lambda company: UniformSampler(company.entries),
     "class-balanced": _classes_drawn,
     "recent": lambda company: RecencySampler(company.entries, company.slots, company.half_life),

@@ -43,7 +43,7 @@ PLANNED = np.dtype(
 
 
 @dataclass(frozen=True)
-class TierFile:
+class TierRef:
     """The tier that slots belong to: its name, and what tells it from another of that name."""
 
     name: str
@@ -51,7 +51,7 @@ class TierFile:
 
 
 @dataclass(frozen=True)
-class PlannedRows:
+class SavedPlan:
     """An unused plan with its rows, uint8 `[n, R]` on the host, and PLANNED `[n]`: its events may have left since."""
 
     step: int
@@ -60,7 +60,7 @@ class PlannedRows:
 
 
 @dataclass(frozen=True)
-class Standing:
+class StoreState:
     """All of a store at one moment but for its events and their payload.
 
     Attributes:
@@ -82,21 +82,21 @@ class Standing:
 
     checkpoint: int
     policy: str
-    file: TierFile | None
+    file: TierRef | None
     retired: NDArray[np.int64]
     thresholds: NDArray[np.float64]
     offered: NDArray[np.int64]
     weight: float
     bases: Sequence[int]
     watermarks: Mapping[int, tuple[int, int]]
-    plans: Sequence[PlannedRows]
+    plans: Sequence[SavedPlan]
     sampler: Mapping[str, NDArray[np.generic]]
     stale: Sequence[str] = ()
     seed: int | None = None
 
 
 @dataclass(frozen=True)
-class Change:
+class StoreDelta:
     """The events of a store as what has changed since an earlier checkpoint.
 
     Attributes:
@@ -113,19 +113,19 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Contents:
+class StoreSnapshot:
     """A store at one moment: its events, ENTRY `[H]` and perhaps payload uint8 `[H, R]`, in order, and the rest.
 
     `lost` events more were held, of which nothing can be read any more.
     """
 
-    standing: Standing
+    standing: StoreState
     index: NDArray[np.void]
     payload: Tensor | None
     lost: int = 0
 
 
-class Changes:
+class DeltaTracker:
     """Keeps, of the events held at the last checkpoint, which are still held; those that came since stand after them.
 
     Legend: B events held at that checkpoint, H held now.

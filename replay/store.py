@@ -1,7 +1,7 @@
 """The store: what has been seen, kept for rehearsal.
 
 A composition of four answers: who enters and who leaves (`Admission` and `Quotas`), who is drawn (`Sampler`), where the
-payload lies (`Tiers`), how fast (the caller, who asks for so many a step).
+payload lies (`TierHierarchy`), how fast (the caller, who asks for so many a step).
 
 Legend: N events offered, H events held, n drawn, D dimensions of an embedding.
 """
@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 
 from ingest.events.block import Array
 from ingest.events.partition import TopicPartition
-from replay.checkpoint.capture import Held
-from replay.checkpoint.restore import Resumption
-from replay.checkpoint.slot_allocator import Slots
-from replay.embedding_index.client import Neighbours
+from replay.checkpoint.capture import CapturedStore
+from replay.checkpoint.restore import StoreRestore
+from replay.checkpoint.slot_allocator import SlotAllocator
+from replay.embedding_index.client import NeighbourClient
 from replay.erasure.erased_events import ErasedEvents
 from replay.holes import Holes
-from replay.plan import Draw, Plan, fetch, resumed
+from replay.plan import Sample, SamplePlan, fetch, resumed
 from replay.policies import Policies
-from replay.reservoir.event_table import Entries, columns_of
-from replay.reservoir.pending_offers import Waiting
+from replay.reservoir.event_table import EventTable, columns_of
+from replay.reservoir.pending_offers import PendingEvents
 from replay.reservoir.quotas import Quotas
-from replay.reservoir.reservoir import Offer, Roll
+from replay.reservoir.reservoir import Reservoir, ScoredEvents
 from replay.row_layout import Fields, RowLayout
-from replay.sampling.step_rng import Chance
-from replay.snapshot import Change, Contents, Standing
-from replay.tiers.hierarchy import Pack, Tiers
+from replay.sampling.step_rng import StepRng
+from replay.snapshot import StoreDelta, StoreSnapshot, StoreState
+from replay.tiers.hierarchy import Pack, TierHierarchy
 from replay.tiers.tier import Tier
 
 AHEAD = 4
@@ -61,9 +61,9 @@ class Store:
     def __init__(
         self,
         policies: Policies,
-        entries: Entries,
+        entries: EventTable,
         layout: RowLayout,
-        tiers: Tiers,
+        tiers: TierHierarchy,
         seed: int,
         *,
         weighted: bool,
@@ -78,22 +78,22 @@ class Store:
         """Slots beyond those for the events held."""
         self.tiers = tiers
         self.entries = entries
-        self.slots = Slots(tiers.slots, durable=tiers.durable)
+        self.slots = SlotAllocator(tiers.slots, durable=tiers.durable)
         self._holes = Holes()
-        self.roll = Roll(policies.admission, policies.quotas, entries, seed)
+        self.roll = Reservoir(policies.admission, policies.quotas, entries, seed)
         self._sampler = policies.sampler
         self._whereabouts = policies.whereabouts
         self._grouped = 0
         self._layout = layout
         self._seed = seed
-        self._chance = Chance(seed)
+        self._chance = StepRng(seed)
         self._weighted = weighted
-        self._plans: deque[Plan] = deque()
+        self._plans: deque[SamplePlan] = deque()
         self._held_through = -1
         """The last step whose plan a checkpoint is being written of."""
         self._first_checkpoint: int | None = None
         self._leftovers: list[Callable[[], None]] = []
-        self._waiting = Waiting()
+        self._waiting = PendingEvents()
         alone = not policies.sampler.divisible or policies.whereabouts is not None
         self._together = 1 if alone else BLOCK
 
@@ -177,7 +177,7 @@ class Store:
 
     def take_in(self) -> int:
         """Take in the events that wait, and return how many were admitted."""
-        waiting, self._waiting = self._waiting, Waiting()
+        waiting, self._waiting = self._waiting, PendingEvents()
         if not waiting.blocks:
             return 0
         self._regroup()
@@ -193,7 +193,7 @@ class Store:
         self.entries.meet(partitions)
         self._waiting.put(columns, embedding)
 
-    def _admit(self, offer: Offer, rows: NDArray[np.intp], waiting: Waiting) -> int:
+    def _admit(self, offer: ScoredEvents, rows: NDArray[np.intp], waiting: PendingEvents) -> int:
         """Hold the given rows of an offer, and return how many were."""
         count = len(rows)
         while len(rows):
@@ -207,7 +207,7 @@ class Store:
             rows = self.roll.admits(offer, rows[room:])
         return count
 
-    def learned(self, draw: Draw, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None) -> None:
+    def learned(self, draw: Sample, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None) -> None:
         """Hear what a step said of the n events of its draw.
 
         Args:
@@ -231,7 +231,7 @@ class Store:
             self._keep(~gone[self.entries.slots])
 
     @property
-    def neighbours(self) -> Neighbours | None:
+    def neighbours(self) -> NeighbourClient | None:
         """The index of embeddings, for policies that ask for it."""
         return None if self._whereabouts is None else self._whereabouts.neighbours
 
@@ -251,11 +251,11 @@ class Store:
         if self._whereabouts is not None:
             self._whereabouts.seek(step, embedding)
 
-    def plan(self, step: int, n: int) -> Plan:
+    def plan(self, step: int, n: int) -> SamplePlan:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
         return self._plan([(step, n)])[0]
 
-    def _plan(self, wanted: Wanted) -> list[Plan]:
+    def _plan(self, wanted: Wanted) -> list[SamplePlan]:
         """Plan so many events for each of some steps."""
         self.take_in()
         self._regroup()
@@ -273,10 +273,10 @@ class Store:
             mine = slice(end, end := end + n)
             rows = self.tiers.stage(places[mine], self.entries.identity)
             rate, share, correction = _part(rates, mine), _part(shares, mine), _part(choice.correction, mine)
-            plans.append(Plan(step, choice.slots[mine], records[mine], rate, share, correction, rows))
+            plans.append(SamplePlan(step, choice.slots[mine], records[mine], rate, share, correction, rows))
         return plans
 
-    def fetch(self, plan: Plan, n: int | None = None) -> Draw:
+    def fetch(self, plan: SamplePlan, n: int | None = None) -> Sample:
         """Return the first n events of a plan, or all; fewer when the rows of some cannot be had."""
         return fetch(plan, self._layout, self.tiers, n)
 
@@ -315,7 +315,7 @@ class Store:
         """Return how many events can be drawn for a step."""
         return next((len(plan) for plan in self._plans if plan.step == step), 0)
 
-    def draw(self, step: int, n: int) -> Draw:
+    def draw(self, step: int, n: int) -> Sample:
         """Return the first n events of the plan for a step; it and those before it are used up.
 
         Their columns are the caller's, who may write into them.
@@ -331,7 +331,7 @@ class Store:
         while self._plans and self._plans[0].step < step:
             self._plans.popleft()
 
-    def hold(self, number: int) -> Held:
+    def hold(self, number: int) -> CapturedStore:
         """Copy what checkpoint `number` needs, and keep what slots hold until `let_go`: only one hold at a time.
 
         What is copied is what came since the checkpoint before, and one bit for each event of that one.
@@ -340,7 +340,7 @@ class Store:
         self._first_checkpoint = self._first_checkpoint or number
         self._held_through = self._plans[-1].step if self._plans else -1
         change, rolled = self.roll.hold(number)
-        standing = Standing(
+        standing = StoreState(
             checkpoint=number,
             file=self.tiers.file,
             retired=self.slots.hold(number),
@@ -349,9 +349,9 @@ class Store:
             seed=self._seed,
             **rolled,
         )
-        return Held(standing, change, self.entries.identity(change.index["slot"]), tuple(self._plans))
+        return CapturedStore(standing, change, self.entries.identity(change.index["slot"]), tuple(self._plans))
 
-    def contents(self, held: Held) -> tuple[Standing, Change]:
+    def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
         """Return what was held, the payload being durable or part of it. May run in another thread until `let_go`.
 
         Raises:
@@ -379,7 +379,7 @@ class Store:
         """Call what removes things that only checkpoints of earlier processes can name, once those are gone."""
         self._leftovers = leftovers
 
-    def restore(self, contents: Contents, source: Tier | None = None) -> None:
+    def restore(self, contents: StoreSnapshot, source: Tier | None = None) -> None:
         """Take up what a checkpoint has in place of what is held.
 
         Args:
@@ -389,7 +389,7 @@ class Store:
         Raises:
             SettingsError: the contents do not fit this store.
         """
-        resumption = Resumption(contents, source, self.roll, self._layout, self.tiers, self._seed)
+        resumption = StoreRestore(contents, source, self.roll, self._layout, self.tiers, self._seed)
         standing = resumption.contents.standing
         self.roll.take_up(standing)
         index = resumption.place(self.slots)
@@ -465,7 +465,7 @@ class Store:
             self._grouped = training
             self.roll.regroup(self._whereabouts.clusters(self.entries.slots))
 
-    def _insert(self, rows: NDArray[np.intp], offer: Offer, waiting: Waiting) -> None:
+    def _insert(self, rows: NDArray[np.intp], offer: ScoredEvents, waiting: PendingEvents) -> None:
         slots = self.slots.take(len(rows))
         self.roll.append(slots, offer, rows)
         pack: Pack = lambda part: waiting.pack(self._layout, rows[part])  # noqa: E731

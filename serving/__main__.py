@@ -49,11 +49,11 @@ def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) 
     """Be one of several workers."""
     gc.disable()  # as above
     from serving.http.listening_socket import inherited
-    from serving.reporting.worker_pool import Crew, Worker
+    from serving.reporting.worker_pool import PoolWorker, WorkerPool
     from serving.server import serve
 
     settings = config.pipeline.serving
-    worker = Worker(Crew(options.crew, settings.workers), options.worker, config.state_dir)
+    worker = PoolWorker(WorkerPool(options.crew, settings.workers), options.worker, config.state_dir)
     serve(_deployment(config), settings, stop, worker, inherited(options.listener))
 
 

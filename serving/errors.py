@@ -4,17 +4,17 @@ AnabranchError
 `-- RequestError             status, sentence
     |-- BadRequestError      400  fix the request
     |   `-- FramingError     400  say in one way alone where the body ends
-    |-- TokenError           401  send a token that this server knows
+    |-- UnauthorizedError           401  send a token that this server knows
     |-- ForbiddenError       403  send the admin token, or ask from where the sentence says
-    |-- UnknownError         404  ask for what is there; the sentence names it
+    |-- NotFoundError         404  ask for what is there; the sentence names it
     |-- ConflictError        409  change first what the sentence names
     |-- TooLargeError        413  send less at once
-    |-- EncodedError         415  send the body as it is, not compressed
+    |-- UnsupportedEncodingError         415  send the body as it is, not compressed
     |-- HeadersError         431  send fewer header fields
-    |-- CrowdedError         429  send less at a time; come again after `retry_after`
-    |-- BusyError            503  come again after `retry_after`, or go elsewhere
+    |-- TooManyRequestsError         429  send less at a time; come again after `retry_after`
+    |-- UnavailableError            503  come again after `retry_after`, or go elsewhere
     |-- FailedError          500  nothing: the fault is ours, and is in the log
-    `-- LateError            504  the answer took too long
+    `-- DeadlineExceededError            504  the answer took too long
 """
 
 from datetime import timedelta
@@ -58,7 +58,7 @@ class HeadersError(RequestError):
     closes = True
 
 
-class TokenError(RequestError):
+class UnauthorizedError(RequestError):
     """The request has no token, or one that this server does not know."""
 
     status = 401
@@ -70,7 +70,7 @@ class ForbiddenError(RequestError):
     status = 403
 
 
-class UnknownError(RequestError):
+class NotFoundError(RequestError):
     """There is no such model, version or address."""
 
     status = 404
@@ -88,20 +88,20 @@ class TooLargeError(RequestError):
     status = 413
 
 
-class EncodedError(RequestError):
+class UnsupportedEncodingError(RequestError):
     """The body is compressed."""
 
     status = 415
 
 
-class CrowdedError(RequestError):
+class TooManyRequestsError(RequestError):
     """More requests at a time than this server has room for."""
 
     status = 429
     retry_after = timedelta(seconds=1)
 
 
-class BusyError(RequestError):
+class UnavailableError(RequestError):
     """No version to answer with yet, or the server is stopping: no client's doing."""
 
     status = 503
@@ -114,7 +114,7 @@ class FailedError(RequestError):
     status = 500
 
 
-class LateError(RequestError):
+class DeadlineExceededError(RequestError):
     """The time that a request may take is over."""
 
     status = 504

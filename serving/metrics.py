@@ -23,7 +23,7 @@ _FRESHNESS_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 6
 _WINDOW_SWAPS = 256
 
 
-class Metrics:
+class ServingMetrics:
     """Counts of one serving process. `request` belongs to the event loop's thread, the rest to any."""
 
     def __init__(self, registry: CollectorRegistry, whole: CollectorRegistry | None = None, tells: bool = True) -> None:

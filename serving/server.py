@@ -25,12 +25,12 @@ from serving.http.log_limit import limited_lines
 from serving.inference.batcher import Batcher
 from serving.inference.service import Service
 from serving.inference.shadow import Shadow
-from serving.metrics import Metrics
+from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion
 from serving.reporting.report import STOPPED, ServingReport, write_report
-from serving.reporting.worker_pool import Worker
-from serving.rollout.hot_swap import Swap
+from serving.reporting.worker_pool import PoolWorker
+from serving.rollout.hot_swap import VersionSwapper
 
 log = logging.getLogger("anabranch.serving")
 
@@ -42,7 +42,7 @@ def serve(
     deployment: Deployment,
     settings: ServingSettings,
     stop: threading.Event,
-    worker: Worker | None = None,
+    worker: PoolWorker | None = None,
     listener: socket.socket | None = None,
 ) -> None:
     """Answer requests until `stop` is set. Called in the main thread, whose signal handlers are left alone.
@@ -73,14 +73,14 @@ class _Process:
     """One run of the serving process."""
 
     def __init__(
-        self, deployment: Deployment, settings: ServingSettings, listener: socket.socket, worker: Worker | None
+        self, deployment: Deployment, settings: ServingSettings, listener: socket.socket, worker: PoolWorker | None
     ) -> None:
         self._deployment = deployment
         self._settings = settings
         self._listener = listener
         self._worker = worker
         self._address = address_of(settings, listener)
-        self._metrics = worker.metrics() if worker else Metrics(CollectorRegistry())
+        self._metrics = worker.metrics() if worker else ServingMetrics(CollectorRegistry())
         self._started = time.time()
         self._bugs: list[BaseException] = []
         self._report_problems: list[str] = []
@@ -99,7 +99,7 @@ class _Process:
         with ExitStack() as stack:
             mark = stack.enter_context(hold_server(self._deployment.state_dir, self._settings.slo))
             batcher = stack.enter_context(Batcher(self._settings, self._bugs.append, mark))
-            self._swap = Swap(
+            self._swap = VersionSwapper(
                 self._deployment,
                 self._settings.max_batch,
                 self._metrics,

@@ -108,7 +108,7 @@ class TestImage:
         if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
             pytest.skip("there are no pid namespaces for users here")
         code = (
-            "import os, signal, sys; from anabranch import __main__, cli;"
+            "import os, signal, sys; from anabranch import __main__; from anabranch.cli import app as cli;"
             "cli.main = lambda: os.kill(os.getpid(), signal.SIGTERM) or 0; sys.exit(__main__.main())"
         )
         assert subprocess.run([*namespace, sys.executable, "-c", code], cwd=ROOT).returncode == 143

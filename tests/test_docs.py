@@ -19,7 +19,7 @@ from anabranch.config.loader import Pipeline, load_config
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import row_dtype
-from learner.compatibility import RULES, Rule
+from learner.compatibility import RULES, Conflict
 from learner.model.device import Precision
 from learner.model.factory import build_model, check_model, make_task
 from learner.strategies.er import NoReplay
@@ -107,7 +107,7 @@ def headings(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.key}-{rule.other}")
-def test_what_does_not_go_together_is_in_the_table(rule: Rule) -> None:
+def test_what_does_not_go_together_is_in_the_table(rule: Conflict) -> None:
     _, _, rest = PAGES["docs/learning.md"].partition("### What does not go together")
     rows = [line.split(" | ") for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")]
     names = f"`{rule.key}", f"`{rule.other}"

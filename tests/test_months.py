@@ -30,22 +30,22 @@ from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.metrics import IngestMetrics
-from ingest.reader.hang_detector import Silence
+from ingest.reader.hang_detector import HangDetector
 from ingest.reader.reader import Partition
 from ingest.worker.stalled_partitions import Stalls
 from learner.adaptation.drift import Drift
-from learner.adaptation.replay_ratio import MeasuredRatio, Tally
+from learner.adaptation.replay_ratio import AdaptiveReplayRatio, ScoreSum
 from learner.checkpointing.tombstones import Tombstones
 from learner.config import DriftSettings, GateSettings, ModelSettings, VersionsSettings
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.prequential import Prequential, Scored
 from learner.metrics import LearnerMetrics
 from learner.model.faulty_events import Raised
-from learner.publishing.gatekeeper import Jury
+from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.reporter import Reporter
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.state_dir.trained_through import Learned, Trained
+from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
 from learner.stream.batches import Batches
 from learner.stream.lag import LagPolicy
@@ -56,9 +56,9 @@ from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
 from serving.dashboard.time_series import History
 from serving.http.log_limit import RateLimit
-from serving.metrics import Metrics
-from serving.rollout.hot_swap import Swap
-from serving.rollout.version_list import Registry
+from serving.metrics import ServingMetrics
+from serving.rollout.hot_swap import VersionSwapper
+from serving.rollout.version_list import VersionList
 from tests.memory_storage import MemoryStorage
 
 YEAR = 365 * 86_400.0
@@ -133,13 +133,13 @@ def windows(year: Year) -> Driven:
 
 
 def measured_ratio(year: Year) -> Driven:
-    ratio = MeasuredRatio(0.5, bounded=True)
+    ratio = AdaptiveReplayRatio(0.5, bounded=True)
 
     def learn(tick: int) -> None:
         for step in range(20 * tick, 20 * tick + 20):
             erased = 0.3 if ratio.now > 0.5 else 0.9
-            old = Tally(64, 64 * (1 - erased) + float(year.dice.random())) if ratio.probes(step) else None
-            ratio.learned(Tally(64, 60.0), old)
+            old = ScoreSum(64, 64 * (1 - erased) + float(year.dice.random())) if ratio.probes(step) else None
+            ratio.learned(ScoreSum(64, 60.0), old)
 
     return Driven(ratio, learn)
 
@@ -179,7 +179,7 @@ def ledger_and_lag(year: Year) -> Driven:
 
 def raised_and_stalled(year: Year) -> Driven:
     raised, stalls = Raised(lambda: year.now), Stalls()
-    silence = Silence(lambda: year.now)
+    silence = HangDetector(lambda: year.now)
 
     def look(tick: int) -> None:
         raised.add(5 * tick, 2, f"ValueError: {tick}")
@@ -216,7 +216,7 @@ def publisher(year: Year, *, holds_out: bool) -> Driven:
     """The holdout set, the publisher and its gate; one version of ten is bad. Serving is away."""
     versions, scorer = Versions(year.folder, year.storage("versions")), RandomScorer(year.schema, year.dice)
     reference, gate = reference_to(MODEL), GateSettings(holdout_rows=80, min_rows=40)
-    jury = Jury(versions, gate, scorer, reference)  # type: ignore[arg-type]
+    jury = QualityGate(versions, gate, scorer, reference)  # type: ignore[arg-type]
     holdout, made_by = HoldoutSet(year.schema, 80), LearnerMetrics(CollectorRegistry())
     settings = VersionsSettings(keep=4, keep_hourly=6)
     publishes = Publisher(versions, settings, reference, year.schema, scorer, jury, 1, made_by)  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def publisher(year: Year, *, holds_out: bool) -> Driven:
         learned = RecordTimes()
         learned.add(np.full(40, int(year.now * 1000)))
         weights = {"right": torch.tensor(0.1 if tick % 10 == 9 else 0.8)}
-        snapshot = Snapshot(tick + 1, weights, {"events:0": Trained(tick)}, holdout.held, 0.5, learned)
+        snapshot = Snapshot(tick + 1, weights, {"events:0": PartitionProgress(tick)}, holdout.held, 0.5, learned)
         publishes._publish(snapshot)
         publishes._watch(holdout.held)
 
@@ -292,17 +292,18 @@ def serving(year: Year) -> Driven:
     """Versions are swapped in, refused for three reasons, withdrawn once they are served, and rolled back by hand."""
     versions = Versions(year.folder, year.storage("versions"))
     deployment: Any = SimpleNamespace(versions=versions, schema=year.schema, model=MODEL)
-    counted = Metrics(CollectorRegistry())
-    swap = Swap(deployment, 8, counted, lambda: None, lambda error: pytest.fail(str(error)))
-    registry, history = Registry(deployment, swap, year.now), History(["a", "b"], ((1, 20), (3600, 20)))
+    counted = ServingMetrics(CollectorRegistry())
+    swap = VersionSwapper(deployment, 8, counted, lambda: None, lambda error: pytest.fail(str(error)))
+    registry, history = VersionList(deployment, swap, year.now), History(["a", "b"], ((1, 20), (3600, 20)))
     limit = RateLimit()
 
     def publish(number: int, verdict: str = "pass", **changes: Any) -> None:
         members: dict[str, Any] = {
             "number": number, "generation": 1, "parent": None, "time": year.now, "step": number,
-            "trained_through": {"events:0": Trained(number)}, "metrics": {"old": 0.5}, "schema": year.schema.digest,
+            "trained_through": {"events:0": PartitionProgress(number)},
+            "metrics": {"old": 0.5}, "schema": year.schema.digest,
             "encoders": {}, "model": ModelReference("m:build", {}, "regression"), "files": {},
-            "learned": Learned(1, [int(year.now * 1000)]),
+            "learned": NewlyTrained(1, [int(year.now * 1000)]),
         }  # fmt: skip
         versions.write({"w": torch.zeros(1)}, Manifest(**{**members, **changes}), Verdict(verdict, ["a reason"]))  # type: ignore[arg-type]
 
@@ -312,7 +313,7 @@ def serving(year: Year) -> Driven:
         swap.look()
         publish(first + 1, schema=f"another {first}")
         publish(first + 2, generation=0)
-        publish(first + 3, trained_through={"events:0": Trained(0)})
+        publish(first + 3, trained_through={"events:0": PartitionProgress(0)})
         publish(first + 4, "fail")
         swap.look()
         if tick % 2:

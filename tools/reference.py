@@ -23,7 +23,7 @@ from ingest.kafka_properties import PROPERTIES, REFUSED
 from ingest.metrics import IngestMetrics
 from learner.metrics import LearnerMetrics
 from replay.metrics import ReplayMetrics
-from serving.metrics import Metrics as ServingMetrics
+from serving.metrics import ServingMetrics as ServingMetrics
 
 _HEAD = """\
 # Reference

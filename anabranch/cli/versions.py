@@ -43,10 +43,10 @@ def _unpin(config: ConfigPath = PIPELINE, as_json: _AsJson = False) -> int:
 
 def _order(config: ConfigPath, action: str, version: int | None, *, as_json: bool) -> int:
     def start() -> None:
-        from anabranch.commands.rollout import order
+        from anabranch.commands.rollout import apply_command
         from anabranch.config.loader import load_config
 
-        obeyed = order(load_config(config), action, version)
+        obeyed = apply_command(load_config(config), action, version)
         if as_json:
             import json
 

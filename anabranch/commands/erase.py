@@ -25,7 +25,7 @@ _COMMAND = "anabranch replay erase"
 
 
 @dataclass(frozen=True)
-class Answer:
+class ErasureResult:
     """What became of a command.
 
     Attributes:
@@ -65,7 +65,7 @@ class Answer:
         return [*said, f"written down as {noted} in {self.log}; weights that have learned from it are not changed"]
 
 
-def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], patience: timedelta) -> Answer:
+def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], patience: timedelta) -> ErasureResult:
     """Erase the events of some keys and of some ranges of offsets.
 
     1. Append to the log: from here on it is erased, whatever crashes.
@@ -85,7 +85,7 @@ def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], pat
         raise SettingsError(f"{log.path} cannot be written: {exc.strerror}; nothing is erased") from exc
     store, holdout = log.store, log.holdout
     missing = _missing(config, log, numbers[-1], patience)
-    return Answer(
+    return ErasureResult(
         log=str(log.path),
         records=numbers,
         up_to=next((dict(record.up_to) for record in records if isinstance(record, ByKey)), {}),

@@ -34,7 +34,7 @@ _LARGEST_CELL = 100_000_000
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRecord:
     """One event, as the bytes of its JSON or as its fields, or what keeps it from being one."""
 
     place: str
@@ -42,7 +42,7 @@ class Record:
     fault: str = ""
 
 
-class Source(Protocol):
+class EventFile(Protocol):
     """Records in the order of the file."""
 
     total: int | None
@@ -54,13 +54,13 @@ class Source(Protocol):
         """Return how much of `total` has been read."""
         ...
 
-    def __iter__(self) -> Iterator[Record]: ...
+    def __iter__(self) -> Iterator[FileRecord]: ...
 
 
 @contextlib.contextmanager
 def open_source(
     path: Path, kind: SourceFormat | None, delimiter: str | None, schema: Schema, *, checked: bool
-) -> Iterator[Source]:
+) -> Iterator[EventFile]:
     """Open a file, or stdin as `-`, and yield its records.
 
     Args:
@@ -107,11 +107,11 @@ class _JsonLines:
     def done(self) -> int:
         return self._raw.tell() if self.total is not None else 0
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[FileRecord]:
         for number, line in enumerate(self._file, start=1):
             content = line.rstrip(b"\r\n")
             if content.strip() or not self._checked:
-                yield Record(f"line {number}", content)
+                yield FileRecord(f"line {number}", content)
 
 
 class _Csv:
@@ -145,7 +145,7 @@ class _Csv:
     def done(self) -> int:
         return self._raw.tell() if self.total is not None else 0
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[FileRecord]:
         while True:
             try:
                 cells = self._next()
@@ -153,13 +153,13 @@ class _Csv:
                     return
                 if len(cells) != self._width:
                     fault = f"it has {len(cells)} cells, but the header has {self._width}"
-                    yield Record(f"line {self._line}", {}, fault)
+                    yield FileRecord(f"line {self._line}", {}, fault)
                     continue
                 event = self._columns.event(cells, "", self._value)
             except (csv.Error, ValueError) as exc:
-                yield Record(f"line {self._line}", {}, str(exc))
+                yield FileRecord(f"line {self._line}", {}, str(exc))
             else:
-                yield Record(f"line {self._line}", event)
+                yield FileRecord(f"line {self._line}", event)
 
     def _next(self) -> list[str] | None:
         """Return the next row that is not blank, and remember the line on which it begins."""
@@ -205,7 +205,7 @@ class _Parquet:
     def done(self) -> int:
         return self._row
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[FileRecord]:
         names = self._columns.names
         batches = self._file.iter_batches(_PARQUET_ROWS, columns=names)
         try:
@@ -217,9 +217,9 @@ class _Parquet:
                     try:
                         event = self._columns.event([row.get(n) for n in self._columns.header], None, self._value)
                     except ValueError as exc:
-                        yield Record(f"row {self._row}", {}, str(exc))
+                        yield FileRecord(f"row {self._row}", {}, str(exc))
                     else:
-                        yield Record(f"row {self._row}", event)
+                        yield FileRecord(f"row {self._row}", event)
         except self._errors as exc:
             raise SettingsError(f"{self._name} is damaged after row {self._row}: {exc}") from exc
 

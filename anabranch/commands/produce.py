@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from anabranch.commands.event_files import STDIN, Record, Source, SourceFormat, open_source
+from anabranch.commands.event_files import STDIN, EventFile, FileRecord, SourceFormat, open_source
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.runtime.rate_limiter import Pacer
@@ -144,13 +144,13 @@ class _Encoder:
         self._checked = checked
         self.unknown_fields = 0
 
-    def messages(self, records: Iterable[Record], batch: int) -> Iterator[_Message]:
+    def messages(self, records: Iterable[FileRecord], batch: int) -> Iterator[_Message]:
         """Yield a message for each record, checked `batch` at a time."""
         unread = iter(records)
         while some := [self._message(record) for record in itertools.islice(unread, batch)]:
             yield from self._check(some) if self._checked else some
 
-    def _message(self, record: Record) -> _Message:
+    def _message(self, record: FileRecord) -> _Message:
         if record.fault:
             return _Message(record.place, fault=record.fault)
         content = record.content
@@ -221,7 +221,7 @@ def _tell(message: _Message, produced: Produced) -> None:
 
 
 @contextlib.contextmanager
-def _progress(source: Source) -> Iterator[Callable[[], None]]:
+def _progress(source: EventFile) -> Iterator[Callable[[], None]]:
     """Yield what to call after each event: on a terminal it shows how far they are."""
     if not sys.stderr.isatty():
         yield lambda: None

@@ -22,17 +22,17 @@ from ingest.events.identity import identity_hash, partition_name
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from learner.checkpointing.replay_state import unpack
-from learner.checkpointing.without_erased import check_age, remembered
+from learner.checkpointing.without_erased import check_age, without_erased
 from learner.errors import CheckpointError, MisfitError
 from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
 from learner.state_dir.report import read_report
-from learner.strategies.examples import OUTPUT, kept
+from learner.strategies.examples import OUTPUT, output_field
 from replay.erasure.erased_events import hash_of_key
 from replay.erasure.erasure_log import NAME, ErasureLog
 from replay.row_layout import RowLayout
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.tiers.registry import kind_with, kinds_of
-from replay.tiers.tier import Site, Tier
+from replay.tiers.tier import Tier, TierContext
 
 _ATTEMPTS = 3
 """A learner at work may delete every checkpoint that was there when a look at them began."""
@@ -46,7 +46,7 @@ class Stored:
 
     number: int
     checkpoint: Checkpoint
-    contents: Contents
+    contents: StoreSnapshot
     log: ErasureLog
 
     @property
@@ -150,7 +150,7 @@ def draw_sample(config: Config, n: int, where: Sequence[str], seed: int | None) 
         fits &= _fits(condition, schema, stored.names, index)
     places = np.random.default_rng(seed).permutation(np.flatnonzero(fits))
     shape = stored.checkpoint.state.get(OUTPUT)
-    layout = RowLayout({**schema.payload(), **({} if shape is None else kept(tuple(shape)))})
+    layout = RowLayout({**schema.payload(), **({} if shape is None else output_field(tuple(shape)))})
     for begin in range(0, len(places), _AT_ONCE):
         for place, row in _rows(config, stored, layout, places[begin : begin + _AT_ONCE]):
             if n == 0:
@@ -176,7 +176,7 @@ def _stored(config: Config) -> Stored:
             continue
         if found is not None:
             check_age(*found, log)
-            number, checkpoint = found[0], remembered(found[1], log.erased)[0]
+            number, checkpoint = found[0], without_erased(found[1], log.erased)[0]
             unpacked = unpack(checkpoint)
             if checkpoint.begins:
                 break
@@ -216,10 +216,10 @@ def _rows(
 
 
 @contextlib.contextmanager
-def _home(config: Config, contents: Contents, row_bytes: int) -> Iterator[Tier]:
+def _home(config: Config, contents: StoreSnapshot, row_bytes: int) -> Iterator[Tier]:
     """Open the tier that has the payload of a checkpoint."""
     folder = config.state_dir / "replay" / RANK
-    site = Site(folder, f"{config.pipeline.name}:{RANK}", row_bytes, writable=False)
+    site = TierContext(folder, f"{config.pipeline.name}:{RANK}", row_bytes, writable=False)
     kind = kind_with(contents, kinds_of(config.pipeline.replay, site).values())
     assert kind is not None
     with contextlib.ExitStack() as opened:

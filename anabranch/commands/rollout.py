@@ -30,7 +30,7 @@ _PATIENCE_SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Obeyed:
+class RolloutResult:
     """What became of an order."""
 
     state: RegistryState
@@ -50,7 +50,7 @@ class Obeyed:
         return {**msgspec.to_builtins(self.state), "running": self.running}
 
 
-def order(config: Config, action: str, number: int | None) -> Obeyed:
+def apply_command(config: Config, action: str, number: int | None) -> RolloutResult:
     """Have serving do something about a version; None means the served, or the pinned one where that is unpinned.
 
     Raises:
@@ -65,7 +65,7 @@ def order(config: Config, action: str, number: int | None) -> Obeyed:
         raise SettingsError(f"{what} in {versions.path}")
     report = read_report(config.state_dir)
     if report is not None and time.time() - report.time < SILENT.total_seconds() and report.problems != [STOPPED]:
-        return Obeyed(_ask(config, report, action, chosen), running=True)
+        return RolloutResult(_ask(config, report, action, chosen), running=True)
     try:
         with versions.changing_state():
             after = ORDERS[action](versions.state(), chosen, versions.numbers())
@@ -74,7 +74,7 @@ def order(config: Config, action: str, number: int | None) -> Obeyed:
         raise SettingsError(str(exc)) from exc
     except OSError as exc:
         raise SettingsError(f"{versions.path}/state.json cannot be written: {exc.strerror or exc}") from exc
-    return Obeyed(after, running=False)
+    return RolloutResult(after, running=False)
 
 
 def _ask(config: Config, report: ServingReport, action: str, number: int) -> RegistryState:

@@ -20,7 +20,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.net import is_loopback
 from anabranch.core.settings import Section, written
 from ingest.config import SchemaSettings, StreamSettings
-from learner.compatibility import point, refused
+from learner.compatibility import conflicts, facts
 from learner.config import (
     CheckpointSettings,
     DeviceSharingSettings,
@@ -156,7 +156,7 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
         place = ("learner", "status")
         sentence = f'learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
         faults.append(Fault(place, f"{_origin(path, place, overrides)}: {sentence}"))
-    for key, sentence in refused(point(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing)):
+    for key, sentence in conflicts(facts(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing)):
         place = tuple(key.split("."))
         faults.append(Fault(place, f"{_origin(path, place, overrides)}: {sentence}"))
     return Examined(Config(pipeline, path), faults, set(secrets.values()))

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from anabranch.demo.dataset import CLASSES
 from anabranch.demo.report import percent, seconds
-from anabranch.demo.snapshot import Figures
+from anabranch.demo.snapshot import DemoSnapshot
 
 _LINE_SECONDS = 3.0
 _HISTORY_SECONDS = 2.0
@@ -32,7 +32,7 @@ class Display(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def show(self, figures: Figures) -> None:
+    def show(self, figures: DemoSnapshot) -> None:
         """Show the figures of this moment; called about four times a second."""
         ...
 
@@ -51,7 +51,7 @@ class PlainLines:
     ) -> None:
         pass
 
-    def show(self, figures: Figures) -> None:
+    def show(self, figures: DemoSnapshot) -> None:
         """Write the line when it is due."""
         if time.monotonic() < self._next:
             return
@@ -80,7 +80,7 @@ class LivePanel:
     ) -> None:
         self._live.stop()
 
-    def show(self, figures: Figures) -> None:
+    def show(self, figures: DemoSnapshot) -> None:
         """Draw the panel."""
         if time.monotonic() >= self._next_history:
             self._next_history = time.monotonic() + _HISTORY_SECONDS
@@ -90,7 +90,7 @@ class LivePanel:
                     history.append(old)
         self._live.update(self._render(figures), refresh=True)
 
-    def _render(self, figures: Figures) -> RenderableType:
+    def _render(self, figures: DemoSnapshot) -> RenderableType:
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="bold", no_wrap=True)
         rows.add_column(overflow="fold")
@@ -120,7 +120,7 @@ class LivePanel:
         return Panel(Group(rows, Text(), hints), title=title, title_align="left", padding=(1, 2))
 
 
-def plain_line(figures: Figures) -> str:
+def plain_line(figures: DemoSnapshot) -> str:
     """Return everything that matters in one line."""
     version = figures.serving.version if figures.serving else None
     baseline = f" (no replay {percent(figures.accuracy('old', baseline=True))})" if figures.baseline else ""
@@ -148,21 +148,21 @@ def _bar(name: str, fraction: float | None, style: str, history: deque[float] | 
     return text.append(sparkline(history), style=style) if history else text
 
 
-def _stream(figures: Figures) -> Text:
+def _stream(figures: DemoSnapshot) -> Text:
     text = Text(f"{figures.sent:,} events, {figures.rate:,.0f}/s   class ")
     for digit in range(CLASSES):
         text.append(f" {digit} ", style="reverse bold" if digit == figures.phase else "dim")
     return text
 
 
-def _outcomes(figures: Figures) -> str:
+def _outcomes(figures: DemoSnapshot) -> str:
     names = ("trained", "stored_only", "held_out", "dead_lettered", "skipped")
     counts = [f"{name.replace('_', ' ')} {figures.outcomes.get(name, 0):,}" for name in names]
     lag = sum(p.pending for p in figures.learner.partitions.values()) if figures.learner else 0
     return ", ".join([text for text in counts if not text.endswith(" 0")] or ["nothing yet"]) + f"; lag {lag:,}"
 
 
-def _replay(figures: Figures) -> str:
+def _replay(figures: DemoSnapshot) -> str:
     rows = figures.learner.replay_rows if figures.learner else {}
     if not rows:
         return "empty"
@@ -170,13 +170,13 @@ def _replay(figures: Figures) -> str:
     return ", ".join([f"{held:,} old events in {last}", *(f"{many:,} of them in {tier} too" for tier, many in caches)])
 
 
-def _serving(figures: Figures) -> str:
+def _serving(figures: DemoSnapshot) -> str:
     if figures.serving is None or figures.serving.version is None:
         return "waits for the first version"
     return f"version {figures.serving.version}, swapped {figures.serving.swaps.get('swapped', 0):,} times under load"
 
 
-def _requests(figures: Figures) -> Text:
+def _requests(figures: DemoSnapshot) -> Text:
     text = Text(f"{figures.requests:,} sent, ")
     text.append(f"{figures.failures:,} failed", style="red" if figures.failures else "green")
     right = percent(figures.request_accuracy)

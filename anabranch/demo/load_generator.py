@@ -20,7 +20,7 @@ _IDLE_SECONDS = 2.0
 _WINDOW = 500
 
 
-class Prober:
+class LoadGenerator:
     """One thread with one connection that is kept alive. Its figures may be read at any time."""
 
     def __init__(

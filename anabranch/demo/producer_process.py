@@ -20,7 +20,7 @@ _STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamProgress:
     """What to send, and how fast."""
 
     events: int | None
@@ -28,11 +28,11 @@ class Stream:
     seed: int
 
 
-class Feed:
+class ProducerProcess:
     """Starts the producer and hears its news, in a thread of its own. Its figures may be read at any time."""
 
     def __init__(
-        self, config: Path, stream: Stream, environment: Mapping[str, str], output: Path, freshness: Freshness
+        self, config: Path, stream: StreamProgress, environment: Mapping[str, str], output: Path, freshness: Freshness
     ) -> None:
         self._stream = stream
         self._environment = environment

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from anabranch.demo.snapshot import Figures
+from anabranch.demo.snapshot import DemoSnapshot
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def make_report(figures: Figures) -> DemoReport:
+def make_report(figures: DemoSnapshot) -> DemoReport:
     """Return the report of the figures at the end."""
     outcomes, learner, serving = figures.outcomes, figures.learner, figures.serving
     return DemoReport(
@@ -61,7 +61,7 @@ def to_json(report: DemoReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def summary(figures: Figures) -> str:
+def summary(figures: DemoSnapshot) -> str:
     """Return the closing words, in a few lines."""
     outcomes = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in figures.outcomes.items() if count)
     swaps = figures.serving.swaps.get("swapped", 0) if figures.serving else 0

@@ -16,11 +16,11 @@ from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.demo.dataset import Digits, load_digits
 from anabranch.demo.display import Display, LivePanel, PlainLines
 from anabranch.demo.freshness import Freshness
-from anabranch.demo.load_generator import Prober, answers, request_body
+from anabranch.demo.load_generator import LoadGenerator, answers, request_body
 from anabranch.demo.pipeline import DemoPipeline, lay_out
-from anabranch.demo.producer_process import Feed, Stream
+from anabranch.demo.producer_process import ProducerProcess, StreamProgress
 from anabranch.demo.report import make_report, summary, to_json
-from anabranch.demo.snapshot import Completion, Figures, Sources
+from anabranch.demo.snapshot import Completion, DemoSnapshot, SnapshotSources
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
 from anabranch.runtime.lifecycle import Exit, stop_on_signals
 from anabranch.runtime.supervisor import Supervisor
@@ -92,21 +92,21 @@ class _Demo:
         self._pipeline = pipeline
         self._events = options.events
         self._supervisor = Supervisor(pipeline.parts)
-        self._feed = Feed(
+        self._feed = ProducerProcess(
             config.path,
-            Stream(options.events, options.rate, options.seed),
+            StreamProgress(options.events, options.rate, options.seed),
             pipeline.environment,
             config.folder / "logs" / "producer.log",
             freshness,
         )
         address = ("127.0.0.1", config.pipeline.serving.port)
-        self._prober = Prober(*address, config.pipeline.name, digits, freshness, options.requests, options.seed)
-        self._sources = Sources(
+        self._prober = LoadGenerator(*address, config.pipeline.name, digits, freshness, options.requests, options.seed)
+        self._sources = SnapshotSources(
             begin, config.state_dir, pipeline.baseline_state_dir, self._feed, self._prober, freshness
         )
         self._completion = Completion(baseline=pipeline.baseline_state_dir is not None)
 
-    def figures(self) -> Figures:
+    def figures(self) -> DemoSnapshot:
         """Return the figures of this moment."""
         return self._sources.look(self._supervisor.restarts)
 
@@ -213,7 +213,7 @@ def _port(wanted: int | None) -> int:
     return port
 
 
-def _write_report(figures: Figures, options: Options) -> None:
+def _write_report(figures: DemoSnapshot, options: Options) -> None:
     content = to_json(make_report(figures))
     if options.report is not None:
         try:

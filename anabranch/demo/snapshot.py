@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.demo.freshness import Freshness
-from anabranch.demo.load_generator import Prober
-from anabranch.demo.producer_process import Feed
+from anabranch.demo.load_generator import LoadGenerator
+from anabranch.demo.producer_process import ProducerProcess
 from learner.state_dir.report import LearnerReport
 from learner.state_dir.report import read_report as read_learner
 from serving.reporting.report import ServingReport
@@ -17,7 +17,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Figures:
+class DemoSnapshot:
     """One moment of the demo; what cannot be told yet is None."""
 
     seconds: float
@@ -60,21 +60,21 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Sources:
+class SnapshotSources:
     """Where figures come from."""
 
     begin: float
     """In seconds of the monotonic clock."""
     state_dir: Path
     baseline_state_dir: Path | None
-    feed: Feed
-    prober: Prober
+    feed: ProducerProcess
+    prober: LoadGenerator
     freshness: Freshness
 
-    def look(self, restarts: dict[str, int]) -> Figures:
+    def look(self, restarts: dict[str, int]) -> DemoSnapshot:
         """Return the figures of this moment."""
         feed, prober = self.feed, self.prober
-        return Figures(
+        return DemoSnapshot(
             seconds=time.monotonic() - self.begin,
             sent=feed.sent,
             rate=feed.rate,
@@ -104,7 +104,7 @@ class Completion:
         self._progress: object = None
         self._since = clock()
 
-    def missing(self, figures: Figures) -> str | None:
+    def missing(self, figures: DemoSnapshot) -> str | None:
         """Return what is missing yet, as the rest of a sentence; None when nothing is."""
         if figures.last_offsets is None:
             return f"the producer has sent {figures.sent} events and is not done"
@@ -120,7 +120,7 @@ class Completion:
             return f"{figures.sent} events were sent, but only {baselines} have an outcome in the baseline"
         return None
 
-    def is_overdue(self, figures: Figures) -> bool:
+    def is_overdue(self, figures: DemoSnapshot) -> bool:
         """Whether nothing has moved for a minute."""
         baselines = sum(figures.baseline.outcomes.values()) if figures.baseline else 0
         progress = (figures.sent, sum(figures.outcomes.values()), baselines, figures.trained_through)

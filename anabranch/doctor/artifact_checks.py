@@ -10,7 +10,7 @@ import msgspec
 
 from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, check_names, number_of, open_file, read_file
-from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from ingest.events.schema import Schema
 from learner.state_dir.version import ModelReference, other_model, reference_to
 
@@ -28,17 +28,17 @@ class _VersionManifest(msgspec.Struct):
     model: ModelReference
 
 
-def check_checkpoints(patient: Patient) -> Iterator[Finding]:
+def check_checkpoints(patient: CheckContext) -> Iterator[Finding]:
     """Whether the newest checkpoint can be resumed from."""
     yield from _check_newest(patient, "checkpoint", "made")
 
 
-def check_versions(patient: Patient) -> Iterator[Finding]:
+def check_versions(patient: CheckContext) -> Iterator[Finding]:
     """Whether the newest version can be served."""
     yield from _check_newest(patient, "version", "learned")
 
 
-def _check_newest(patient: Patient, what: str, made: str) -> Iterator[Finding]:
+def _check_newest(patient: CheckContext, what: str, made: str) -> Iterator[Finding]:
     folder = patient.config.state_dir / f"{what}s"
     named = [number_of(path.parent.name) for path in folder.glob(f"*/{_MANIFEST}")]
     numbers = [number for number in named if number is not None]
@@ -62,7 +62,7 @@ def _check_newest(patient: Patient, what: str, made: str) -> Iterator[Finding]:
         yield ok(f"The newest {what}, {number}, is whole and of this schema.")
 
 
-def _other_model(patient: Patient, version: Path) -> str | None:
+def _other_model(patient: CheckContext, version: Path) -> str | None:
     """Say how a version's model differs from `[model]`, as serving does; None when it does not."""
     try:
         manifest = decoded(read_file(version / _MANIFEST, MOST_BYTES), _VersionManifest)

@@ -5,7 +5,7 @@ import platform
 import resource
 from collections.abc import Iterator
 
-from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.doctor.findings import CheckContext, Finding, found, ok
 
 _EXTRAS = {("client", "confluent"): ("confluent_kafka", "fast"), ("format", "arrow"): ("pyarrow", "arrow")}
 """By key of `[stream]` and its value: the module that it needs, and the extra that brings it."""
@@ -13,7 +13,7 @@ _FILES = 1024
 """Descriptors that serving needs for some hundred connections, beside those of the parts."""
 
 
-def check_install(patient: Patient) -> Iterator[Finding]:
+def check_install(patient: CheckContext) -> Iterator[Finding]:
     """Whether what the config needs can be imported; torch is looked at with the model, in a process of its own."""
     faults = []
     if not _imports("crc32c"):
@@ -28,7 +28,7 @@ def check_install(patient: Patient) -> Iterator[Finding]:
     yield from faults or [ok(f"Python {platform.python_version()} has what the config needs.")]
 
 
-def check_limits(patient: Patient) -> Iterator[Finding]:
+def check_limits(patient: CheckContext) -> Iterator[Finding]:
     """Whether enough files may be open."""
     del patient
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

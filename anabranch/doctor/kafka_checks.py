@@ -11,7 +11,7 @@ import msgspec
 
 from anabranch.core.durations import format_duration
 from anabranch.core.errors import SettingsError
-from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, CodecError, CredentialsError
 from ingest.events.block import Outcome
@@ -20,13 +20,13 @@ from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 from ingest.kafka.client import Messages
 from ingest.kafka.topic_inspector import Inspector, Topic
-from ingest.worker.block_builder import Assembler, Incoming
+from ingest.worker.block_builder import BlockBuilder, Incoming
 
 _CONNECT_SECONDS = 3.0
 _AHEAD_SECONDS = 5.0
 
 
-def check_broker(patient: Patient) -> Iterator[Finding]:
+def check_broker(patient: CheckContext) -> Iterator[Finding]:
     """Reach the broker step by step, then look at each topic and its newest message."""
     stream = patient.config.pipeline.stream
     servers = [server.strip() for server in stream.bootstrap_servers.split(",")]
@@ -95,7 +95,7 @@ def _context(values: dict[str, str]) -> ssl.SSLContext:
     return context
 
 
-def _check_topic(patient: Patient, inspector: Inspector, name: str) -> Iterator[Finding]:
+def _check_topic(patient: CheckContext, inspector: Inspector, name: str) -> Iterator[Finding]:
     stream = patient.config.pipeline.stream
     topic = inspector.topic(name)
     if topic is None:
@@ -138,7 +138,7 @@ def _denied(name: str, topic: Topic, right: str) -> Finding | None:
     return found("topic.denied", f"The user of [stream.properties] may not {verb} the topic {name}.", right=verb)
 
 
-def _check_message(patient: Patient, newest: Messages) -> Iterator[Finding]:
+def _check_message(patient: CheckContext, newest: Messages) -> Iterator[Finding]:
     pipeline = patient.config.pipeline
     place = f"{newest.partition.topic}[{newest.partition.partition}]@{newest.offsets[0]}"
     ahead = newest.times_ms[0] / 1000 - time.time()
@@ -147,7 +147,7 @@ def _check_message(patient: Patient, newest: Messages) -> Iterator[Finding]:
         yield found("clock.ahead", matter)
     try:
         schema = Schema(pipeline.events)
-        assembler = Assembler(schema, pipeline.stream, HoldOut(fraction=0, seed=0))
+        assembler = BlockBuilder(schema, pipeline.stream, HoldOut(fraction=0, seed=0))
     except SettingsError:  # a finding of the schema's check
         return
     assembled = assembler.assemble([Incoming(newest, 0, Position(newest.offsets[0]))])

@@ -9,12 +9,12 @@ from torch import nn
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import DamagedError
-from anabranch.doctor.model_process import Asked, Said, Size, Step
+from anabranch.doctor.model_process import Asked, ProbeFinding, Size, Step
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
-from learner.build import hear
+from learner.build import build_embedding_source
 from learner.config import LearnerSettings, ModelSettings
-from learner.distributed.process_group import Place, device_of
+from learner.distributed.process_group import RankAssignment, device_of
 from learner.distributed.rendezvous import meet_hosts
 from learner.errors import CheckpointError
 from learner.model.device import Precision, check_scaling, choose_device, choose_precision
@@ -22,7 +22,7 @@ from learner.model.embedding import Embedding
 from learner.model.factory import build_model, check_model, check_task, make_task
 from learner.resume import check_columns
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.strategies.examples import kept
+from learner.strategies.examples import output_field
 from learner.strategies.registry import build_strategy
 from learner.training.activation_checkpointing import checkpoint_activations
 from learner.training.optimizers import build_optimizer
@@ -36,27 +36,27 @@ _NOWHERE = StreamSettings(bootstrap_servers="localhost:9092", topics=("none",))
 """A stream that nothing is read of."""
 
 
-def try_device(learner: LearnerSettings, say: Callable[[Said], None]) -> torch.device:
+def try_device(learner: LearnerSettings, say: Callable[[ProbeFinding], None]) -> torch.device:
     """Say what is wrong with the device, replicas and hosts, and return what the model is to be tried on."""
     device, ranks = torch.device("cpu"), learner.replicas * learner.hosts
     try:
         device = choose_device(learner.device)
     except SettingsError as exc:
-        say(Said("device.missing", f"{exc}.", "learner.device"))
+        say(ProbeFinding("device.missing", f"{exc}.", "learner.device"))
         return device
     kind = "device.precision"
     try:
         precision = choose_precision(learner.precision, device)
-        say(Said("", f"The learner computes on {device} in {precision.name}."))
+        say(ProbeFinding("", f"The learner computes on {device} in {precision.name}."))
         kind = "learner.replicas"
         if ranks > 1:
             check_scaling(precision, learner.sharding, learner.sync_every)
-            device = device_of(Place(0, ranks, Path()), learner)
+            device = device_of(RankAssignment(0, ranks, Path()), learner)
         kind = "learner.hosts"
         if learner.hosts > 1:
             _check_interface(learner)
     except SettingsError as exc:
-        say(Said(kind, f"{exc}."))
+        say(ProbeFinding(kind, f"{exc}."))
     return device
 
 
@@ -67,7 +67,7 @@ def _check_interface(learner: LearnerSettings) -> None:
         pass
 
 
-def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | Size], None]) -> Fields:
+def try_model(asked: Asked, device: torch.device, say: Callable[[Step | ProbeFinding | Size], None]) -> Fields:
     """Build the model and all that learns with it, up to going on from the newest checkpoint.
 
     Returns:
@@ -88,7 +88,9 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | S
         kind = "model.embedding"
         if settings.embedding:
             Embedding(model, settings.embedding)  # as serving does, whether or not the learner compares events
-        embedding = hear(settings, learner.strategy, replay, model, task, [feature.name for feature in schema.features])
+        embedding = build_embedding_source(
+            settings, learner.strategy, replay, model, task, [feature.name for feature in schema.features]
+        )
         kind = "model.output"
         shape = check_model(model, task, schema, device)
         check_task(task, shape, schema.label, device)
@@ -97,7 +99,7 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | S
         kind = "model.strategy"
         strategy = build_strategy(learner.strategy, settings, task)
         if strategy.keeps_output:
-            columns |= kept(shape)
+            columns |= output_field(shape)
         kind = "replay.policy"
         if strategy.replays:
             check_policies(replay, schema, dim)
@@ -116,10 +118,10 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | S
             checkpoints, schema.digest, trainer, list(shape) if strategy.keeps_output else None, learner.strategy.name
         )
     except SettingsError as exc:
-        say(Said(kind, f"{exc}."))
+        say(ProbeFinding(kind, f"{exc}."))
     else:
         say(
-            Said(
+            ProbeFinding(
                 "",
                 f"{settings.factory} has {_parameters(model):,} parameters, and its output fits the {settings.task}.",
             )

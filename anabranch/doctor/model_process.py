@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from anabranch.doctor.findings import Finding, Patient, found
+from anabranch.doctor.findings import CheckContext, Finding, found
 from learner.config import LearnerSettings
 from replay.config import ReplaySettings
 
@@ -23,7 +23,7 @@ class Step(msgspec.Struct, tag=True):
     doing: str
 
 
-class Said(msgspec.Struct, tag=True):
+class ProbeFinding(msgspec.Struct, tag=True):
     """A finding of the probe; `kind` is empty when all is well."""
 
     kind: str
@@ -58,7 +58,7 @@ def _without_secret(replay: ReplaySettings) -> str:
     return msgspec.json.encode(section).decode()
 
 
-def check_alone(patient: Patient) -> Iterator[Finding]:
+def check_alone(patient: CheckContext) -> Iterator[Finding]:
     """Whether a learner of one process is told what only several do."""
     learner = patient.config.pipeline.learner
     if learner.replicas == learner.hosts == 1:
@@ -69,21 +69,21 @@ def check_alone(patient: Patient) -> Iterator[Finding]:
                 yield found("learner.alone", f"learner.{key} = {shown} has no effect with one replica.", key=key)
 
 
-class Told(NamedTuple):
+class ProbeResult(NamedTuple):
     """What came of a probe."""
 
-    messages: Sequence[Step | Said | Size]
+    messages: Sequence[Step | ProbeFinding | Size]
     code: int | None
     """The exit code of its process; None when it was still at work at the end of its time."""
     words: str
     """What it wrote to stderr."""
 
 
-Launcher: TypeAlias = Callable[[Asked, float], Told]
+Launcher: TypeAlias = Callable[[Asked, float], ProbeResult]
 """Has a probe look for so many seconds at most."""
 
 
-def in_a_process(asked: Asked, seconds: float) -> Told:
+def in_a_process(asked: Asked, seconds: float) -> ProbeResult:
     """Start `anabranch.doctor.probe`: what crashes or hangs there does so alone."""
     code, words = None, b""
     reading, writing = os.pipe()
@@ -108,11 +108,11 @@ def in_a_process(asked: Asked, seconds: float) -> Told:
                 child.wait()
         os.set_blocking(said.fileno(), False)  # a grandchild may hold the other end
         lines = (said.read() or b"").splitlines()
-    messages = [msgspec.json.decode(line, type=Step | Said | Size) for line in lines]
-    return Told(messages, code, words.decode(errors="replace"))
+    messages = [msgspec.json.decode(line, type=Step | ProbeFinding | Size) for line in lines]
+    return ProbeResult(messages, code, words.decode(errors="replace"))
 
 
-def check_model(patient: Patient, launch: Launcher = in_a_process) -> Iterator[Finding]:
+def check_model(patient: CheckContext, launch: Launcher = in_a_process) -> Iterator[Finding]:
     """Import torch, find the device, build the model and what learns with it, and go on from the newest checkpoint."""
     pipeline, seconds = patient.config.pipeline, patient.timeout * _SHARE
     asked = Asked(
@@ -132,7 +132,7 @@ def check_model(patient: Patient, launch: Launcher = in_a_process) -> Iterator[F
                 pass
             case Size(size):
                 patient.model_bytes = size
-            case Said(kind, matter, key):
+            case ProbeFinding(kind, matter, key):
                 yield found(kind, matter, key=key) if kind else Finding("ok", matter)
     module = pipeline.model.factory.partition(":")[0]
     if told.code is None:

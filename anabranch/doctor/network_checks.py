@@ -9,14 +9,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from anabranch.commands.status import read_status
-from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.doctor.findings import CheckContext, Finding, found, ok
 
 _SOON = timedelta(days=14)
 _EXPIRED = (9, 10)
 """OpenSSL's codes of a certificate that is not valid yet, and of one that is no longer."""
 
 
-def check_ports(patient: Patient) -> Iterator[Finding]:
+def check_ports(patient: CheckContext) -> Iterator[Finding]:
     """Whether each address is free, or held by this pipeline's own process."""
     pipeline, parts = patient.config.pipeline, read_status(patient.config)
     serving = (pipeline.serving.host.strip("[]"), pipeline.serving.port)
@@ -40,7 +40,7 @@ def check_ports(patient: Patient) -> Iterator[Finding]:
             yield found("port.address", matter, key=key if fault.errno == errno.EACCES else _host_key(key))
 
 
-def check_tls(patient: Patient) -> Iterator[Finding]:
+def check_tls(patient: CheckContext) -> Iterator[Finding]:
     """Whether certificate and key can be read, belong together, and are valid today."""
     tls = patient.config.pipeline.serving.tls
     if tls.cert is None or tls.key is None:

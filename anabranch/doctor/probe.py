@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from anabranch.core.errors import SettingsError
-from anabranch.doctor.model_process import Asked, Said, Size, Step
+from anabranch.doctor.model_process import Asked, ProbeFinding, Size, Step
 from learner.config import DeviceSharingSettings, LearnerSettings
 from replay.config import ReplaySettings
 
@@ -27,8 +27,8 @@ def main() -> int:
     """Read what is asked from stdin, and write what is found as lines of JSON."""
     descriptor = int(sys.argv[1])
 
-    def say(message: Step | Said | Size) -> None:
-        if isinstance(message, Said):
+    def say(message: Step | ProbeFinding | Size) -> None:
+        if isinstance(message, ProbeFinding):
             message.matter = message.matter[:_LONGEST_MATTER]  # a pipe takes so much without a reader
         os.write(descriptor, msgspec.json.encode(message) + b"\n")
 
@@ -36,15 +36,15 @@ def main() -> int:
     return 0
 
 
-def look(asked: Asked, say: Callable[[Step | Said | Size], None]) -> None:
+def look(asked: Asked, say: Callable[[Step | ProbeFinding | Size], None]) -> None:
     """Try torch, the device and the model, and say what is found, and before each step what it is."""
     say(Step("importing torch"))
     try:
         import torch
     except (ImportError, OSError) as exc:
-        say(Said("install.torch", f"torch cannot be imported: {exc}."))
+        say(ProbeFinding("install.torch", f"torch cannot be imported: {exc}."))
         return
-    say(Said("", f"torch {torch.__version__} can be imported."))
+    say(ProbeFinding("", f"torch {torch.__version__} can be imported."))
     from anabranch.doctor.model_checks import try_device, try_model
     from serving.model.deployment import pick_device
 
@@ -54,7 +54,7 @@ def look(asked: Asked, say: Callable[[Step | Said | Size], None]) -> None:
     try:
         pick_device(asked.serving_device)
     except SettingsError as exc:
-        say(Said("device.missing", f"{exc}.", "serving.device"))
+        say(ProbeFinding("device.missing", f"{exc}.", "serving.device"))
     for said in _share(DeviceSharingSettings.model_validate_json(asked.device_sharing), device):
         say(said)
     replay = ReplaySettings.model_validate_json(asked.replay)
@@ -63,10 +63,10 @@ def look(asked: Asked, say: Callable[[Step | Said | Size], None]) -> None:
     wanted = _wanted(replay, try_model(asked, device, say))
     if learner.strategy.replays and wanted > free:
         matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
-        say(Said("device.memory", matter))
+        say(ProbeFinding("device.memory", matter))
 
 
-def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[Said]:
+def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[ProbeFinding]:
     """Say how the device is shared, and which refinements it lacks."""
     from learner.device_sharing.cuda_limits import lacks_green_contexts, lacks_mps
 
@@ -75,12 +75,14 @@ def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[S
         also.append("; serving's kernels are taken first")
     if sharing.sms is not None:
         if fault := lacks_green_contexts(device):
-            yield Said("device_sharing.refinement", f"device_sharing.sms = {sharing.sms} {fault}.")
+            yield ProbeFinding("device_sharing.refinement", f"device_sharing.sms = {sharing.sms} {fault}.")
         else:
             also.append(f"; steps keep to {sharing.sms} multiprocessors")
     if sharing.mps_percentage is not None:
         if fault := lacks_mps(device):
-            yield Said("device_sharing.mps", f"device_sharing.mps_percentage = {sharing.mps_percentage} {fault}.")
+            yield ProbeFinding(
+                "device_sharing.mps", f"device_sharing.mps_percentage = {sharing.mps_percentage} {fault}."
+            )
         else:
             also.append(f"; training takes at most {sharing.mps_percentage} % of the device's threads")
     how = {
@@ -88,7 +90,7 @@ def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[S
         "fraction": f"Training gives way to requests on {device}, and gets at least {sharing.fraction:.0%} of it",
         "exclusive": "Training and serving do not share a device",
     }[sharing.policy]
-    yield Said("", f"{how}{''.join(also)}.")
+    yield ProbeFinding("", f"{how}{''.join(also)}.")
 
 
 def _wanted(replay: ReplaySettings, columns: "Fields") -> int:

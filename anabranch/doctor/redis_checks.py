@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 from anabranch.core.errors import DependencyError, SettingsError
-from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from replay.config import ReplaySettings
 
 _OTHERS = 1.1
 """Of `replay.redis.bytes`, what the server needs at least, for itself too."""
 
 
-def check_redis(patient: Patient) -> Iterator[Finding]:
+def check_redis(patient: CheckContext) -> Iterator[Finding]:
     """Reach it as the learner would; a key is written that goes away by itself."""
     replay = patient.config.pipeline.replay
     if replay.redis is None:

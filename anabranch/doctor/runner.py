@@ -19,7 +19,7 @@ from anabranch.config.loader import examine_config
 from anabranch.core.errors import SettingsError
 from anabranch.doctor.artifact_checks import check_checkpoints, check_versions
 from anabranch.doctor.environment_checks import check_install, check_limits
-from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from anabranch.doctor.kafka_checks import check_broker
 from anabranch.doctor.model_process import check_alone, check_model
 from anabranch.doctor.network_checks import check_ports, check_tls
@@ -38,7 +38,7 @@ class Check(NamedTuple):
     """A check, and the sections of the config without which it cannot be made."""
 
     name: str
-    run: Callable[[Patient], Iterable[Finding]]
+    run: Callable[[CheckContext], Iterable[Finding]]
     needs: Sequence[str] = ()
 
 
@@ -78,7 +78,7 @@ def _spinner(check: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status(f"looking at the {check}")
 
 
-class Diagnosis(NamedTuple):
+class CheckResult(NamedTuple):
     """One finding, and the check that made it."""
 
     check: str
@@ -90,27 +90,27 @@ def examine(
     timeout: float,
     busy: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
     checks: Sequence[Check] = CHECKS,
-) -> Iterator[Diagnosis]:
+) -> Iterator[CheckResult]:
     """Yield what every check finds, as it finds it; `busy` is entered with a check's name while that runs.
 
     Raises what a check raised that is a bug of ours, once the others are done.
     """
-    patient = Patient(path, timeout)
+    patient = CheckContext(path, timeout)
     faulty: set[str] = set()
     for finding in _check_config(patient, faulty):
-        yield Diagnosis("config", _scrubbed(finding, patient))
+        yield CheckResult("config", _scrubbed(finding, patient))
     bugs: list[Exception] = []
     for check in checks:
         if check.needs and (patient.pipeline is None or faulty & set(check.needs)):
             continue
         with busy(check.name):
             for finding in _within(check, patient, bugs):
-                yield Diagnosis(check.name, _scrubbed(finding, patient))
+                yield CheckResult(check.name, _scrubbed(finding, patient))
     if bugs:
         raise bugs[0]
 
 
-def exit_code(diagnoses: Iterable[Diagnosis]) -> Exit:
+def exit_code(diagnoses: Iterable[CheckResult]) -> Exit:
     """Return 0 without a problem, 3 when all problems are of what cannot be reached, else 2."""
     problems = [finding for _, finding in diagnoses if finding.level == "problem"]
     if not problems:
@@ -118,7 +118,7 @@ def exit_code(diagnoses: Iterable[Diagnosis]) -> Exit:
     return Exit.DEPENDENCY if all(finding.unreachable for finding in problems) else Exit.SETTINGS
 
 
-def show(console: Console, diagnosis: Diagnosis) -> None:
+def show(console: Console, diagnosis: CheckResult) -> None:
     """Print one finding."""
     check, finding = diagnosis
     line = Text.assemble((f"{finding.level:<8}", _STYLES[finding.level]), f" {check:<9} {finding.matter}")
@@ -127,7 +127,7 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
         console.print(Text(f"{'':<18} {finding.fix}", style="dim"), soft_wrap=True)
 
 
-def summary(diagnoses: Sequence[Diagnosis]) -> str:
+def summary(diagnoses: Sequence[CheckResult]) -> str:
     """Return the last line."""
     counts = {level: sum(finding.level == level for _, finding in diagnoses) for level in ("problem", "warning")}
     if not any(counts.values()):
@@ -135,13 +135,13 @@ def summary(diagnoses: Sequence[Diagnosis]) -> str:
     return " and ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items() if count)
 
 
-def to_json(diagnoses: Sequence[Diagnosis]) -> str:
+def to_json(diagnoses: Sequence[CheckResult]) -> str:
     """Return the findings as a JSON list."""
     items = [{"check": check, **msgspec.to_builtins(finding)} for check, finding in diagnoses]
     return msgspec.json.format(msgspec.json.encode(items), indent=2).decode() + "\n"
 
 
-def _check_config(patient: Patient, faulty: set[str]) -> Iterator[Finding]:
+def _check_config(patient: CheckContext, faulty: set[str]) -> Iterator[Finding]:
     try:
         pipeline, faults, patient.secrets = examine_config(patient.path)
     except SettingsError as exc:
@@ -167,7 +167,7 @@ def _check_config(patient: Patient, faulty: set[str]) -> Iterator[Finding]:
         yield ok(f"{patient.path} is valid.")
 
 
-def _within(check: Check, patient: Patient, bugs: list[Exception]) -> Iterator[Finding]:
+def _within(check: Check, patient: CheckContext, bugs: list[Exception]) -> Iterator[Finding]:
     """Run a check in a thread of its own, which is left alone when it takes too long."""
     results: queue.SimpleQueue[Finding | Exception | None] = queue.SimpleQueue()
 
@@ -196,7 +196,7 @@ def _within(check: Check, patient: Patient, bugs: list[Exception]) -> Iterator[F
         yield result
 
 
-def _scrubbed(finding: Finding, patient: Patient) -> Finding:
+def _scrubbed(finding: Finding, patient: CheckContext) -> Finding:
     """Return it without the values of secrets, whoever has put them into a sentence."""
     matter = finding.matter
     for secret in sorted(patient.secrets, key=len, reverse=True):

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from anabranch.core.errors import SettingsError
-from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 
 
-def check_schema(patient: Patient) -> Iterator[Finding]:
+def check_schema(patient: CheckContext) -> Iterator[Finding]:
     """Whether defaults fit their features, and the format takes the fields."""
     pipeline = patient.config.pipeline
     try:

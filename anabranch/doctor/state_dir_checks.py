@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from anabranch.doctor.findings import Finding, Patient, found, ok
+from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from anabranch.runtime.private_state import is_exposed, is_own
 from ingest.events.schema import Schema
 from learner.state_dir.lock import is_held
@@ -25,7 +25,7 @@ _ROW_BYTES = 56
 """What a checkpoint holds of each event beside its fields."""
 
 
-def check_state(patient: Patient) -> Iterator[Finding]:
+def check_state(patient: CheckContext) -> Iterator[Finding]:
     """Try everything on a file without a name, so that nothing is left behind."""
     state_dir = patient.config.state_dir
     folder = state_dir
@@ -88,7 +88,7 @@ def _file_system(folder: Path) -> str | None:
     )[1]
 
 
-def _check_space(patient: Patient, folder: Path) -> Iterator[Finding]:
+def _check_space(patient: CheckContext, folder: Path) -> Iterator[Finding]:
     """Compare what is free with what one more checkpoint and version need, and with all that are to be kept."""
     pipeline, state_dir = patient.config.pipeline, patient.config.state_dir
     schema = Schema(pipeline.events)

@@ -17,7 +17,7 @@ from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import Part, Supervisor
 from serving.http.listening_socket import address_of, check_tls, listen_patiently
 from serving.reporting.report import STOPPED, ServingReport, write_report
-from serving.reporting.worker_pool import COUNTS_VARIABLE, Crew
+from serving.reporting.worker_pool import COUNTS_VARIABLE, WorkerPool
 
 _LOOK_SECONDS = 0.05
 _REPORT_EVERY = timedelta(seconds=1)
@@ -43,9 +43,9 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
         listen_patiently(settings.host, settings.port, _UNTIL_A_KILLED_ONE_IS_GONE) as listener,
         tempfile.TemporaryDirectory(prefix="anabranch-") as folder,
     ):
-        crew = Crew(Path(folder), settings.workers)
+        crew = WorkerPool(Path(folder), settings.workers)
         parts = [_part(config, crew, number, listener.fileno()) for number in range(crew.size)]
-        desk = _Desk(config.state_dir, crew)
+        desk = _ReportAggregator(config.state_dir, crew)
         log.info("%d workers serve on %s", crew.size, address_of(settings, listener))
         # A worker's report goes before the next of its number writes one.
         supervisor = Supervisor(parts, on_death=lambda part: crew.forget(parts.index(part)))
@@ -62,7 +62,7 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
     return ended or Exit.DONE
 
 
-def _part(config: Config, crew: Crew, number: int, descriptor: int) -> Part:
+def _part(config: Config, crew: WorkerPool, number: int, descriptor: int) -> Part:
     command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised")
     place = ("--worker", str(number), "--crew", str(crew.folder), "--listener", str(descriptor))
     return Part(
@@ -75,10 +75,10 @@ def _part(config: Config, crew: Crew, number: int, descriptor: int) -> Part:
     )
 
 
-class _Desk:
+class _ReportAggregator:
     """Writes `serving.json` from what the workers say, about once a second and when what is served changes."""
 
-    def __init__(self, state_dir: Path, crew: Crew) -> None:
+    def __init__(self, state_dir: Path, crew: WorkerPool) -> None:
         self._state_dir = state_dir
         self._crew = crew
         self._started = time.time()

@@ -9,7 +9,7 @@ from datetime import timedelta
 from harness.feed import Feed
 from harness.pipeline import Stream
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.reader.reader import Source
+from ingest.reader.reader import BlockReader
 
 _LOOK = timedelta(seconds=0.1)
 
@@ -28,7 +28,7 @@ class Drain:
             }
         )
         schema = SchemaSettings.model_validate(stream.schema)
-        self._source = Source(settings.resolved("drain"), schema, HoldOut(fraction=0.01, seed=0))
+        self._source = BlockReader(settings.resolved("drain"), schema, HoldOut(fraction=0.01, seed=0))
         self._feed = feed
 
     def __enter__(self) -> "Drain":

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from harness.events import PARTITIONS, Events
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 from replay.store import Store
 
 BATCH = 256
@@ -68,7 +68,7 @@ class Drawing:
 class Steps:
     """Steps of 20 ms that draw 256 old events and add as many new ones."""
 
-    def __init__(self, clerk: Clerk, events: Events, step: int, begin: int) -> None:
+    def __init__(self, clerk: BackgroundStore, events: Events, step: int, begin: int) -> None:
         """Go on from a step, with the event of the number `begin`."""
         self._clerk, self._events, self._step, self._next = clerk, events, step, begin
         self._matrix = torch.randn(192, 192)

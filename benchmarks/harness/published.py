@@ -14,7 +14,7 @@ from harness.pipeline import toml
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from learner.model.factory import build_model
-from learner.state_dir.trained_through import Trained
+from learner.state_dir.trained_through import PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
 
 NAME = "bench"
@@ -55,7 +55,9 @@ class Published:
             parent=self.number - 1 or None,
             time=time.time(),
             step=self.number,
-            trained_through={"events:0": Trained(self.number, incarnation=0, time_ms=int(time.time() * 1000))},
+            trained_through={
+                "events:0": PartitionProgress(self.number, incarnation=0, time_ms=int(time.time() * 1000))
+            },
             metrics={},
             schema=self._schema,
             encoders={},

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from harness.events import PARTITIONS, Events
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.store import Store
@@ -49,7 +49,7 @@ def open_clerk(
     redis: str | None = None,
     admission: str = "reservoir",
     device: torch.device = _HOST,
-) -> Iterator[Clerk]:
+) -> Iterator[BackgroundStore]:
     """A store of so many events, the share `hot` of them in memory, with what keeps it for a learner.
 
     Args:
@@ -71,7 +71,7 @@ def open_clerk(
     store = build_store(
         ReplaySettings.model_validate(settings), events.schema, device, seed=0, folder=folder, keys="benchmark:"
     )
-    clerk = Clerk(store)
+    clerk = BackgroundStore(store)
     try:
         yield clerk
     finally:

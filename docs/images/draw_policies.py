@@ -16,9 +16,9 @@ from datetime import timedelta
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.policies import ADMISSIONS, SAMPLERS, Company, Surroundings
+from replay.policies import ADMISSIONS, SAMPLERS, AdmissionContext, SamplerContext
 from replay.reservoir.admission import Offered
-from replay.reservoir.event_table import FIELDS, Entries, records_of
+from replay.reservoir.event_table import FIELDS, EventTable, records_of
 from replay.reservoir.quotas import Quotas
 from replay.snapshot import ENTRY
 
@@ -142,7 +142,7 @@ def make_stream(rng: np.random.Generator) -> Events:
 
 def kept(name: str, stream: Events, around: Map) -> NDArray[np.bool_]:
     """Return which events of the stream are held at its end under an admission policy, bool `[N]`."""
-    admission = ADMISSIONS[name](Surroundings(len(CLASSES), HALF_LIFE, CLUSTERS))
+    admission = ADMISSIONS[name](AdmissionContext(len(CLASSES), HALF_LIFE, CLUSTERS))
     weight = np.ones(len(stream), np.float32)
     priorities = admission.priorities(Offered(stream.identity, weight, stream.time_s))
     groups = admission.group(stream.label, around.cluster_of(stream.at))
@@ -151,11 +151,11 @@ def kept(name: str, stream: Events, around: Map) -> NDArray[np.bool_]:
 
 def drawn(name: str, held: Events, around: Map) -> Ints:
     """Return how often each event held is drawn by a sampler, over all steps, `[H]`."""
-    entries, slots = Entries(len(held), len(held), seed=0), np.arange(len(held), dtype=np.int32)
+    entries, slots = EventTable(len(held), len(held), seed=0), np.arange(len(held), dtype=np.int32)
     columns = {field: np.zeros(len(held), ENTRY[field]) for field in FIELDS}
     columns |= {"offset": slots.astype(np.int64), "time_s": held.time_s, "label": held.label.astype(np.int32)}
     entries.append(slots, np.zeros(len(held)), 0, records_of(columns))
-    sampler = SAMPLERS[name](Company(entries, len(held), len(CLASSES), HALF_LIFE, around))  # type: ignore[arg-type]
+    sampler = SAMPLERS[name](SamplerContext(entries, len(held), len(CLASSES), HALF_LIFE, around))  # type: ignore[arg-type]
     sampler.come(slots)
     sampler.learned(slots, losses(held.at))
     chosen = [sampler.choose(A_DRAW, np.random.default_rng((0, step))).slots for step in range(STEPS)]

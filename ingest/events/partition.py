@@ -21,6 +21,6 @@ class TopicPartition:
         return TopicPartition(self.topic, self.partition, self.incarnation + 1)
 
 
-def current(partitions: Iterable[TopicPartition]) -> dict[tuple[str, int], int]:
+def latest_incarnations(partitions: Iterable[TopicPartition]) -> dict[tuple[str, int], int]:
     """Return the place of each topic and number's last incarnation, which is the one that there is."""
     return {(each.topic, each.partition): place for place, each in enumerate(partitions)}

@@ -21,7 +21,7 @@ class Position(msgspec.Struct, frozen=True):
     row: int = 0
 
 
-class Mark(msgspec.Struct, frozen=True):
+class PartitionFingerprint(msgspec.Struct, frozen=True):
     """What a partition is known again by: the id of its topic, and the last record that was read."""
 
     topic_id: str | None = None

@@ -28,7 +28,7 @@ _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
 @dataclass(frozen=True)
-class Field:
+class ArrowField:
     """A field of the pipeline's schema, and which Arrow types it takes."""
 
     name: str
@@ -54,12 +54,12 @@ class Faults:
             self.reasons.append(reason)
 
 
-def fields_of(schema: Schema) -> Iterator[Field]:
+def fields_of(schema: Schema) -> Iterator[ArrowField]:
     """Yield the fields that a message may have, the features first and in their order."""
     for feature in schema.features:
         wanted = "string" if feature.is_string else str(feature.dtype)
         takes = {"b": types.is_boolean, "f": _is_number}.get(feature.dtype.kind, types.is_integer)
-        yield Field(
+        yield ArrowField(
             feature.name,
             f"{wanted} of shape {list(feature.shape)}" if feature.shape else wanted,
             _is_text if feature.is_string else takes,
@@ -69,13 +69,13 @@ def fields_of(schema: Schema) -> Iterator[Field]:
     label = schema.label
     if label.multi:
         each, kind = ("strings", _is_text) if label.names is not None else ("whole numbers", types.is_integer)
-        yield Field(label.name, f"a list of {each}", kind, required=False, many=True)
+        yield ArrowField(label.name, f"a list of {each}", kind, required=False, many=True)
     elif label.names is not None:
-        yield Field(label.name, "string", _is_text, required=False)
+        yield ArrowField(label.name, "string", _is_text, required=False)
     elif label.classes is not None:
-        yield Field(label.name, "a whole number", types.is_integer, required=False)
+        yield ArrowField(label.name, "a whole number", types.is_integer, required=False)
     else:
-        yield Field(label.name, "a number", _is_number, required=False)
+        yield ArrowField(label.name, "a number", _is_number, required=False)
     for name, wanted, takes in (
         (schema.key, "a string or a whole number", _is_word),
         (schema.time, "a timestamp or a number of seconds", _is_time),
@@ -83,10 +83,12 @@ def fields_of(schema: Schema) -> Iterator[Field]:
         (schema.group, "a string or a whole number", _is_word),
     ):
         if name is not None:
-            yield Field(name, wanted, takes)
+            yield ArrowField(name, wanted, takes)
 
 
-def columns_of(schema: Schema, fields: Sequence[Field], arrays: Mapping[str, Any], faults: Faults) -> dict[str, Array]:
+def columns_of(
+    schema: Schema, fields: Sequence[ArrowField], arrays: Mapping[str, Any], faults: Faults
+) -> dict[str, Array]:
     """Return the schema's payload and the hashes, and note the rows that do not fit; theirs are any values."""
     n = len(faults.first)
     columns: dict[str, Array] = {}
@@ -107,7 +109,7 @@ def _is_list(kind: Any) -> bool:
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-def sizes_of(kind: Any, field: Field) -> tuple[int, ...] | None:
+def sizes_of(kind: Any, field: ArrowField) -> tuple[int, ...] | None:
     """Return the lengths that lists of this Arrow type have to have for the field, or None where it does not fit.
 
     A shape is nested lists, or one list of all its values.
@@ -144,7 +146,7 @@ def _is_time(kind: Any) -> bool:
     return bool(_is_number(kind) or types.is_timestamp(kind))
 
 
-def _feature_column(field: Field, feature: Feature, array: Any, faults: Faults) -> Array:
+def _feature_column(field: ArrowField, feature: Feature, array: Any, faults: Faults) -> Array:
     n = len(faults.first)
     if array is None or types.is_null(array.type):
         column: Array = np.zeros((n, *feature.shape), feature.dtype)

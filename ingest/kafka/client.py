@@ -86,7 +86,7 @@ class DeadLetter:
     added: Sequence[tuple[str, bytes]] = ()
 
 
-def sendable(letter: DeadLetter) -> DeadLetter:
+def sanitize(letter: DeadLetter) -> DeadLetter:
     """Return the letter as kafka-python can send it: no header without a value, and a key or a value.
 
     The added headers come last, so that they are what a reader finds by name.
@@ -95,7 +95,7 @@ def sendable(letter: DeadLetter) -> DeadLetter:
     return DeadLetter(b"" if letter.key is None and letter.value is None else letter.key, letter.value, headers)
 
 
-def smaller(letter: DeadLetter) -> Iterator[DeadLetter]:
+def shrink(letter: DeadLetter) -> Iterator[DeadLetter]:
     """Yield what to send in place of a letter that the broker finds too large: less, and at last nothing of it."""
     yield replace(letter, value=None, added=[*letter.added, ("anabranch-truncated", b"value")])
     yield DeadLetter(None, None, (), [*letter.added, ("anabranch-truncated", b"key, value and headers")])

@@ -20,15 +20,15 @@ from ingest.kafka.confluent_dead_letters import LetterProducer, brief, headers_o
 from ingest.kafka.diagnostics import (
     RECREATED,
     TRUNCATED,
+    auth_error,
+    check_gap,
     damaged,
     gone_topic,
     missing_topic,
-    pass_hole,
-    refused,
-    silent,
-    strange,
+    not_a_broker_message,
     too_large,
     unreachable,
+    unresponsive_message,
 )
 
 _PATIENCE = timedelta(seconds=8)
@@ -165,7 +165,7 @@ class ConfluentClient:
             ends = self._offsets(list(self._positions), OffsetSpec.latest())
             starts = self._offsets(list(self._positions), OffsetSpec.earliest()) if log_starts else {}
         except KafkaException as exc:
-            return Lag({}, silent(servers, brief(exc)))
+            return Lag({}, unresponsive_message(servers, brief(exc)))
         except BrokerError as exc:
             return Lag({}, str(exc))
         # A broker may report less than it has already delivered, so what was delivered counts as well.
@@ -216,9 +216,9 @@ class ConfluentClient:
         servers = self._settings.bootstrap_servers
         for error in self._heard:
             if error.code() == KafkaError._AUTHENTICATION:
-                return refused(servers, mechanism="mechanism" in error.str())
+                return auth_error(servers, mechanism="mechanism" in error.str())
         said = self._heard[-1].str() if self._heard else brief(exc)
-        return BrokerError(unreachable(servers) or strange(servers, said))
+        return BrokerError(unreachable(servers) or not_a_broker_message(servers, said))
 
     def _described(self, seconds: float) -> dict[str, Any]:
         """Return what the broker says of those of the topics that exist."""
@@ -302,7 +302,7 @@ class ConfluentClient:
         position = self._positions[partition]
         earliest = self.first_offsets([partition], "earliest", None)[partition]
         name = f"{partition.topic}[{partition.partition}]@{position}"
-        pass_hole(name, earliest - position, self._settings.on_gap)
+        check_gap(name, earliest - position, self._settings.on_gap)
         return earliest - position
 
     def _given_up(self, partition: TopicPartition, error: KafkaError) -> bool:

@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.kafka.client import DeadLetter, sendable, smaller
+from ingest.kafka.client import DeadLetter, sanitize, shrink
 from ingest.kafka.diagnostics import BAD_HEADER
 from ingest.kafka_properties import DEFAULTS, PROPERTIES
 
@@ -91,7 +91,7 @@ class LetterProducer:
         deadline = time.monotonic() + timeout.total_seconds()
         errors = self._delivered(letters, deadline)
         for done, (letter, error) in enumerate(zip(letters, errors, strict=True)):
-            less = smaller(letter)
+            less = shrink(letter)
             while error is not None and error.code() in _REFUSED_LETTERS:
                 bare = next(less, None)
                 if bare is None:
@@ -117,7 +117,7 @@ class LetterProducer:
 
         for place, letter in enumerate(letters):
             try:
-                self._produce(sendable(letter), told(place), deadline)
+                self._produce(sanitize(letter), told(place), deadline)
             except KafkaException as exc:
                 errors[place] = exc.args[0]
             except BufferError:

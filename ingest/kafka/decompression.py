@@ -12,7 +12,7 @@ _CHUNK_BYTES = 65_536
 _XERIAL_HEADER_BYTES = 16
 
 
-class TooLargeError(Exception):
+class InflatedTooLargeError(Exception):
     """More than the bound comes out."""
 
 
@@ -20,7 +20,7 @@ def inflate(compression_type: int, data: bytes, most: int) -> bytearray:
     """Return what was compressed, by the number that Kafka has for the codec.
 
     Raises:
-        TooLargeError: it is more than `most` bytes.
+        InflatedTooLargeError: it is more than `most` bytes.
         Exception: the data are damaged; each codec has errors of its own.
     """
     return _CODECS[compression_type](data, most)
@@ -31,7 +31,7 @@ def _read(stream: Any, most: int) -> bytearray:
     while chunk := stream.read(_CHUNK_BYTES):
         inflated += chunk
         if len(inflated) > most:
-            raise TooLargeError
+            raise InflatedTooLargeError
     return inflated
 
 
@@ -54,7 +54,7 @@ def _snappy(data: bytes, most: int) -> bytearray:
     inflated = bytearray()
     for block in _snappy_blocks(data):
         if len(inflated) + _snappy_length(block) > most:
-            raise TooLargeError
+            raise InflatedTooLargeError
         inflated += codecs.snappy.decompress(block)
     return inflated
 

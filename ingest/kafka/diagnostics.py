@@ -31,7 +31,7 @@ def unreachable(servers: str) -> str | None:
     return None
 
 
-def strange(servers: str, said: str) -> str:
+def not_a_broker_message(servers: str, said: str) -> str:
     """Say that what listens is no Kafka broker, or another than the properties are for."""
     return (
         f"something listens at {servers}, but it does not answer as a Kafka broker with these stream.properties "
@@ -39,12 +39,12 @@ def strange(servers: str, said: str) -> str:
     )
 
 
-def silent(servers: str, said: str) -> str:
+def unresponsive_message(servers: str, said: str) -> str:
     """Say that a broker that answered before does not any more."""
     return f"the Kafka broker at {servers} does not answer ({said})"
 
 
-def refused(servers: str, *, mechanism: bool) -> CredentialsError:
+def auth_error(servers: str, *, mechanism: bool) -> CredentialsError:
     """Return the error for a broker that refuses the mechanism, or else the user or the password."""
     if mechanism:
         return CredentialsError(f"the Kafka broker at {servers} does not take the sasl.mechanism in stream.properties")
@@ -66,7 +66,7 @@ def missing_topic(topic: str | None, servers: str) -> str:
     )
 
 
-def pass_hole(name: str, removed: int, on_gap: str) -> None:
+def check_gap(name: str, removed: int, on_gap: str) -> None:
     """Go on where `removed` offsets from the one that `name` tells on are gone, or raise GapError."""
     if removed <= 0:
         raise RecreatedError(f"{name} is beyond the topic's end: it seems to have been deleted and created again")

@@ -17,18 +17,18 @@ from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedError, TruncatedError
 from ingest.events.partition import TopicPartition
-from ingest.kafka.client import CORRUPT_SECONDS, DeadLetter, Lag, Messages, most_inflated, sendable, smaller, unreadable
+from ingest.kafka.client import CORRUPT_SECONDS, DeadLetter, Lag, Messages, most_inflated, sanitize, shrink, unreadable
 from ingest.kafka.diagnostics import (
     BAD_HEADER,
     RECREATED,
     TRUNCATED,
+    auth_error,
+    check_gap,
     gone_topic,
     missing_topic,
-    pass_hole,
-    refused,
-    silent,
-    strange,
+    not_a_broker_message,
     unreachable,
+    unresponsive_message,
 )
 from ingest.kafka.kafka_records import ReplacedNames, UnreadableError, bound
 from ingest.kafka_properties import DEFAULTS, check, kafka_python_options
@@ -204,7 +204,7 @@ class KafkaPythonClient:
         except kafka_errors.KafkaError as exc:
             servers = self._settings.bootstrap_servers
             gone = [topic for topic in self._settings.topics if not self._consumer.partitions_for_topic(topic)]
-            return Lag({}, gone_topic(gone[0], servers) if gone else silent(servers, _brief(exc)))
+            return Lag({}, gone_topic(gone[0], servers) if gone else unresponsive_message(servers, _brief(exc)))
         self._behind = [tp for tp, end in ends.items() if end > self._positions[tp]]
         self._still = {tp for tp in self._behind if self._positions[tp] == self._before.get(tp)}
         self._before = dict(self._positions)
@@ -272,7 +272,7 @@ class KafkaPythonClient:
             earliest = self._consumer.beginning_offsets(list(offsets))
         removed = {tp: int(earliest[tp]) - offset for tp, offset in offsets.items()}
         for tp, hole in removed.items():
-            pass_hole(f"{tp.topic}[{tp.partition}]@{offsets[tp]}", hole, self._settings.on_gap)
+            check_gap(f"{tp.topic}[{tp.partition}]@{offsets[tp]}", hole, self._settings.on_gap)
             self._consumer.seek(tp, earliest[tp])
         return removed
 
@@ -311,7 +311,7 @@ class KafkaPythonClient:
                 max_request_size=_LARGEST_LETTER,
             )
             self._connections.callback(self._producer.close, timeout=1)
-        sent, topic = sendable(letter), self._settings.dead_letter_topic
+        sent, topic = sanitize(letter), self._settings.dead_letter_topic
         try:
             return self._producer.send(topic, key=sent.key, value=sent.value, headers=sent.headers)
         except _REFUSED_LETTERS as exc:
@@ -319,7 +319,7 @@ class KafkaPythonClient:
 
     def _acknowledged(self, letter: DeadLetter, sent: Any, deadline: float) -> bool:
         """Wait for a letter; one that is refused goes again with less in it, at last with nothing, or is dropped."""
-        less = smaller(letter)
+        less = shrink(letter)
         while True:
             try:
                 if isinstance(sent, kafka_errors.KafkaError):
@@ -385,14 +385,14 @@ def _explained(
 ) -> BrokerError:
     for cause in heard:
         if isinstance(cause, _REFUSALS):
-            return refused(servers, mechanism=isinstance(cause, kafka_errors.UnsupportedSaslMechanismError))
+            return auth_error(servers, mechanism=isinstance(cause, kafka_errors.UnsupportedSaslMechanismError))
     # kafka-python throws a refusal away when it reads it together with the end of the connection.
     if "sasl.username" in properties and any("socket disconnected" in str(cause) for cause in heard):
         return CredentialsError(
             f"the Kafka broker at {servers} hangs up: it seems that it refuses the credentials, or the sasl.mechanism, "
             "in stream.properties"
         )
-    return BrokerError(unreachable(servers) or strange(servers, _brief(heard[-1] if heard else error)))
+    return BrokerError(unreachable(servers) or not_a_broker_message(servers, _brief(heard[-1] if heard else error)))
 
 
 @contextlib.contextmanager
@@ -407,16 +407,16 @@ def _overheard() -> Iterator[list[BaseException]]:
 
     theirs = logging.getLogger("kafka")
     level, collector = theirs.level, Collector(logging.WARNING)
-    silent = logging.NullHandler()
+    unresponsive_message = logging.NullHandler()
     theirs.addHandler(collector)
-    theirs.addHandler(silent)
+    theirs.addHandler(unresponsive_message)
     propagate, theirs.propagate = theirs.propagate, False
     theirs.setLevel(logging.WARNING)
     try:
         yield causes
     finally:
         theirs.removeHandler(collector)
-        theirs.removeHandler(silent)
+        theirs.removeHandler(unresponsive_message)
         theirs.propagate = propagate
         theirs.setLevel(level)
 

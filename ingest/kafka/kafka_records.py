@@ -14,7 +14,7 @@ from kafka.errors import CorruptRecordError, UnsupportedCodecError
 from kafka.record.default_records import DefaultRecord
 from kafka.record.util import decode_varint
 
-from ingest.kafka.decompression import TooLargeError, inflate
+from ingest.kafka.decompression import InflatedTooLargeError, inflate
 from ingest.kafka.diagnostics import damaged, too_large
 
 
@@ -61,7 +61,7 @@ class _Records(Fetcher.PartitionRecords):  # type: ignore[misc]
     def _unreadable(self, batch: "_Batch | None", exc: Exception) -> UnreadableError:
         said = f"{type(exc).__name__}: {exc}"
         begin, end, time_ms = max(self.fetch_offset, self.next_fetch_offset), None, int(time.time() * 1000)
-        reason = too_large(self._most) if isinstance(exc, TooLargeError) else damaged(said)
+        reason = too_large(self._most) if isinstance(exc, InflatedTooLargeError) else damaged(said)
         if batch is not None and (batch.sound or not self.check_crcs) and batch.end >= begin:
             end = batch.end
             # Compaction may have left fewer records than the batch has offsets.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from ingest.events.partition import TopicPartition
-from ingest.events.position import Fingerprint, Mark
+from ingest.events.position import Fingerprint, PartitionFingerprint
 from ingest.kafka.client import Client, Messages
 
 _POLL = timedelta(milliseconds=50)
@@ -41,7 +41,7 @@ class Changed:
     """Those of them whose log has grown again: records took the place of some that were read, and were not read."""
 
 
-def compare(client: Client, known: Mapping[TopicPartition, tuple[Mark, int]]) -> Changed:
+def compare(client: Client, known: Mapping[TopicPartition, tuple[PartitionFingerprint, int]]) -> Changed:
     """Find the partitions that are not what they were, which ends what the client is assigned.
 
     A log that is shorter than what was read of it was truncated where the broker's id says that it is the same topic;

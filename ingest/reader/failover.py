@@ -10,8 +10,8 @@ from datetime import timedelta
 from anabranch.core.backoff import jittered
 from anabranch.core.errors import AnabranchError
 from ingest.events.partition import TopicPartition
-from ingest.events.position import Mark, Position
-from ingest.reader.reader import Source
+from ingest.events.position import PartitionFingerprint, Position
+from ingest.reader.reader import BlockReader
 
 PATIENCE = timedelta(seconds=30)
 """For a host to find the topics."""
@@ -19,16 +19,16 @@ _SHORTEST_SECONDS = 1.0
 _LONGEST_SECONDS = 60.0
 _IN_A_ROW_SECONDS = 600.0
 
-Received = Mapping[TopicPartition, tuple[Position, Mark]]
+Received = Mapping[TopicPartition, tuple[Position, PartitionFingerprint]]
 
 log = logging.getLogger(__name__)
 
 
-class Absent:
+class FailedReaders:
     """Readers that were left out, and whether they read again. One is tried at a time, in a thread."""
 
     def __init__(self) -> None:
-        self._readers: list[Source] = []
+        self._readers: list[BlockReader] = []
         self._trial: _Trial | None = None
         self._pause = 0.0
         self._failed_at = self._try_at = float("-inf")
@@ -45,14 +45,14 @@ class Absent:
         """Dead letters of theirs that were not written, by reason."""
         return sum((each.letters_dropped for each in self._readers), Counter())
 
-    def add(self, reader: Source, why: str) -> None:
+    def add(self, reader: BlockReader, why: str) -> None:
         """Leave a reader out."""
         self.problem = f"another host does not read its part of the stream: {why}"
         log.warning("%s", self.problem)
         self._readers.append(reader)
         self._wait()
 
-    def back(self, received: Callable[[], Received]) -> Source | None:
+    def back(self, received: Callable[[], Received]) -> BlockReader | None:
         """Return one that reads again, which is the caller's from then on; called often.
 
         Args:
@@ -88,7 +88,7 @@ class Absent:
 class _Trial(threading.Thread):
     """Whether a reader finds the topics; it reads nothing."""
 
-    def __init__(self, reader: Source, received: Received) -> None:
+    def __init__(self, reader: BlockReader, received: Received) -> None:
         super().__init__(name="trial", daemon=True)
         self._reader = reader
         self.reads = False

@@ -12,7 +12,7 @@ _AT_ONCE_SECONDS = 1.0
 """Between two looks no more counts: in the rest of it this process was busy, or itself suspended."""
 
 
-class Told(Enum):
+class Liveness(Enum):
     """What silence tells."""
 
     NOTHING = "it is not long yet"
@@ -21,7 +21,7 @@ class Told(Enum):
     HANGS = "it was asked, and has said nothing"
 
 
-class Silence:
+class HangDetector:
     """Begins when a process starts, and anew with each of its words."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,13 +32,13 @@ class Silence:
         """Begin anew."""
         self._seconds, self._looked = 0.0, self._clock()
 
-    def look(self) -> Told:
+    def look(self) -> Liveness:
         """Count the time since the last look, in which no word came."""
         now, before, half = self._clock(), self._seconds, SILENT_SECONDS / 2
         self._seconds += min(now - self._looked, _AT_ONCE_SECONDS)
         self._looked = now
         if before < half <= self._seconds:
-            return Told.ASK
+            return Liveness.ASK
         if before < half + ANSWER_SECONDS <= self._seconds < SILENT_SECONDS:
-            return Told.SILENT
-        return Told.HANGS if self._seconds >= SILENT_SECONDS else Told.NOTHING
+            return Liveness.SILENT
+        return Liveness.HANGS if self._seconds >= SILENT_SECONDS else Liveness.NOTHING

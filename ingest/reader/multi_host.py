@@ -13,10 +13,10 @@ from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, RecreatedError, TruncatedError
 from ingest.events.block import Block
 from ingest.events.partition import TopicPartition
-from ingest.events.position import Mark, Position
+from ingest.events.position import PartitionFingerprint, Position
 from ingest.reader.assignment import far_off, share_out
-from ingest.reader.failover import PATIENCE, Absent, Received
-from ingest.reader.reader import Partition, Source
+from ingest.reader.failover import PATIENCE, FailedReaders, Received
+from ingest.reader.reader import BlockReader, Partition
 
 _NOW = timedelta(0)
 _REST_SECONDS = 0.05
@@ -24,7 +24,7 @@ _REST_SECONDS = 0.05
 log = logging.getLogger(__name__)
 
 
-class Sources:
+class MultiHostReader:
     """A source of which other hosts read a part. Used by one thread, as a source is.
 
     The one of this host finds partitions, and reads those that are not dealt to others. Where that of another host
@@ -37,13 +37,13 @@ class Sources:
     ) -> None:
         """Take the addresses of ingest processes on other hosts."""
         self._stream = stream
-        self._first = Source(stream, schema, hold_out)
-        self._others = [Source(stream, schema, hold_out, address) for address in addresses]
+        self._first = BlockReader(stream, schema, hold_out)
+        self._others = [BlockReader(stream, schema, hold_out, address) for address in addresses]
         self._readers = [self._first]
         self._shares: list[int] = []
         self._stop: threading.Event | None = None
         self._opened = False
-        self._absent = Absent()
+        self._absent = FailedReaders()
         self._turn = 0
         self._joined: list[Partition] = []
         self._joined_of: list[object] = []
@@ -55,7 +55,7 @@ class Sources:
         self,
         positions: Mapping[TopicPartition, Position],
         stop: threading.Event,
-        marks: Mapping[TopicPartition, Mark],
+        marks: Mapping[TopicPartition, PartitionFingerprint],
     ) -> None:
         """Start reading, each partition where `rates` have it; raises what the source of this host raises."""
         self._stop = stop
@@ -177,12 +177,12 @@ class Sources:
         readers = (self._first, *self._others)
         return sum((each.letters_dropped for each in readers), self._absent.letters_dropped)
 
-    def _busy(self) -> list[Source]:
+    def _busy(self) -> list[BlockReader]:
         """Return those that have partitions; such as were added are the first one's."""
         added = len(self._first.partitions) > len(self._shares)
         return [self._readers[number] for number in sorted({*self._shares, *([0] if added else [])})]
 
-    def _poll(self, reader: Source) -> Block | None:
+    def _poll(self, reader: BlockReader) -> Block | None:
         try:
             return reader.poll(_NOW)
         except RecreatedError as exc:
@@ -213,7 +213,7 @@ class Sources:
             self._close()
             self._leave_out(*lost)
 
-    def _open(self, received: Received, shares: list[int]) -> tuple[Source, str] | None:
+    def _open(self, received: Received, shares: list[int]) -> tuple[BlockReader, str] | None:
         """Start that of this host, and all others that have partitions; return one that does not start, and why."""
         assert self._stop is not None
         self._shares, self._readers, self._turn = shares, [self._first, *self._others], 0
@@ -241,13 +241,13 @@ class Sources:
                 return reader, str(exc)
         return None
 
-    def _go_on_without(self, dead: Sequence[Source]) -> None:
+    def _go_on_without(self, dead: Sequence[BlockReader]) -> None:
         received = self._end()
         for each in dead:
             self._leave_out(each, str(each.problem))
         self._begin(received)
 
-    def _leave_out(self, reader: Source, why: str) -> None:
+    def _leave_out(self, reader: BlockReader, why: str) -> None:
         self._others.remove(reader)
         self._absent.add(reader, why)
 

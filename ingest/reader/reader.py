@@ -20,29 +20,29 @@ from ingest.child_environment import without_settings
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError
 from ingest.events.block import Block, BlockLayout
-from ingest.events.partition import TopicPartition, current
-from ingest.events.position import Mark, Position
+from ingest.events.partition import TopicPartition, latest_incarnations
+from ingest.events.position import PartitionFingerprint, Position
 from ingest.events.schema import Schema
-from ingest.reader.hang_detector import ANSWER_SECONDS, SILENT_SECONDS, Silence, Told
+from ingest.reader.hang_detector import ANSWER_SECONDS, SILENT_SECONDS, HangDetector, Liveness
 from ingest.transport.protocol import (
-    Broker,
+    BlockReady,
     Commit,
     Failed,
-    Filled,
     FromIngest,
-    Opened,
-    Passed,
-    PassOver,
+    LagReport,
+    PartitionsOpened,
     Pause,
     Release,
     Resume,
+    SkippedToEnd,
+    SkipToEnd,
     Stop,
     ToIngest,
     begin,
     receive_in_learner,
     send,
 )
-from ingest.transport.shared_ring import Ring
+from ingest.transport.shared_ring import SharedRing
 
 _LONGEST_BACKOFF_SECONDS = 10.0
 _STOP_SECONDS = 3.0
@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SharedBlock(Block):
-    """A block whose columns are views of a slot, valid until `Source.release`."""
+    """A block whose columns are views of a slot, valid until `BlockReader.release`."""
 
     slot: int
-    ring: Ring
+    ring: SharedRing
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Partition:
     log_start: int | None = None
 
 
-class Source:
+class BlockReader:
     """Blocks of the pipeline's topics, in order. Used by one thread; ends with `close`.
 
     When the ingest process dies or hangs, another one goes on after the last block that was received, so that no block
@@ -97,9 +97,9 @@ class Source:
         self._partitions: Sequence[Partition] | None = None
         self._there: frozenset[int] = frozenset()
         """Of those, the partitions whose topic was not made anew."""
-        self._ring: Ring | None = None
+        self._ring: SharedRing | None = None
         self._received: dict[TopicPartition, Position] = {}
-        self._marks: dict[TopicPartition, Mark] = {}
+        self._marks: dict[TopicPartition, PartitionFingerprint] = {}
         self._starts: dict[TopicPartition, int] = {}
         self._ends: dict[int, int] = {}
         self._log_starts: dict[int, int] = {}
@@ -113,7 +113,7 @@ class Source:
         """Whether nothing follows what waits: the process has ended."""
         self._restart_at = 0.0
         self._backoff = 0.0
-        self._silence = Silence()
+        self._silence = HangDetector()
         self.problem: str | None = None
         """One sentence when the broker cannot be reached or the process had to be started again."""
         self.told: float | None = None
@@ -126,7 +126,7 @@ class Source:
     def start(self) -> None:
         """Start the process, which waits for `open` or `go_on`: before work that it need not wait for."""
         ours, theirs = socket.socketpair()
-        ring = Ring(self._layout, int(self._stream.buffer_bytes))
+        ring = SharedRing(self._layout, int(self._stream.buffer_bytes))
         with theirs:
             # -P: a folder named ingest where the user stands must not take this package's place.
             command = [sys.executable, "-P", "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
@@ -147,7 +147,7 @@ class Source:
         positions: Mapping[TopicPartition, Position] | None = None,
         stop: threading.Event | None = None,
         timeout: timedelta = timedelta(seconds=60),
-        marks: Mapping[TopicPartition, Mark] | None = None,
+        marks: Mapping[TopicPartition, PartitionFingerprint] | None = None,
         elsewhere: Sequence[int] = (),
         *,
         alone: bool = True,
@@ -185,7 +185,7 @@ class Source:
     def go_on(
         self,
         positions: Mapping[TopicPartition, Position],
-        marks: Mapping[TopicPartition, Mark],
+        marks: Mapping[TopicPartition, PartitionFingerprint],
         elsewhere: Sequence[int],
     ) -> None:
         """Read on after `close`, from these positions. Partitions are known: a broker that is away is waited for."""
@@ -198,7 +198,7 @@ class Source:
     def partitions(self) -> Sequence[Partition]:
         """All partitions, in the order of the index that blocks carry; the same list until one of them changes."""
         if self._partitions is None:
-            self._there = frozenset(current(self._table).values())
+            self._there = frozenset(latest_incarnations(self._table).values())
             self._partitions = [
                 Partition(
                     name, self._starts[name], self._ends.get(i), self._marks[name].topic_id, self._log_starts.get(i)
@@ -215,7 +215,7 @@ class Source:
         return self.told
 
     @property
-    def received(self) -> Mapping[TopicPartition, tuple[Position, Mark]]:
+    def received(self) -> Mapping[TopicPartition, tuple[Position, PartitionFingerprint]]:
         """Where another source would have to go on, and what the partitions are known again by."""
         return {name: (self._received[name], self._marks[name]) for name in self._table}
 
@@ -260,10 +260,10 @@ class Source:
                 self._is_gone = True
                 return
             self._silence.heard()
-            if isinstance(message, Broker):
+            if isinstance(message, LagReport):
                 self._note_broker(message)
                 continue
-            if isinstance(message, Opened):
+            if isinstance(message, PartitionsOpened):
                 self.problem = None
             self._waiting.append(message)
 
@@ -292,7 +292,7 @@ class Source:
         """Go on at the end of every partition; a block tells what was passed. Asking again meanwhile does nothing."""
         if not self._passing:
             self._passing = True
-            self._say(PassOver())
+            self._say(SkipToEnd())
 
     def commit(self, offsets: dict[int, int]) -> None:
         """Write positions, by index of the partition, for lag tools; best effort."""
@@ -312,13 +312,13 @@ class Source:
             self.start()
         self._silence.heard()
         positions = [(name, self._received[name]) for name in self._table]
-        marks = [self._marks.get(name, Mark()) for name in self._table]
+        marks = [self._marks.get(name, PartitionFingerprint()) for name in self._table]
         settings = self._stream, self._schema, self._hold_out
         self._say(begin(*settings, positions, marks, list(self._elsewhere), alone=self._alone))
         if self._paused:
             self._say(Pause())
         if self._passing:
-            self._say(PassOver())
+            self._say(SkipToEnd())
 
     def _take_next(self) -> Block | None:
         """Take the message that waits longest, or that the process has ended where none does."""
@@ -328,7 +328,7 @@ class Source:
         self._restart_later(f"no ingest process answers at {self._address}" if self._address else here)
         return None
 
-    def _note_broker(self, report: Broker) -> None:
+    def _note_broker(self, report: LagReport) -> None:
         self.problem = report.problem
         if report.ends:
             self.told, self._partitions = report.time, None
@@ -337,26 +337,28 @@ class Source:
 
     def _note_silence(self) -> None:
         told = self._silence.look()
-        if told is Told.ASK:
+        if told is Liveness.ASK:
             self._say(Pause() if self._paused else Resume())  # as it is: any word makes it report again
-        elif told is Told.SILENT:
+        elif told is Liveness.SILENT:
             self.problem = (
                 self.problem or f"ingest has reported nothing for {SILENT_SECONDS / 2 + ANSWER_SECONDS:.0f} s"
             )
-        elif told is Told.HANGS:
+        elif told is Liveness.HANGS:
             here = "the ingest process hangs; another one is started"
             self._restart_later(f"the ingest process at {self._address} hangs" if self._address else here)
 
     def _take(self, message: FromIngest) -> Block | None:
         match message:
-            case Opened(partitions, starts, ids):
+            case PartitionsOpened(partitions, starts, ids):
                 self._opened, self._partitions = True, None
                 for name, start, topic_id in zip(partitions, starts, ids, strict=True):
                     self._starts.setdefault(name, start)
                     self._received.setdefault(name, Position(start))
-                    self._marks[name] = Mark(topic_id, self._marks.get(name, Mark()).last)
+                    self._marks[name] = PartitionFingerprint(
+                        topic_id, self._marks.get(name, PartitionFingerprint()).last
+                    )
                 self._table = partitions
-            case Filled(slot, rows, coverage, unknown_fields, letters_dropped):
+            case BlockReady(slot, rows, coverage, unknown_fields, letters_dropped):
                 self._backoff = 0.0
                 assert self._ring is not None
                 block = SharedBlock(self._ring.views(slot, rows), coverage, slot, self._ring)
@@ -364,7 +366,7 @@ class Source:
                 self.letters_dropped.update(letters_dropped)
                 self._note(block)
                 return block
-            case Passed():
+            case SkippedToEnd():
                 self._passing = False
             case Failed(error, sentence):
                 self._fail(error, sentence)
@@ -382,7 +384,7 @@ class Source:
             if cover.partition not in self._there:
                 self._partitions = None
             if cover.last is not None:
-                self._marks[name] = Mark(self._marks[name].topic_id, cover.last)
+                self._marks[name] = PartitionFingerprint(self._marks[name].topic_id, cover.last)
 
     def _fail(self, error: str, sentence: str) -> None:
         kind = getattr(errors, error)

@@ -7,7 +7,7 @@ import msgspec
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import Coverage
 from ingest.events.partition import TopicPartition
-from ingest.events.position import Mark, Position
+from ingest.events.position import PartitionFingerprint, Position
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -17,7 +17,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     schema: str
     hold_out: str
     positions: list[tuple[TopicPartition, Position]]
-    marks: list[Mark]
+    marks: list[PartitionFingerprint]
     elsewhere: list[int] = []
     """Indexes of partitions that another process reads."""
     alone: bool = True
@@ -44,15 +44,16 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
     positions: list[tuple[int, int]]
 
 
-class PassOver(msgspec.Struct, frozen=True, tag=True):
-    """Go on at the end of every partition; a block without rows tells what was passed, and `Passed` follows it."""
+class SkipToEnd(msgspec.Struct, frozen=True, tag=True):
+    """Go on at the end of every partition; a block without rows tells what was passed, and `SkippedToEnd` follows
+    it."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-class Opened(msgspec.Struct, frozen=True, tag=True):
+class PartitionsOpened(msgspec.Struct, frozen=True, tag=True):
     """Partitions in the order of their index, where each begins, and the id of its topic; sent again when partitions
     were added. One that comes after another of its topic and number has taken that one's place."""
 
@@ -61,7 +62,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     ids: list[str | None]
 
 
-class Filled(msgspec.Struct, frozen=True, tag=True):
+class BlockReady(msgspec.Struct, frozen=True, tag=True):
     """A slot holds a block."""
 
     slot: int
@@ -72,7 +73,7 @@ class Filled(msgspec.Struct, frozen=True, tag=True):
     """Dead letters that were not written, by reason, since the block before."""
 
 
-class Broker(msgspec.Struct, frozen=True, tag=True):
+class LagReport(msgspec.Struct, frozen=True, tag=True):
     """How far the broker is, by index of the partition, and what is wrong with reaching it."""
 
     ends: list[tuple[int, int]]
@@ -83,8 +84,8 @@ class Broker(msgspec.Struct, frozen=True, tag=True):
     """The first offset that the broker still has, by index of the partition; told every ten minutes."""
 
 
-class Passed(msgspec.Struct, frozen=True, tag=True):
-    """What `PassOver` asked for is done."""
+class SkippedToEnd(msgspec.Struct, frozen=True, tag=True):
+    """What `SkipToEnd` asked for is done."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -94,8 +95,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-ToIngest = Begin | Release | Pause | Resume | Commit | PassOver | Stop
-FromIngest = Opened | Filled | Broker | Passed | Failed
+ToIngest = Begin | Release | Pause | Resume | Commit | SkipToEnd | Stop
+FromIngest = PartitionsOpened | BlockReady | LagReport | SkippedToEnd | Failed
 
 _to_ingest = msgspec.msgpack.Decoder(ToIngest)
 _from_ingest = msgspec.msgpack.Decoder(FromIngest)
@@ -135,7 +136,7 @@ def begin(
     schema: SchemaSettings,
     hold_out: HoldOut,
     positions: list[tuple[TopicPartition, Position]],
-    marks: list[Mark],
+    marks: list[PartitionFingerprint],
     elsewhere: list[int],
     *,
     alone: bool,

@@ -21,7 +21,7 @@ MOST_ROWS = 4096
 _SLOTS = 8
 
 
-class Ring:
+class SharedRing:
     """`slots` slots with room for `rows` events each, in `slots * slot_bytes` bytes."""
 
     def __init__(self, layout: BlockLayout, buffer_bytes: int, descriptor: int | None = None) -> None:

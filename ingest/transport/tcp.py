@@ -20,8 +20,17 @@ import numpy as np
 from ingest.child_environment import without_settings
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError
-from ingest.transport.protocol import Begin, Broker, Failed, Filled, from_ingest, receive_in_ingest, revealed, send
-from ingest.transport.shared_ring import Ring
+from ingest.transport.protocol import (
+    Begin,
+    BlockReady,
+    Failed,
+    LagReport,
+    from_ingest,
+    receive_in_ingest,
+    revealed,
+    send,
+)
+from ingest.transport.shared_ring import SharedRing
 
 _CONNECT_SECONDS = 5.0
 _LONGEST_MESSAGE = 100_000_000
@@ -42,7 +51,7 @@ def set_options(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class CarryingRing(Ring):
+class CarryingRing(SharedRing):
     """A ring whose other side is on another host: what a slot holds follows the message that says so."""
 
     def carry(self, connection: Connection, slot: int, rows: int) -> None:
@@ -79,7 +88,7 @@ def learners(descriptor: int, patience: float = _CONNECT_SECONDS) -> Iterator[tu
                 yield connection, begin
 
 
-def relay(address: str, learner: Connection, ring: Ring, begin: Begin) -> None:
+def relay(address: str, learner: Connection, ring: SharedRing, begin: Begin) -> None:
     """Pass on what learner and ingest process say, and put the rows into the ring, until either is gone.
 
     The other host has the settings of the stream itself, so that no secret goes there.
@@ -102,11 +111,11 @@ def relay(address: str, learner: Connection, ring: Ring, begin: Begin) -> None:
                     continue
                 message = other.recv_bytes(_LONGEST_MESSAGE)
                 said = from_ingest(message)
-                if isinstance(said, Filled):
+                if isinstance(said, BlockReady):
                     for column in ring.views(said.slot, said.rows).values():
                         if column.nbytes:
                             other.recv_bytes_into(column.reshape(-1).view(np.uint8).data)
-                if isinstance(said, Broker):  # the clock of the other host is not this one's
+                if isinstance(said, LagReport):  # the clock of the other host is not this one's
                     send(learner, msgspec.structs.replace(said, time=time.monotonic()))
                 else:
                     learner.send_bytes(message)

@@ -63,7 +63,7 @@ class Assembled:
         return len(self.columns["offset"])
 
 
-class Assembler:
+class BlockBuilder:
     """Decodes, rejects, holds out; keeps no state between calls."""
 
     def __init__(self, schema: Schema, stream: StreamSettings, hold_out: HoldOut) -> None:

@@ -15,28 +15,28 @@ from anabranch.core.backoff import jittered
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, GapError, RecreatedError, TruncatedError
 from ingest.events.block import Coverage
-from ingest.events.partition import TopicPartition, current
-from ingest.events.position import Mark, Position
+from ingest.events.partition import TopicPartition, latest_incarnations
+from ingest.events.position import PartitionFingerprint, Position
 from ingest.kafka.client import Client, DeadLetter, Lag, Messages
 from ingest.kafka.diagnostics import RECREATED, TRUNCATED, overwritten
 from ingest.kafka.topic_recreation import compare, fingerprint
 from ingest.transport.protocol import (
-    Broker,
+    BlockReady,
     Commit,
-    Filled,
-    Opened,
-    Passed,
-    PassOver,
+    LagReport,
+    PartitionsOpened,
     Pause,
     Release,
     Resume,
+    SkippedToEnd,
+    SkipToEnd,
     Stop,
     ToIngest,
     receive_in_ingest,
     send,
 )
-from ingest.transport.shared_ring import Ring
-from ingest.worker.block_builder import Assembled, Assembler, Incoming
+from ingest.transport.shared_ring import SharedRing
+from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming
 from ingest.worker.stalled_partitions import Stalls
 
 _PAUSE_SECONDS = 0.01
@@ -67,15 +67,15 @@ class StoppedError(Exception):
     """The learner said stop, or is gone."""
 
 
-class Worker:
+class IngestWorker:
     """One loop: listen to the learner, poll the broker, hand over blocks."""
 
     def __init__(
         self,
         stream: StreamSettings,
         client: Client,
-        assembler: Assembler,
-        ring: Ring,
+        assembler: BlockBuilder,
+        ring: SharedRing,
         connection: Connection,
         elsewhere: Sequence[int] = (),
         *,
@@ -94,7 +94,7 @@ class Worker:
         self._passing = False
         self._table: list[TopicPartition] = []
         self._next: list[Position] = []
-        self._marks: list[Mark] = []
+        self._marks: list[PartitionFingerprint] = []
         self._index: dict[TopicPartition, int] = {}
         self._read: list[int] = []
         self._problem: str | None = None
@@ -115,7 +115,9 @@ class Worker:
         self._dropped_log = 0.0
         self._unheard = 0
 
-    def run(self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[Mark] = ()) -> None:
+    def run(
+        self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[PartitionFingerprint] = ()
+    ) -> None:
         """Read from `positions` on, and where there are none from `stream.start`, until the learner says stop.
 
         Args:
@@ -130,7 +132,7 @@ class Worker:
         # Beside known partitions, those that are new are read whole: only a first start begins where it is told to.
         self._table = [partition for partition, _ in positions]
         self._next = [position for _, position in positions]
-        self._marks = list(marks) or [Mark()] * len(self._table)
+        self._marks = list(marks) or [PartitionFingerprint()] * len(self._table)
         self._take_up("earliest" if positions else self._stream.start, due=True)
         next_partitions, backoff = time.monotonic() + _PARTITIONS_SECONDS, 0.0
         while True:
@@ -190,7 +192,7 @@ class Worker:
 
         Whether some were is looked up when partitions were added, or `due`. Return whether there are more than before.
         """
-        there, known = self._client.partitions(), current(self._table)
+        there, known = self._client.partitions(), latest_incarnations(self._table)
         added = [p for p in there if (p.topic, p.partition) not in known and self._alone]
         if not added and not due:
             return False
@@ -202,14 +204,14 @@ class Worker:
         offsets |= {partition: start for partition, start in anew.items() if start is not None}
         self._table = [*self._table, *added, *anew]
         self._next += [Position(offsets[partition]) for partition in (*added, *anew)]
-        self._marks += [Mark()] * len([*added, *anew])
+        self._marks += [PartitionFingerprint()] * len([*added, *anew])
         self._index = {partition: place for place, partition in enumerate(self._table)}
         # A topic that was taken out of the settings keeps its index, but is not read, nor is a partition that is gone
         # from a topic that was made anew.
         topics, names = {each.topic for each in there}, {(each.topic, each.partition) for each in there}
         self._read = [
             place
-            for name, place in current(self._table).items()
+            for name, place in latest_incarnations(self._table).items()
             if name[0] in self._stream.topics
             and (name[0] not in topics or name in names)
             and place not in self._elsewhere
@@ -217,10 +219,10 @@ class Worker:
         ids = self._client.topic_ids()
         for place in self._read:
             mark = self._marks[place]
-            self._marks[place] = Mark(mark.topic_id or ids.get(self._table[place].topic), mark.last)
+            self._marks[place] = PartitionFingerprint(mark.topic_id or ids.get(self._table[place].topic), mark.last)
         self._client.assign({self._table[place]: self._next[place].offset for place in self._read})
         starts = [position.offset for position in self._next]
-        send(self._connection, Opened(self._table, starts, [mark.topic_id for mark in self._marks]))
+        send(self._connection, PartitionsOpened(self._table, starts, [mark.topic_id for mark in self._marks]))
         return bool(added or anew)
 
     def _made_anew(self) -> dict[TopicPartition, int | None]:
@@ -235,7 +237,7 @@ class Worker:
         """
         places = [
             place
-            for name, place in current(self._table).items()
+            for name, place in latest_incarnations(self._table).items()
             if name[0] in self._stream.topics and (self._alone or place not in self._elsewhere)
         ]
         changed = compare(
@@ -273,8 +275,8 @@ class Worker:
         # Always: what was fetched and not handed over comes again where it is not passed.
         self._client.assign({self._table[place]: self._next[place].offset for place in read})
         if passed:
-            send(self._connection, Filled(self._free.pop(), 0, tuple(passed), 0))
-        send(self._connection, Passed())
+            send(self._connection, BlockReady(self._free.pop(), 0, tuple(passed), 0))
+        send(self._connection, SkippedToEnd())
         self._passing = False
 
     def _wait_for_learner(self) -> None:
@@ -301,10 +303,10 @@ class Worker:
                 self._paused = True
             case Resume():
                 self._paused = False
-            case PassOver():
+            case SkipToEnd():
                 self._passing = True
             case Commit(positions):
-                read = set(current(self._table).values())
+                read = set(latest_incarnations(self._table).values())
                 self._client.commit({self._table[index]: offset for index, offset in positions if index in read})
             case Stop():
                 raise StoppedError
@@ -346,7 +348,7 @@ class Worker:
             slot = self._free.pop()
             self._ring.write(slot, assembled.columns, begin, end)
             coverage = tuple(self._cover(incoming, assembled, begin, end, last=end == total))
-            send(self._connection, Filled(slot, end - begin, coverage, unknown, dict(+self._dropped)))
+            send(self._connection, BlockReady(slot, end - begin, coverage, unknown, dict(+self._dropped)))
             self._dropped.clear()
             self._ring.carry(self._connection, slot, end - begin)
             unknown = 0
@@ -371,7 +373,7 @@ class Worker:
                 newest = fingerprint(each.messages, -1) if done and readable else None
                 yield Coverage(each.partition, here.offset + removed, stop, removed, last=newest)
                 if newest is not None:
-                    self._marks[each.partition] = Mark(self._marks[each.partition].topic_id, newest)
+                    self._marks[each.partition] = PartitionFingerprint(self._marks[each.partition].topic_id, newest)
                 row = 0 if done or stop != columns["offset"][end - 1] else int(columns["row"][end])
                 self._next[each.partition] = Position(stop, row)
             low = high
@@ -423,7 +425,7 @@ class Worker:
         fault = self._fault if time.monotonic() < self._fault_until else None
         send(
             self._connection,
-            Broker(ends, lag.problem or self._stall or fault, time.monotonic() if asked is None else asked, starts),
+            LagReport(ends, lag.problem or self._stall or fault, time.monotonic() if asked is None else asked, starts),
         )
 
 

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.events.block import Array
-from learner.adaptation.replay_ratio import Ratio, Tally
+from learner.adaptation.replay_ratio import Ratio, ScoreSum
 from learner.evaluation.holdout import HoldoutSet
 from learner.model.faulty_events import RaisingEventsError
-from learner.strategies.examples import rehearsal
+from learner.strategies.examples import examples_of
 from learner.training.trainer import Trainer
-from replay.plan import Draw
-from replay.sampling.step_rng import Chance
+from replay.plan import Sample
+from replay.sampling.step_rng import StepRng
 
 ENOUGH = 100
 """Held-out events below this are too few to go by."""
@@ -33,7 +33,7 @@ class Probe:
         self._holdout = holdout
         self._trainer = trainer
         self._rows = rows
-        self._chance = Chance(_SEED)
+        self._chance = StepRng(_SEED)
         self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
         """Hashes of held-out events on which the model raised, and what it raised: to take out of the held-out set."""
 
@@ -41,7 +41,7 @@ class Probe:
         """Return how many events a step has to draw for it: none where held-out ones are scored, or nothing is."""
         return self._rows if self._ratio.probes(step) and self._holdout.older < ENOUGH else 0
 
-    def score(self, step: int, draw: Draw | None) -> Tally | None:
+    def score(self, step: int, draw: Sample | None) -> ScoreSum | None:
         """Score old events if the step measures; None: there are none, the model raises on one, or the scores
         are not finite."""
         if not self._ratio.probes(step):
@@ -51,7 +51,7 @@ class Probe:
             held = self._holdout.take(self._chance.of(step).integers(older, size=self._rows))
             examples = self._trainer.examples(held)
         elif draw is not None and len(draw):
-            examples = rehearsal(draw.first(self._rows), (self._rows,))[0]
+            examples = examples_of(draw.first(self._rows), (self._rows,))[0]
         else:
             return None
         try:
@@ -60,4 +60,4 @@ class Probe:
             if held:
                 self.raised.append((held["hash"].astype(np.uint64)[exc.places], exc.said))
             return None
-        return Tally(rows, score) if math.isfinite(score) else None
+        return ScoreSum(rows, score) if math.isfinite(score) else None

@@ -1,6 +1,6 @@
 """How many old events a step replays for each new one.
 
-`FixedRatio` is what the config says. `MeasuredRatio` replays where replay is seen to help, and else not at all.
+`FixedRatio` is what the config says. `AdaptiveReplayRatio` replays where replay is seen to help, and else not at all.
 """
 
 import math
@@ -14,7 +14,7 @@ Phase = Literal["off", "trial", "on"]
 
 
 @dataclass(frozen=True)
-class Tally:
+class ScoreSum:
     """Events that were scored, and the sum of their scores: 1 for right and 0 for wrong, or minus the error."""
 
     rows: int
@@ -33,7 +33,7 @@ class Ratio(Protocol):
         """Whether this step is to score old events, without training on them, before it trains."""
         ...
 
-    def learned(self, new: Tally, old: Tally | None) -> None:
+    def learned(self, new: ScoreSum, old: ScoreSum | None) -> None:
         """Hear of a finished step: scores before training, of its new events and of the old ones that it probed."""
         ...
 
@@ -49,7 +49,7 @@ class Ratio(Protocol):
 def make_ratio(settings: LearnerSettings, *, bounded: bool) -> Ratio:
     """Make what the config asks for; `bounded` says that scores are 0 to 1."""
     if settings.replay_ratio == "auto":
-        return MeasuredRatio(settings.old_weight, bounded=bounded)
+        return AdaptiveReplayRatio(settings.old_weight, bounded=bounded)
     return FixedRatio(settings.replay_ratio)
 
 
@@ -63,7 +63,7 @@ class FixedRatio:
         """Never: there is nothing to decide."""
         return False
 
-    def learned(self, new: Tally, old: Tally | None) -> None:
+    def learned(self, new: ScoreSum, old: ScoreSum | None) -> None:
         """Change nothing."""
 
     def state(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ _NEARLY_FULL = 0.9
 _LEAST = 0.05
 
 
-class MeasuredRatio:
+class AdaptiveReplayRatio:
     """Replays as far as forgetting is measured, and replaying is measured to undo it.
 
     Forgetting is how much worse the model does on a uniform sample of old events than on the newest ones, both scored
@@ -124,7 +124,7 @@ class MeasuredRatio:
         """
         self._cost = _COST * (1 - old_weight) / old_weight if old_weight else math.inf
         self._bounded = bounded
-        self._new, self._old = _Fading(), _Fading()
+        self._new, self._old = _DecayedMean(), _DecayedMean()
         self._phase: Phase = "off"
         self._bar = self._cost
         self._left = 0
@@ -155,7 +155,7 @@ class MeasuredRatio:
         """In each fourth step, in every phase, so that all that is compared was measured in one way."""
         return step % _PROBE_EVERY == 0
 
-    def learned(self, new: Tally, old: Tally | None) -> None:
+    def learned(self, new: ScoreSum, old: ScoreSum | None) -> None:
         """Measure, and decide for the next step."""
         self._new.add(new, 1)
         if old is not None:
@@ -219,7 +219,7 @@ class MeasuredRatio:
         """Take up the state of a checkpoint; one of a fixed ratio says nothing, and measuring begins anew."""
         if not state:
             return
-        self._new, self._old = _Fading(*state["new"]), _Fading(*state["old"])
+        self._new, self._old = _DecayedMean(*state["new"]), _DecayedMean(*state["old"])
         self._phase, self._left, self.now = state["phase"], state["left"], state["now"]
         self._bar = self._cost if state["bar"] is None else max(self._cost, state["bar"])
         self._without, self._with = state["without"], state["with"]
@@ -228,13 +228,13 @@ class MeasuredRatio:
             self._stop(self._cost)
 
 
-class _Fading:
+class _DecayedMean:
     """A mean in which a step counts half as much as one `_HALF_LIFE` steps later."""
 
     def __init__(self, weight: float = 0.0, total: float = 0.0, seen: int = 0) -> None:
         self._weight, self._total, self.seen = weight, total, seen
 
-    def add(self, tally: Tally, steps: int) -> None:
+    def add(self, tally: ScoreSum, steps: int) -> None:
         """Take up what was found so many steps after the last time."""
         factor = 0.5 ** (steps / _HALF_LIFE)
         self._weight = self._weight * factor + tally.rows

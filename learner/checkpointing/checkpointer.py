@@ -17,11 +17,11 @@ from learner.checkpointing.replay_state import pack
 from learner.config import CheckpointSettings
 from learner.errors import CheckpointError
 from learner.metrics import LearnerMetrics
-from learner.runtime.background_worker import Background
+from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from replay.background_store import Clerk
-from replay.checkpoint.capture import Held
+from replay.background_store import BackgroundStore
+from replay.checkpoint.capture import CapturedStore
 from replay.checkpoint.segments import Segment
 
 _FIRST_CHECKPOINT_LOOK = timedelta(milliseconds=100)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Moment:
+class CapturedState:
     """All that a checkpoint is made from, copied at one step boundary; `held` is the store's part, read in the
     background."""
 
@@ -38,7 +38,7 @@ class Moment:
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
     """Plain values; encoded before the next step, so that nothing of them may change."""
-    held: Held | None
+    held: CapturedStore | None
 
 
 class Checkpointer:
@@ -48,7 +48,7 @@ class Checkpointer:
         self,
         checkpoints: Checkpoints,
         settings: CheckpointSettings,
-        clerk: Clerk | None,
+        clerk: BackgroundStore | None,
         metrics: LearnerMetrics,
         segments: Sequence[Segment] = (),
         check: Callable[[], object] = bool,
@@ -61,7 +61,7 @@ class Checkpointer:
         self._clerk = clerk
         self._metrics = metrics
         self._due = time.monotonic() + self._every
-        self._background = Background("checkpointer", check)
+        self._background = BackgroundWorker("checkpointer", check)
         self._holding = False
         self._segments = self._next_segments = segments
         self._written: object = None
@@ -87,7 +87,7 @@ class Checkpointer:
         """Let the next `checkpoint_if_due` begin a checkpoint, or as soon as the one that is being written is done."""
         self._due, self.asked = time.monotonic(), True
 
-    def checkpoint_if_due(self, take: Callable[[int], Moment], standing: Callable[[], object] = object) -> None:
+    def checkpoint_if_due(self, take: Callable[[int], CapturedState], standing: Callable[[], object] = object) -> None:
         """Begin a checkpoint when one is due; one that falls due while another is written waits for it.
 
         `standing` returns what tells one moment from the next: while it equals that of the last checkpoint that this
@@ -111,7 +111,9 @@ class Checkpointer:
         """Whether it is time for a checkpoint that lets the store write slots again, after `keep` more."""
         return self._clerk is not None and self._clerk.slots_waiting * (self._keep + 2) > self._clerk.spare
 
-    def _free_slots(self, clerk: Clerk, take: Callable[[int], Moment], standing: Callable[[], object]) -> None:
+    def _free_slots(
+        self, clerk: BackgroundStore, take: Callable[[int], CapturedState], standing: Callable[[], object]
+    ) -> None:
         """Write checkpoints until the store has slots to fill; `keep` checkpoints free all that can be freed."""
         for _ in range(self._keep + 1):
             self._background.wait()
@@ -137,7 +139,7 @@ class Checkpointer:
         if self.number:
             return
         number = self._highest = self._highest + 1
-        moment = _encoded(Moment(0, {}, state, None))
+        moment = _encoded(CapturedState(0, {}, state, None))
         self._background.start(lambda: self._write(number, moment, None))
         while self._background.busy and not stop.is_set():
             self._background.wait(Deadline(_FIRST_CHECKPOINT_LOOK))
@@ -147,7 +149,7 @@ class Checkpointer:
             raise DependencyError(f"{self._problem}; nothing is learned before it is, or a crash would lose it")
 
     def checkpoint_last(
-        self, take: Callable[[int], Moment], deadline: Deadline, standing: Callable[[], object] = object
+        self, take: Callable[[int], CapturedState], deadline: Deadline, standing: Callable[[], object] = object
     ) -> None:
         """Write one more checkpoint, unless nothing has changed, and wait until it is written."""
         self._background.wait(deadline)
@@ -175,7 +177,7 @@ class Checkpointer:
         """Whether a checkpoint is written, or what `run` was given is done."""
         return self._background.busy
 
-    def _begin(self, take: Callable[[int], Moment], standing: object) -> None:
+    def _begin(self, take: Callable[[int], CapturedState], standing: object) -> None:
         number = self._highest = self._highest + 1  # a number that failed is not used again
         moment = _encoded(take(number))
         self.asked = False
@@ -189,7 +191,7 @@ class Checkpointer:
             self._clerk.store.let_go(self._oldest, written=self.number == self._highest)
         self._background.raise_bug()
 
-    def _write(self, number: int, moment: Moment, standing: object) -> None:
+    def _write(self, number: int, moment: CapturedState, standing: object) -> None:
         """Write and prune. A full or read-only disk costs this checkpoint, never the training nor the checkpoints
         before."""
         try:
@@ -218,7 +220,7 @@ class Checkpointer:
         else:
             self._problem = None
 
-    def _checkpoint(self, moment: Moment) -> Checkpoint:
+    def _checkpoint(self, moment: CapturedState) -> Checkpoint:
         if self._clerk is None or moment.held is None:
             return Checkpoint(moment.step, moment.tensors, moment.state)
         standing, change = self._clerk.contents(moment.held)
@@ -228,7 +230,7 @@ class Checkpointer:
         return Checkpoint(moment.step, tensors, state, part.carried)
 
 
-def _encoded(moment: Moment) -> Moment:
+def _encoded(moment: CapturedState) -> CapturedState:
     """Return a moment with its state encoded: what it was taken from may change while the tensors are written."""
     state = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in moment.state.items()}
     return replace(moment, state=state)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError
-from learner.checkpointing.without_erased import Tensors, named_slots, without
+from learner.checkpointing.without_erased import Tensors, erased_parts, named_slots
 from learner.errors import CheckpointError
 from learner.state_dir.checkpoint import FORMAT, SEGMENT, CheckpointManifest, Checkpoints, part_of
 from replay.erasure.erased_events import ErasedEvents
@@ -84,14 +84,14 @@ class Eraser:
         for name in manifest.files:
             if part_of(name).startswith(SEGMENT) and part_of(name) not in tensors:
                 self._checkpoints.remove(manifest.number, name)
-        changed = without(tensors, state, self._erased)
+        changed = erased_parts(tensors, state, self._erased)
         file = state.get("replay", {}).get("file")
         if changed:
             whole = {part: self._whole(manifest, part) for part in changed}
             lost = {part for part, each in whole.items() if each is None}
             tensors = {part: each for part, each in tensors.items() if part not in lost}
             verified = {**tensors, **{part: each for part, each in whole.items() if each is not None}}
-            changed = without(verified, state, self._erased)
+            changed = erased_parts(verified, state, self._erased)
             self._checkpoints.replace(manifest, changed, self._known)
             tensors = {**tensors, **changed}
             done.checkpoints += 1

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from anabranch.core.errors import DependencyError
 from learner.checkpointing.erase_checkpoints import Eraser
-from learner.checkpointing.without_erased import remembered
+from learner.checkpointing.without_erased import without_erased
 from learner.errors import MisfitError
 from learner.state_dir.checkpoint import RANK, Checkpoints
 from replay.erasure.erased_events import ErasedEvents
@@ -50,4 +50,4 @@ def _counted(checkpoints: Checkpoints, erased: ErasedEvents) -> tuple[int, int]:
         found = checkpoints.newest()
     except MisfitError:
         return 0, 0  # of another schema or release: it is looked through all the same
-    return remembered(found[1], erased)[1] if found is not None else (0, 0)
+    return without_erased(found[1], erased)[1] if found is not None else (0, 0)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from anabranch.core.errors import DependencyError
 from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.identity import partition_base, partition_name
-from ingest.events.partition import TopicPartition, current
+from ingest.events.partition import TopicPartition, latest_incarnations
 from ingest.reader.reader import Partition
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erase_checkpoints import Eraser
@@ -25,11 +25,11 @@ from learner.evaluation.holdout import HoldoutSet
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
 from learner.stream.batches import Batch, Span
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 from replay.erasure.erased_events import ErasedEvents, Record
 from replay.erasure.erasure_log import ErasureLog, now
 from replay.erasure.log_file import Applied
-from replay.tiers.hierarchy import Tiers
+from replay.tiers.hierarchy import TierHierarchy
 
 _EVERY_SECONDS = 0.2
 _SHARE = 20
@@ -56,7 +56,7 @@ class Erasure:
         written: ErasureLog,
         checkpoints: Checkpoints,
         folder: Path,
-        clerk: Clerk | None,
+        clerk: BackgroundStore | None,
         holdout: HoldoutSet,
         checkpointer: Checkpointer,
     ) -> None:
@@ -260,7 +260,7 @@ class Erasure:
         A partition of a topic that was made anew, or whose log lost its end, is as far as the one in its place: after
         beginning anew what both have is read under the first name.
         """
-        there, positions = current(partition.name for partition in self._partitions), self._positions()
+        there, positions = latest_incarnations(partition.name for partition in self._partitions), self._positions()
         found = {}
         for place, each in enumerate(self._partitions):
             last = there[each.name.topic, each.name.partition]
@@ -346,7 +346,7 @@ def _compact(
     return {}
 
 
-def _sync(tiers: Tiers | None) -> Mapping[str, NDArray[np.int64]]:
+def _sync(tiers: TierHierarchy | None) -> Mapping[str, NDArray[np.int64]]:
     if tiers is not None:
         tiers.sync()
     return {}

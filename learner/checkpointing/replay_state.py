@@ -15,7 +15,7 @@ from torch import Tensor
 
 from learner.state_dir.checkpoint import SEGMENT, Checkpoint
 from replay.checkpoint.segments import Segment, Tensors, advance, assemble
-from replay.snapshot import PLANNED, Change, Contents, PlannedRows, Standing, TierFile
+from replay.snapshot import PLANNED, SavedPlan, StoreDelta, StoreSnapshot, StoreState, TierRef
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ReplayPart:
 
 
 def pack(
-    standing: Standing, change: Change, before: Sequence[Segment], load: Callable[[int, str], Tensors]
+    standing: StoreState, change: StoreDelta, before: Sequence[Segment], load: Callable[[int, str], Tensors]
 ) -> ReplayPart:
     """Return the store's part of a checkpoint.
 
@@ -65,7 +65,7 @@ def pack(
     return ReplayPart(tensors, carried, _state(standing, written.segments), written.segments)
 
 
-def unpack(checkpoint: Checkpoint) -> tuple[Contents, Sequence[Segment]] | None:
+def unpack(checkpoint: Checkpoint) -> tuple[StoreSnapshot, Sequence[Segment]] | None:
     """Return the store's contents and its segments; None when the checkpoint was made without a store."""
     if "replay" not in checkpoint.tensors:
         return None
@@ -75,10 +75,10 @@ def unpack(checkpoint: Checkpoint) -> tuple[Contents, Sequence[Segment]] | None:
         for number, rows in state["segments"]
     ]
     index, payload, lost = assemble(segments, lambda segment: checkpoint.tensors.get(_part(segment)))
-    standing = Standing(
+    standing = StoreState(
         checkpoint=state["checkpoint"],
         policy=state["policy"],
-        file=None if state["file"] is None else TierFile(*state["file"]),
+        file=None if state["file"] is None else TierRef(*state["file"]),
         retired=tensors["retired"].numpy(),
         thresholds=tensors["thresholds"].numpy(),
         offered=tensors["offered"].numpy(),
@@ -86,7 +86,7 @@ def unpack(checkpoint: Checkpoint) -> tuple[Contents, Sequence[Segment]] | None:
         bases=state["bases"],
         watermarks={index: (offset, row) for index, offset, row in state["watermarks"]},
         plans=[
-            PlannedRows(step, tensors[f"plan.{step}"], _array(tensors[f"planned.{step}"], PLANNED))
+            SavedPlan(step, tensors[f"plan.{step}"], _array(tensors[f"planned.{step}"], PLANNED))
             for step in state["plans"]
             if f"plan.{step}" in tensors  # those that named erased events are planned anew
         ],
@@ -94,10 +94,10 @@ def unpack(checkpoint: Checkpoint) -> tuple[Contents, Sequence[Segment]] | None:
         stale=state.get("stale", ()),  # checkpoints of before have none, as of a seed
         seed=state.get("seed"),
     )
-    return Contents(standing, index, payload, lost), segments
+    return StoreSnapshot(standing, index, payload, lost), segments
 
 
-def _tensors(standing: Standing, segments: Sequence[Segment]) -> dict[str, Tensor]:
+def _tensors(standing: StoreState, segments: Sequence[Segment]) -> dict[str, Tensor]:
     found = {
         "retired": torch.from_numpy(standing.retired),
         "thresholds": torch.from_numpy(standing.thresholds),
@@ -113,7 +113,7 @@ def _tensors(standing: Standing, segments: Sequence[Segment]) -> dict[str, Tenso
     return found
 
 
-def _state(standing: Standing, segments: Sequence[Segment]) -> dict[str, Any]:
+def _state(standing: StoreState, segments: Sequence[Segment]) -> dict[str, Any]:
     return {
         "checkpoint": standing.checkpoint,
         "policy": standing.policy,

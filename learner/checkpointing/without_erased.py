@@ -32,7 +32,7 @@ _NO_EVENT = -1
 """The offset of an event that was overwritten."""
 
 
-def without(tensors: Mapping[str, Tensors], state: Mapping[str, Any], erased: ErasedEvents) -> dict[str, Tensors]:
+def erased_parts(tensors: Mapping[str, Tensors], state: Mapping[str, Any], erased: ErasedEvents) -> dict[str, Tensors]:
     """Return those parts of a checkpoint that have erased events, without them.
 
     Args:
@@ -69,9 +69,9 @@ def check_age(number: int, checkpoint: Checkpoint, written: ErasureLog) -> None:
         )
 
 
-def remembered(checkpoint: Checkpoint, erased: ErasedEvents) -> tuple[Checkpoint, tuple[int, int]]:
+def without_erased(checkpoint: Checkpoint, erased: ErasedEvents) -> tuple[Checkpoint, tuple[int, int]]:
     """Return a checkpoint without what is erased, and how many events of store and holdout set that leaves out."""
-    parts = without(checkpoint.tensors, checkpoint.state, erased)
+    parts = erased_parts(checkpoint.tensors, checkpoint.state, erased)
     return replace(checkpoint, tensors={**checkpoint.tensors, **parts}), _left_out(
         checkpoint.tensors, parts, checkpoint.state
     )

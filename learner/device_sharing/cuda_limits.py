@@ -9,7 +9,7 @@ import torch
 
 from anabranch.core.errors import SettingsError
 from learner.config import DeviceSharingSettings
-from learner.training.trainer import Lane
+from learner.training.trainer import LaunchContext
 
 _MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
@@ -23,7 +23,7 @@ def limit_threads(settings: DeviceSharingSettings) -> None:
 
 
 @contextlib.contextmanager
-def confined(settings: DeviceSharingSettings, device: torch.device) -> Iterator[Lane]:
+def confined(settings: DeviceSharingSettings, device: torch.device) -> Iterator[LaunchContext]:
     """Yield the lane of steps: what it gives the device keeps to some multiprocessors, where the config says so.
 
     Raises:

@@ -8,7 +8,7 @@ MOST_AHEAD = 2
 """Micro-batches that are queued on the device at a time."""
 
 
-class Ahead:
+class LaunchLimiter:
     """Called by the thread that trains, before each micro-batch. A CPU has no queue, and nothing is done there."""
 
     def __init__(self, device: torch.device) -> None:

@@ -11,7 +11,7 @@ _RISES = 64
 LEAST_ROWS = 2
 
 
-class Pace:
+class MicroBatchController:
     """The size of micro-batches: additive increase, multiplicative decrease (Chiu and Jain 1989).
 
     It is halved when more than one answer of a hundred is late and training took part in that. It rises again once so
@@ -49,7 +49,7 @@ class Pace:
         return self.rows
 
 
-class Allowance:
+class TrainingBudget:
     """How long training may still give way: all the time, or so that it gets at least a fraction of it."""
 
     def __init__(self, fraction: float, most: float = 1.0) -> None:

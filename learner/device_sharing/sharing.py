@@ -16,10 +16,10 @@ from prometheus_client import Histogram
 
 from learner.config import DeviceSharingSettings
 from learner.device_sharing.cpu_priority import nice_level, step_back
-from learner.device_sharing.launch_depth import Ahead
+from learner.device_sharing.launch_depth import LaunchLimiter
 from learner.device_sharing.layer_hooks import look_between_layers
 from learner.device_sharing.lease import Field, Servers, Slot, hold_learner
-from learner.device_sharing.micro_batch_pacing import Allowance, Pace
+from learner.device_sharing.micro_batch_pacing import MicroBatchController, TrainingBudget
 from learner.distributed.process_group import SILENCE
 from learner.state_dir.report import DeviceSharingReport
 from learner.training.trainer import Trainer
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Terms:
+class DeviceSharingSpec:
     """On which a learner shares its device with serving."""
 
     settings: DeviceSharingSettings
@@ -60,7 +60,7 @@ class DeviceSharing:
 
     def __init__(
         self,
-        terms: Terms,
+        terms: DeviceSharingSpec,
         servers: Servers,
         slot: Slot,
         device: torch.device,
@@ -74,13 +74,13 @@ class DeviceSharing:
         self._servers = servers
         self._slot = slot
         self._observed = waits
-        self._ahead = Ahead(device)
+        self._ahead = LaunchLimiter(device)
         # A request whose batch is not full yet keeps no CPU busy, but a device has to be empty when the batch comes.
         self._cpu = device.type == "cpu"
         self._field = Field.RUNNING if self._cpu else Field.WAITING
         self._scheduling: str | None = None
-        self._allowance = Allowance(terms.settings.least)
-        self._pace = Pace(terms.slo.total_seconds())
+        self._allowance = TrainingBudget(terms.settings.least)
+        self._pace = MicroBatchController(terms.slo.total_seconds())
         self._limit: int | None = None
         self._began: float | None = None
         self._trained = self._yielded = self._within = 0.0
@@ -212,7 +212,11 @@ class DeviceSharing:
 
 @contextlib.contextmanager
 def device_sharing(
-    terms: Terms, state_dir: Path, device: torch.device, stop: threading.Event, waits: Histogram | None = None
+    terms: DeviceSharingSpec,
+    state_dir: Path,
+    device: torch.device,
+    stop: threading.Event,
+    waits: Histogram | None = None,
 ) -> Iterator[DeviceSharing | None]:
     """Share the device with the servers of a state directory; None: it is not shared.
 

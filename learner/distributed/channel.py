@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anabranch.core.errors import AnabranchError
 from learner.config import LearnerSettings
-from learner.distributed.process_group import SILENCE, Place, join_group
+from learner.distributed.process_group import SILENCE, RankAssignment, join_group
 from learner.errors import RankLostError
 
 _HEADER = 24
@@ -129,7 +129,7 @@ class Channel:
 
 
 @contextmanager
-def lead(place: Place, settings: LearnerSettings) -> Iterator[Channel]:
+def lead(place: RankAssignment, settings: LearnerSettings) -> Iterator[Channel]:
     """Join the group of all ranks as the one that leads it."""
     with join_group(place, settings) as device:
         channel = Channel(device)

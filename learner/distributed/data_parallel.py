@@ -26,7 +26,7 @@ _SYNC_BUFFERS = next(
 """What this torch calls the argument."""
 
 
-class Replicas:
+class DataParallelGroup:
     """This process' part in a group that it has joined. All ranks call everything alike, in the same order."""
 
     def __init__(self, settings: LearnerSettings, *, search: bool = False) -> None:

@@ -25,9 +25,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from learner.config import LearnerSettings
-from learner.distributed.membership import Round
-from learner.distributed.process_group import Meeting, Place
-from learner.distributed.rendezvous import Change, Hosts
+from learner.distributed.membership import MembershipRound
+from learner.distributed.process_group import RankAssignment, RendezvousAddress
+from learner.distributed.rendezvous import Hosts, MembershipChange
 
 _RESTARTS = 3
 _IN_A_ROW = timedelta(minutes=10)
@@ -56,7 +56,7 @@ class _End(NamedTuple):
 
     code: int | None
     """Which rank 0 left, or one that refused; None: there is none, or ranks died."""
-    change: Change
+    change: MembershipChange
     """What ended it, if not a rank."""
     over: bool
     """Whether no rank is left."""
@@ -90,16 +90,16 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
             continue
         if time.monotonic() - began >= _IN_A_ROW.total_seconds():
             deaths = 0
-        if end.change is Change.LOST:
+        if end.change is MembershipChange.LOST:
             continue
         if end.code is None:
             died_in = dealt
-        elif end.change is Change.NONE:
+        elif end.change is MembershipChange.NONE:
             return end.code
     return 0
 
 
-def _all_there(before: Round, now: Round) -> bool:
+def _all_there(before: MembershipRound, now: MembershipRound) -> bool:
     """Whether the launchers that had a seat have one again."""
     return {seat.id for seat in before.seats.values()} <= {seat.id for seat in now.seats.values()}
 
@@ -108,7 +108,7 @@ def _run(
     settings: LearnerSettings, hosts: Hosts, seat: Mapping[str, Any], command: Sequence[str], stop: threading.Event
 ) -> _End:
     """Run the ranks of this host for one round."""
-    change, stop_timeout = Change.NONE, settings.stop_timeout
+    change, stop_timeout = MembershipChange.NONE, settings.stop_timeout
     with tempfile.TemporaryDirectory(prefix="anabranch-") as name:
         folder = Path(name)
         (folder / _SEAT).write_text(json.dumps(seat))
@@ -118,11 +118,11 @@ def _run(
             # A rank that refuses to go on ends all: others may wait for it, and would be started again.
             while agent.is_alive() and read_outcome(folder) not in REFUSED and not stop.wait(_LOOK_SECONDS):
                 change = hosts.change()
-                if change is not Change.NONE:
+                if change is not MembershipChange.NONE:
                     break
             if stop.is_set():
                 hosts.leave()
-            gone = change in (Change.LOST, Change.DIED)
+            gone = change in (MembershipChange.LOST, MembershipChange.DIED)
             if not gone:
                 lifeline.say_stop()
             patience = _PATIENCE if gone else stop_timeout + _BEYOND_STOP_TIMEOUT
@@ -133,7 +133,7 @@ def _run(
         return _End(code, change, not agent.is_alive(), _left_rows(folder))
 
 
-def _seat(settings: LearnerSettings, dealt: Round, rows: int | None) -> dict[str, Any]:
+def _seat(settings: LearnerSettings, dealt: MembershipRound, rows: int | None) -> dict[str, Any]:
     """Return what the ranks of this host are to know of their place among all."""
     absent = [host for host in range(settings.hosts) if host not in dealt.seats]
     return {
@@ -146,17 +146,17 @@ def _seat(settings: LearnerSettings, dealt: Round, rows: int | None) -> dict[str
     }
 
 
-def take_place(folder: Path, settings: LearnerSettings) -> Place:
+def take_place(folder: Path, settings: LearnerSettings) -> RankAssignment:
     """Return the place of this rank, which torch's agent tells its number on this host."""
     seat = json.loads((folder / _SEAT).read_text())
-    meeting: Path | Meeting = folder / _MEETING
+    meeting: Path | RendezvousAddress = folder / _MEETING
     if settings.hosts > 1:
         assert settings.rendezvous is not None
         assert settings.interface is not None
-        meeting = Meeting(settings.rendezvous, seat["name"], settings.interface)
+        meeting = RendezvousAddress(settings.rendezvous, seat["name"], settings.interface)
     first = int(seat["first"])
     absent, readers = (tuple(seat[name]) for name in ("absent", "readers"))
-    return Place(first + int(os.environ["RANK"]), seat["size"], meeting, first, absent, readers, seat["rows"])
+    return RankAssignment(first + int(os.environ["RANK"]), seat["size"], meeting, first, absent, readers, seat["rows"])
 
 
 def leave_rows(folder: Path, rows: int) -> None:

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from learner.distributed.channel import Action, Channel
-from learner.distributed.data_parallel import Replicas
+from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.scatter import (
     Form,
     RankBatch,
     Slices,
-    deal,
     form_of,
     forms_from_json,
     forms_to_json,
     packed,
+    scatter,
     unpacked,
 )
 from learner.model.faulty_events import RaisingEventsError, error_of
@@ -47,7 +47,7 @@ class Leader(Trainer):
     listens = True
     """Whether anybody looks at the losses of old events."""
 
-    def __init__(self, channel: Channel, replicas: Replicas, **given: Any) -> None:
+    def __init__(self, channel: Channel, replicas: DataParallelGroup, **given: Any) -> None:
         """Take what a trainer takes, its ranks apart."""
         channel.tell_all(Action.BEGIN)
         super().__init__(**given, ranks=replicas)
@@ -61,7 +61,7 @@ class Leader(Trainer):
         assert rows is None
         everything = [new, *old]
         self._agree_on([form_of(each) for each in everything])
-        dealt = deal([len(each) for each in everything], self._channel.size)
+        dealt = scatter([len(each) for each in everything], self._channel.size)
         shares = [RankBatch.of(everything, slices) for slices in dealt]
         wants = _LOSSES * (self.listens and bool(old)) | _EMBEDDINGS * (self._embedding is not None)
         wants |= _OUTPUTS * self.strategy.keeps_output
@@ -119,11 +119,11 @@ class Leader(Trainer):
             self._gather()
         return super().snapshot()
 
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         """Copy the optimizer's tensors, of all ranks."""
         if self._replicas.weights.sharded:
             self._channel.tell_all(Action.MOMENTS)
-        return super().moments()
+        return super().optimizer_state()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and the optimizer's tensors of all ranks, copied on the device, for a checkpoint."""
@@ -193,7 +193,7 @@ class Leader(Trainer):
         return replace(mine, old_R=old_R, embedding_N=embedding_N, output_B=output_B, replayed=replayed)
 
 
-def follow(channel: Channel, make: Callable[[], tuple[Trainer, Replicas]]) -> None:
+def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup]]) -> None:
     """Do what the leader says until it says stop; `make` builds the trainer, together with all ranks.
 
     Raises:
@@ -229,13 +229,13 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, Replicas]]) -> No
         elif action is Action.SNAPSHOT:
             trainer.snapshot()
         elif action is Action.MOMENTS:
-            trainer.moments()
+            trainer.optimizer_state()
 
 
 def _step(
     channel: Channel,
     trainer: Trainer,
-    replicas: Replicas,
+    replicas: DataParallelGroup,
     forms: list[Form],
     numbers: list[int],
     message: Tensor,

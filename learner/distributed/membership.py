@@ -25,7 +25,7 @@ _CONNECT_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
 
-class Seat(msgspec.Struct, frozen=True):
+class HostAssignment(msgspec.Struct, frozen=True):
     """The first rank of a launcher, which is known by an id of its own."""
 
     id: str
@@ -34,15 +34,15 @@ class Seat(msgspec.Struct, frozen=True):
     """Where its ingest process listens."""
 
 
-class Round(msgspec.Struct, frozen=True):
+class MembershipRound(msgspec.Struct, frozen=True):
     """What host 0 has dealt: `size` ranks, and each host's seat among them."""
 
     name: str
     size: int
-    seats: dict[int, Seat]
+    seats: dict[int, HostAssignment]
 
 
-class Word(msgspec.Struct, frozen=True):
+class HostState(msgspec.Struct, frozen=True):
     """What the launcher of a host says of itself."""
 
     id: str
@@ -57,21 +57,21 @@ class Word(msgspec.Struct, frozen=True):
     leaving: bool = False
     ran_out: str | None = None
     """Name of the last round, where its ranks ran out of memory in it."""
-    dealt: Round | None = None
+    dealt: MembershipRound | None = None
     """Host 0's word alone has it."""
 
 
-class Voice:
+class Membership:
     """Says the word of this host and hears those of others, in a thread of its own, which a network may hold up."""
 
-    def __init__(self, store: Store, host: int, word: Word, others: Sequence[int]) -> None:
+    def __init__(self, store: Store, host: int, word: HostState, others: Sequence[int]) -> None:
         self._store = store
         self._host = host
         self._others = others
         self.word = word
         """But for the beat, which is the thread's."""
         self._beat = 0
-        self._heard: dict[int, tuple[Word, float]] = {}
+        self._heard: dict[int, tuple[HostState, float]] = {}
         self._said = time.monotonic()
         self._closed = threading.Event()
         self._broken = False
@@ -82,7 +82,7 @@ class Voice:
         """Change the word of this host."""
         self.word = msgspec.structs.replace(self.word, **changes)
 
-    def heard(self, host: int) -> Word | None:
+    def heard(self, host: int) -> HostState | None:
         """Return the last word of a host that is there."""
         word, at = self._heard.get(host, (None, 0.0))
         return word if time.monotonic() - at < SILENT_SECONDS else None
@@ -123,13 +123,13 @@ class Voice:
             self._heard[host] = word, time.monotonic()
 
 
-def read_word(store: Store, host: int) -> Word | None:
+def read_word(store: Store, host: int) -> HostState | None:
     """Return the newest word of a host, if there is one that can be read."""
     key = f"host/{host}"
     if not store.check([key]):
         return None
     try:
-        return decoded(store.get(key), Word)
+        return decoded(store.get(key), HostState)
     except DamagedError:
         return None
 

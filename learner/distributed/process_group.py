@@ -23,7 +23,7 @@ SILENCE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousAddress:
     """Where the ranks of several hosts meet: under a name of their own in the store that host 0 serves."""
 
     address: str
@@ -33,12 +33,12 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAssignment:
     """Which rank this process is: `rank` of `size`, all of which meet at the file `meeting`, or with other hosts."""
 
     rank: int
     size: int
-    meeting: Path | Meeting
+    meeting: Path | RendezvousAddress
     first: int = 0
     """The first rank on this host."""
     absent: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def join_group(place: Place, settings: LearnerSettings) -> Iterator[torch.device]:
+def join_group(place: RankAssignment, settings: LearnerSettings) -> Iterator[torch.device]:
     """Be one of the group of all ranks, for as long as the block runs; yields this rank's device. Called by every rank.
 
     On one host they meet at a file and talk over the loopback interface, so that nothing of them is seen from outside.
@@ -61,7 +61,7 @@ def join_group(place: Place, settings: LearnerSettings) -> Iterator[torch.device
     """
     device = device_of(place, settings)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    interface = place.meeting.interface if isinstance(place.meeting, Meeting) else loopback
+    interface = place.meeting.interface if isinstance(place.meeting, RendezvousAddress) else loopback
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, interface)
     if device.type == "cuda":
@@ -81,13 +81,13 @@ def join_group(place: Place, settings: LearnerSettings) -> Iterator[torch.device
     dist.destroy_process_group()
 
 
-def _store_of(place: Place) -> Store:
-    if isinstance(place.meeting, Meeting):
+def _store_of(place: RankAssignment) -> Store:
+    if isinstance(place.meeting, RendezvousAddress):
         return PrefixStore(place.meeting.name, connect(place.meeting.address, SILENCE))
     return FileStore(str(place.meeting), place.size)
 
 
-def device_of(place: Place, settings: LearnerSettings) -> torch.device:
+def device_of(place: RankAssignment, settings: LearnerSettings) -> torch.device:
     """Return the device of a rank; raises SettingsError when there is none for each rank of the host."""
     device, what = choose_device(settings.device), f"learner.replicas = {settings.replicas}"
     if device.type == "cpu":

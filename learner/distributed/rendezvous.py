@@ -24,7 +24,16 @@ from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.transport.tcp import Remote
 from learner.config import LearnerSettings
-from learner.distributed.membership import Round, Seat, Voice, Word, listen, own_address, reach, read_word
+from learner.distributed.membership import (
+    HostAssignment,
+    HostState,
+    Membership,
+    MembershipRound,
+    listen,
+    own_address,
+    reach,
+    read_word,
+)
 
 _LOOK_SECONDS = 0.1
 _OWN = {
@@ -45,7 +54,7 @@ _TWICE_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
 
-class Change(Enum):
+class MembershipChange(Enum):
     """What has become of a round."""
 
     NONE = "nothing"
@@ -65,11 +74,11 @@ class Hosts(Protocol):
         """The names of the rounds in which ranks of other hosts ran out of memory when those last ended."""
         ...
 
-    def gather(self, stop: threading.Event) -> Round | None:
+    def gather(self, stop: threading.Event) -> MembershipRound | None:
         """Wait for the next round that this host has a seat in; None once `stop` is set."""
         ...
 
-    def change(self) -> Change:
+    def change(self) -> MembershipChange:
         """Return what has become of the round since."""
         ...
 
@@ -82,22 +91,22 @@ class Hosts(Protocol):
         ...
 
 
-class Alone:
+class SingleHost:
     """One host."""
 
     leads = True
     ran_out: Collection[str] = ()
 
     def __init__(self, ranks: int) -> None:
-        self._round = Round(str(uuid.uuid4()), ranks, {0: Seat("", 0)})
+        self._round = MembershipRound(str(uuid.uuid4()), ranks, {0: HostAssignment("", 0)})
 
-    def gather(self, stop: threading.Event) -> Round | None:
+    def gather(self, stop: threading.Event) -> MembershipRound | None:
         """Begin at once."""
         return None if stop.is_set() else self._round
 
-    def change(self) -> Change:
+    def change(self) -> MembershipChange:
         """Nothing ever changes."""
-        return Change.NONE
+        return MembershipChange.NONE
 
     def over(self, *, ran_out: bool) -> None:
         """Nobody to tell."""
@@ -106,7 +115,7 @@ class Alone:
         """Nobody to tell."""
 
 
-class Leading:
+class Coordinator:
     """Host 0's: waits for the others, for so long at most, and deals the seats."""
 
     leads = True
@@ -115,8 +124,8 @@ class Leading:
         self._others = range(1, settings.hosts)
         self._patience = settings.join_timeout
         self._ranks = settings.replicas
-        self._voice = Voice(store, 0, Word(str(uuid.uuid4()), self._ranks, alike), self._others)
-        self._round: Round | None = None
+        self._voice = Membership(store, 0, HostState(str(uuid.uuid4()), self._ranks, alike), self._others)
+        self._round: MembershipRound | None = None
         self._within: set[int] = set()
         self._refused: dict[int, str] = {}
 
@@ -126,7 +135,7 @@ class Leading:
         words = [self._voice.heard(host) for host in self._others]
         return [word.ran_out for word in words if word is not None and word.ran_out is not None]
 
-    def gather(self, stop: threading.Event) -> Round | None:
+    def gather(self, stop: threading.Event) -> MembershipRound | None:
         """Wait until all are ready, or those that are not have had their time."""
         deadline, told = time.monotonic() + self._patience.total_seconds(), False
         while not stop.is_set():
@@ -140,7 +149,7 @@ class Leading:
             stop.wait(_LOOK_SECONDS)
         return None
 
-    def change(self) -> Change:
+    def change(self) -> MembershipChange:
         """Look at the words of all others."""
         assert self._round is not None
         newcomers = False
@@ -151,13 +160,13 @@ class Leading:
                 continue
             if word is None or word.id != seat.id:
                 log.warning("host %d is gone", host)
-                return Change.LOST
+                return MembershipChange.LOST
             if word.within == self._round.name:
                 self._within.add(host)
             elif host in self._within:
-                return Change.DIED
+                return MembershipChange.DIED
             newcomers |= word.leaving
-        return Change.HOSTS if newcomers else Change.NONE
+        return MembershipChange.HOSTS if newcomers else MembershipChange.NONE
 
     def over(self, *, ran_out: bool) -> None:  # noqa: ARG002 it knows that itself
         """Let all others end their ranks too."""
@@ -170,13 +179,13 @@ class Leading:
         """Fall silent."""
         self._voice.close()
 
-    def _ready(self, host: int) -> Word | None:
+    def _ready(self, host: int) -> HostState | None:
         word = self._voice.heard(host)
         if word is None or word.within is not None or word.leaving or not self._takes(host, word):
             return None
         return word
 
-    def _takes(self, host: int, word: Word) -> bool:
+    def _takes(self, host: int, word: HostState) -> bool:
         """Whether a host has the settings of this one; says so once where it does not, which will end by itself."""
         other = _unlike(self._voice.word, word)
         if other and self._refused.get(host) != word.id:
@@ -188,18 +197,18 @@ class Leading:
         word = self._voice.heard(host)
         return word is not None and word.leaving
 
-    def _deal(self, ready: Mapping[int, Word]) -> Round:
-        seats, size = {0: Seat(self._voice.word.id, 0)}, self._ranks
+    def _deal(self, ready: Mapping[int, HostState]) -> MembershipRound:
+        seats, size = {0: HostAssignment(self._voice.word.id, 0)}, self._ranks
         for host, word in ready.items():
-            seats[host] = Seat(word.id, size, word.reads_at)
+            seats[host] = HostAssignment(word.id, size, word.reads_at)
             size += word.ranks
-        self._round, self._within = Round(str(uuid.uuid4()), size, seats), set()
+        self._round, self._within = MembershipRound(str(uuid.uuid4()), size, seats), set()
         self._voice.say(dealt=self._round)
         log.info("%d of %d hosts take part, with %d ranks", len(seats), len(self._others) + 1, size)
         return self._round
 
 
-class Led:
+class Member:
     """Another host's: takes the seats that host 0 deals, and waits for it as long as it is away."""
 
     leads = False
@@ -211,11 +220,11 @@ class Led:
         self._stream = stream
         self._remote: Remote | None = None
         self._host = settings.host_rank
-        self._word = Word(str(uuid.uuid4()), settings.replicas, alike)
-        self._voice: Voice | None = None
+        self._word = HostState(str(uuid.uuid4()), settings.replicas, alike)
+        self._voice: Membership | None = None
         self._last = ""
 
-    def gather(self, stop: threading.Event) -> Round | None:
+    def gather(self, stop: threading.Event) -> MembershipRound | None:
         """Wait for a seat.
 
         Raises:
@@ -236,15 +245,19 @@ class Led:
             stop.wait(_LOOK_SECONDS)
         return None
 
-    def change(self) -> Change:
+    def change(self) -> MembershipChange:
         """Look at the word of host 0, and at the ingest process here."""
         self._keep_reading()
         assert self._voice is not None
         leader = self._voice.heard(0)
         if self._voice.broken or leader is None:
             log.warning("host 0 is gone; it is waited for")
-            return Change.LOST
-        return Change.NONE if leader.dealt is not None and leader.dealt.name == self._last else Change.LOST
+            return MembershipChange.LOST
+        return (
+            MembershipChange.NONE
+            if leader.dealt is not None and leader.dealt.name == self._last
+            else MembershipChange.LOST
+        )
 
     def over(self, *, ran_out: bool) -> None:
         """Be ready for another round."""
@@ -280,7 +293,7 @@ class Led:
             if now is not None and now.beat != before.beat:
                 raise SettingsError(f"learner.host_rank = {self._host}: another launcher is host {self._host} already")
         self._read_anew()
-        self._voice = Voice(store, self._host, self._word, range(1))
+        self._voice = Membership(store, self._host, self._word, range(1))
 
     def _read_anew(self) -> None:
         """Start another ingest process: the one before may wait for a learner that is gone."""
@@ -295,7 +308,7 @@ class Led:
         if self._remote is not None:
             self._remote.keep()
 
-    def _check(self, leader: Word) -> None:
+    def _check(self, leader: HostState) -> None:
         if other := _unlike(self._word, leader):
             raise SettingsError(
                 f"{other} of host {self._host} differ from those of host 0; all hosts take the same ones"
@@ -315,7 +328,7 @@ def meet_hosts(settings: LearnerSettings, stream: StreamSettings, others: Mappin
         SettingsError: `learner.rendezvous` cannot be listened on, or there is no `learner.interface`.
     """
     if settings.hosts == 1:
-        yield Alone(settings.replicas)
+        yield SingleHost(settings.replicas)
         return
     assert settings.rendezvous is not None
     assert settings.interface is not None
@@ -328,15 +341,17 @@ def meet_hosts(settings: LearnerSettings, stream: StreamSettings, others: Mappin
     learner = settings.model_dump(mode="json", exclude=_OWN)
     alike = {name: _digest(values) for name, values in {**others, "[learner]": learner}.items()}
     alike["torch"] = torch.__version__.partition("+")[0]
-    hosts: Leading | Led
-    hosts = Leading(listen(address), settings, alike) if settings.host_rank == 0 else Led(settings, stream, alike)
+    hosts: Coordinator | Member
+    hosts = (
+        Coordinator(listen(address), settings, alike) if settings.host_rank == 0 else Member(settings, stream, alike)
+    )
     try:
         yield hosts
     finally:
         hosts.close()
 
 
-def _unlike(one: Word, other: Word) -> str:
+def _unlike(one: HostState, other: HostState) -> str:
     """Name what two hosts have to have alike and have not; empty: nothing."""
     names = sorted(one.settings.keys() | other.settings.keys())
     return ", ".join(name for name in names if one.settings.get(name) != other.settings.get(name))

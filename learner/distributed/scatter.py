@@ -31,7 +31,7 @@ Slices = list[slice]
 """Of the new events and of each draw, which are a rank's."""
 
 
-def deal(counts: Sequence[int], ranks: int) -> list[Slices]:
+def scatter(counts: Sequence[int], ranks: int) -> list[Slices]:
     """Deal new events and draws to N ranks, so that all have nearly as many: who gets fewer new ones gets more old."""
     dealt: list[Slices] = [[] for _ in range(ranks)]
     total = [0] * ranks

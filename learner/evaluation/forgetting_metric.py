@@ -35,7 +35,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Retention:
+class ForgettingState:
     """Immutable, so that one thread may follow the versions while others read; each step returns the next one.
 
     Attributes:
@@ -54,7 +54,7 @@ class Retention:
     forgetting: float | None = None
     near: tuple[tuple[int, float], ...] = ()
 
-    def followed_by(self, found: Evaluation) -> "Retention":
+    def followed_by(self, found: Evaluation) -> "ForgettingState":
         """Return the retention after a version that was scored."""
         if "old" not in found.windows:
             return self
@@ -70,7 +70,7 @@ class Retention:
             forgetting=sum(best[name] - value for name, value in now.items()) / len(now),
         )
 
-    def with_near(self, rows: int, score: float) -> "Retention":
+    def with_near(self, rows: int, score: float) -> "ForgettingState":
         """Return the retention after events of the near future: scored by a version that was there before them."""
         near = (*self.near, (rows, score))
         while sum(count for count, _ in near[1:]) >= _NEAR_ROWS:
@@ -106,10 +106,10 @@ def _averaged(before: tuple[int, float] | None, score: float) -> tuple[int, floa
     return count, mean + (score - mean) / count
 
 
-def retention_of(state: Mapping[str, Any]) -> Retention:
+def retention_of(state: Mapping[str, Any]) -> ForgettingState:
     """Take up the state of a checkpoint."""
     old = None if state["old"] is None else Peak(*state["old"])
     near = tuple((int(rows), float(score)) for rows, score in state["near"])
     smooth = {name: (int(count), float(mean)) for name, (count, mean) in state.get("smooth", {}).items()}
     classes = state["classes"] if "smooth" in state else {}  # of an earlier release: the best of noise
-    return Retention(old, classes, smooth, state["forgetting"], near)
+    return ForgettingState(old, classes, smooth, state["forgetting"], near)

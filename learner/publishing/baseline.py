@@ -16,7 +16,7 @@ Hashes = NDArray[np.uint64]
 
 
 @dataclass
-class Contender:
+class Baseline:
     """A version in memory. Scores are kept by event, so that each event is scored once. Used by one thread."""
 
     number: int

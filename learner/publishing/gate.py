@@ -65,7 +65,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Hearing:
+class GateInput:
     """All that a verdict is made from; scores and marks are of the same G events.
 
     Attributes:
@@ -96,7 +96,7 @@ def compare(candidate_G: Scores, rival_G: Scores, *, bounded: bool) -> Drop:
     return Drop(rows, float(candidate_G.mean()), rival, float(difference_G.mean()) / unit, error / unit)
 
 
-def judge(hearing: Hearing, settings: GateSettings, *, bounded: bool) -> Verdict:
+def judge(hearing: GateInput, settings: GateSettings, *, bounded: bool) -> Verdict:
     """Return `fail`, `pass`, or `inconclusive` where too little is known, with numbers and reasons."""
     rows = len(hearing.candidate)
     if wrong := _not_finite(hearing):
@@ -123,7 +123,7 @@ def judge(hearing: Hearing, settings: GateSettings, *, bounded: bool) -> Verdict
     return Verdict("inconclusive" if unsure else "pass", unsure, finite)
 
 
-def _not_finite(hearing: Hearing) -> int:
+def _not_finite(hearing: GateInput) -> int:
     """Return on how many events the candidate alone has no finite score; such as no model can answer say nothing."""
     finite = np.isfinite(hearing.candidate)
     if len(finite) and not finite.any():
@@ -139,7 +139,7 @@ _WORDS = {
 
 
 def _drops(
-    hearing: Hearing, served_G: Scores, settings: GateSettings, *, bounded: bool
+    hearing: GateInput, served_G: Scores, settings: GateSettings, *, bounded: bool
 ) -> list[tuple[str, Drop, float]]:
     """Return each comparison that there are events for: its name, the drop, and how much of one is allowed."""
     wanted = [
@@ -155,7 +155,7 @@ def _drops(
     ]
 
 
-def surpasses(hearing: Hearing, *, bounded: bool) -> bool:
+def surpasses(hearing: GateInput, *, bounded: bool) -> bool:
     """Whether a candidate is surely better on old events than the best before it; chance alone makes no new best."""
     best_G = hearing.best if hearing.best is not None else hearing.served
     if best_G is None:
@@ -166,7 +166,7 @@ def surpasses(hearing: Hearing, *, bounded: bool) -> bool:
     return compare(hearing.candidate[both], best_G[both], bounded=bounded).surely_better
 
 
-def _classes(hearing: Hearing, served_G: Scores, *, bounded: bool) -> dict[str, float]:
+def _classes(hearing: GateInput, served_G: Scores, *, bounded: bool) -> dict[str, float]:
     """Return the score and drop of each class, and of the one that does worst; they are told, and not judged."""
     numbers: dict[str, float] = {}
     drops: list[Drop] = []

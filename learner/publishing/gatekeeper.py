@@ -19,8 +19,8 @@ from learner.config import GateSettings
 from learner.errors import VersionError
 from learner.evaluation.holdout import YOUNG, HoldoutRows
 from learner.evaluation.scoring import Scorer, Scores, class_marks
-from learner.publishing.baseline import Contender
-from learner.publishing.gate import Hearing, compare, judge, surpasses
+from learner.publishing.baseline import Baseline
+from learner.publishing.gate import GateInput, compare, judge, surpasses
 from learner.state_dir.version import ModelReference, RegistryState, Verdict, Versions
 
 WATCH_ROWS = 50
@@ -47,7 +47,7 @@ class _Held:
     served: int | None
 
 
-class Jury:
+class QualityGate:
     """Used by the publisher's thread; attributes may be read by others."""
 
     def __init__(self, versions: Versions, settings: GateSettings, scorer: Scorer, reference: ModelReference) -> None:
@@ -55,11 +55,11 @@ class Jury:
         self._settings = settings
         self._scorer = scorer
         self._reference = reference
-        self._served: Contender | None = None
-        self._best: Contender | None = None
+        self._served: Baseline | None = None
+        self._best: Baseline | None = None
         self._best_served = 0.0
         """When it was the served one last, or became the best; by the monotonic clock."""
-        self._well: Contender | None = None
+        self._well: Baseline | None = None
         self._first_on_trial: int | None = None
         """The first version that was served after that; all from it on are on trial. None where none is."""
         self._before_trial = np.empty(0, np.uint64)
@@ -131,7 +131,7 @@ class Jury:
             return
         if self._held is not None:
             log.info("version %d may be served, after none could", number)
-        contender = Contender(number, weights, rows.hashes)
+        contender = Baseline(number, weights, rows.hashes)
         if len(rows):
             contender.remember(rows.columns["hash"].astype(np.uint64), scores_G)
         if self._well is None:
@@ -176,12 +176,12 @@ class Jury:
         """Versions that serving may have to go back to: not to be deleted."""
         return {each.number for each in (self._served, self._well) if each is not None}
 
-    def _hearing(self, scores_G: Scores, rows: HoldoutRows) -> Hearing:
+    def _hearing(self, scores_G: Scores, rows: HoldoutRows) -> GateInput:
         total, held = len(scores_G), self._held is not None
         new = np.arange(total) >= total - total // YOUNG
         served, best = self._served, self._best
         if served is None or (total < self._settings.min_rows and not held) or not total:
-            return Hearing(scores_G, scores_G if served else None, None, new, ~new, {}, held=held)
+            return GateInput(scores_G, scores_G if served else None, None, new, ~new, {}, held=held)
         if best is served:
             self._best_served = time.monotonic()
         elif time.monotonic() - self._best_served > self._settings.max_hold.total_seconds():
@@ -193,9 +193,9 @@ class Jury:
         told = np.isfinite(served_G) & np.isfinite(scores_G)
         classes = {name: marks & told for name, marks in class_marks(self._scorer.schema, rows).items()}
         classes = {name: marks for name, marks in classes.items() if marks.any()}
-        return Hearing(scores_G, served_G, best_G, new, old, classes, held=held)
+        return GateInput(scores_G, served_G, best_G, new, old, classes, held=held)
 
-    def _compare_with(self, best: Contender) -> Contender:
+    def _compare_with(self, best: Baseline) -> Baseline:
         """Have what comes compared with another best, for `gate.max_hold` at least."""
         self._best, self._best_served = best, time.monotonic()
         return best
@@ -219,7 +219,7 @@ class Jury:
         """Have the next version that is served be what all others are compared with."""
         self._best = self._well = self._first_on_trial = None
 
-    def _withdraw(self, verdict: Verdict, well: Contender, first: int) -> None:
+    def _withdraw(self, verdict: Verdict, well: Baseline, first: int) -> None:
         """Fail all versions on trial that are still there: serving rolls back to the last one found well."""
         trial = [number for number in self._versions.numbers() if number >= first and not self._has_failed(number)]
         log.warning("versions %s are withdrawn: %s", ", ".join(map(str, trial)), verdict.reasons[0])
@@ -276,12 +276,12 @@ class Jury:
                 self._held = before
             self._hold(["versions failed before the learner was started"])
 
-    def _begin_with(self, contender: Contender | None) -> None:
+    def _begin_with(self, contender: Baseline | None) -> None:
         if contender is not None:
             self._served = self._well = self._compare_with(contender)
             self._first_on_trial = None
 
-    def _read(self, number: int, rows: HoldoutRows) -> Contender | None:
+    def _read(self, number: int, rows: HoldoutRows) -> Baseline | None:
         """Read a version of this schema and model; None when it is not, or is damaged or gone."""
         try:
             manifest = self._versions.manifest(number)
@@ -290,4 +290,4 @@ class Jury:
         except (VersionError, OSError) as exc:
             log.warning("no version can be compared with version %d: %s", number, exc)
             return None
-        return Contender(number, weights, rows.hashes) if same and self._scorer.fits(weights) else None
+        return Baseline(number, weights, rows.hashes) if same and self._scorer.fits(weights) else None

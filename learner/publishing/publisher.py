@@ -16,14 +16,14 @@ from ingest.events.position import Position
 from ingest.events.schema import Schema
 from learner.config import VersionsSettings
 from learner.errors import VersionError
-from learner.evaluation.forgetting_metric import Retention
+from learner.evaluation.forgetting_metric import ForgettingState
 from learner.evaluation.holdout import HoldoutRows
 from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
 from learner.metrics import LearnerMetrics
-from learner.publishing.gatekeeper import Jury
-from learner.runtime.background_worker import Background
+from learner.publishing.gatekeeper import QualityGate
+from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.trained_through import Learned, Trained
+from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, Versions
 from learner.stream.record_times import RecordTimes
 
@@ -46,7 +46,7 @@ class Snapshot:
 
     step: int
     weights: Mapping[str, Tensor]
-    trained_through: Mapping[str, Trained]
+    trained_through: Mapping[str, PartitionProgress]
     holdout: HoldoutRows
     accuracy_now: float | None
     learned: RecordTimes
@@ -66,7 +66,7 @@ class Publisher:
         reference: ModelReference,
         schema: Schema,
         scorer: Scorer,
-        jury: Jury,
+        jury: QualityGate,
         generation: int,
         metrics: LearnerMetrics,
         check: Callable[[], object] = bool,
@@ -85,7 +85,7 @@ class Publisher:
         self._watching = False
         self._progress: Progress | None = None
         self._learned = RecordTimes()
-        self._background = Background("publisher", check)
+        self._background = BackgroundWorker("publisher", check)
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self.verdict: str | None = None
@@ -96,7 +96,7 @@ class Publisher:
         """Of versions beyond `keep`, counted from 1970."""
         self.evaluation = Evaluation()
         """Of the newest version, whatever its verdict."""
-        self.retention = Retention()
+        self.retention = ForgettingState()
         """What the versions before it could do, and how they did on events that came after them."""
         self._problem: str | None = None
         self.published = 0
@@ -137,7 +137,7 @@ class Publisher:
             self._watching = True
             self._background.start(lambda: self._watch(held))
 
-    def published_through(self) -> Mapping[str, Trained]:
+    def published_through(self) -> Mapping[str, PartitionProgress]:
         """Return how far the newest version has learned, by `topic:partition`; a torn manifest says nothing."""
         if self.number is None:
             return {}
@@ -146,12 +146,12 @@ class Publisher:
         except (VersionError, OSError):
             return {}
 
-    def go_on_from(self, progress: Progress, trained_through: Mapping[str, Trained]) -> None:
+    def go_on_from(self, progress: Progress, trained_through: Mapping[str, PartitionProgress]) -> None:
         """Publish a checkpoint's progress only if the newest version has not come as far, or is of another model."""
         if self._has_published(progress[0], trained_through):
             self._progress = progress
 
-    def _has_published(self, step: int, trained_through: Mapping[str, Trained]) -> bool:
+    def _has_published(self, step: int, trained_through: Mapping[str, PartitionProgress]) -> bool:
         if self.number is None:
             return False
         try:
@@ -213,7 +213,7 @@ class Publisher:
             },
             model=self._reference,
             files={},
-            learned=Learned(self._learned.rows, self._learned.quantiles(_LEARNED_TIMES).tolist()),
+            learned=NewlyTrained(self._learned.rows, self._learned.quantiles(_LEARNED_TIMES).tolist()),
         )
         try:
             self._versions.write(weights, manifest, verdict)
@@ -295,7 +295,7 @@ class Publisher:
         return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
 
 
-def _reaches(there: Trained, wanted: Trained) -> bool:
+def _reaches(there: PartitionProgress, wanted: PartitionProgress) -> bool:
     return (there.incarnation, there.offset) >= (wanted.incarnation, wanted.offset)
 
 

@@ -11,7 +11,7 @@ from learner.runtime.shutdown import Deadline
 _PATIENCE_SECONDS = 60.0
 
 
-class Background:
+class BackgroundWorker:
     """Used by the loop's thread. An exception in the work is a bug, and comes up in `raise_bug`, where it is seen.
 
     So does one of `check`, which is called before each piece of work: that is not done then.

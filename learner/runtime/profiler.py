@@ -13,7 +13,7 @@ FOLDER = "traces"
 log = logging.getLogger(__name__)
 
 
-class Tracing:
+class ProfilerWindow:
     """Traces one window of steps, and writes it as JSON in Chrome's format. Called by the loop's thread."""
 
     def __init__(self, settings: ProfileSettings | None, state_dir: Path) -> None:

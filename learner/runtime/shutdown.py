@@ -22,7 +22,7 @@ class Deadline:
 
 
 @contextlib.contextmanager
-def bounded(stop: threading.Event, stop_timeout: timedelta) -> Iterator[None]:
+def hard_stop_after(stop: threading.Event, stop_timeout: timedelta) -> Iterator[None]:
     """End the process when `stop_timeout` has passed since `stop` was set: a step, a device or a disk may hang."""
     done = threading.Event()
 

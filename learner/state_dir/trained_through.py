@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 
-class Trained(msgspec.Struct, frozen=True):
+class PartitionProgress(msgspec.Struct, frozen=True):
     """How far a version has learned on one partition: up to `offset`, inclusive (-1 for none)."""
 
     offset: int
@@ -16,7 +16,7 @@ class Trained(msgspec.Struct, frozen=True):
     """Timestamp of the last record with an outcome, milliseconds since 1970; 0 for none."""
 
 
-class Learned(msgspec.Struct, frozen=True):
+class NewlyTrained(msgspec.Struct, frozen=True):
     """The events that a version is the first to have been trained on, restarts of the learner included."""
 
     rows: Annotated[int, msgspec.Meta(ge=0)]
@@ -25,7 +25,7 @@ class Learned(msgspec.Struct, frozen=True):
     """Record times of evenly spaced ones among them, in milliseconds since 1970, rising."""
 
 
-def format_trained_through(trained_through: Mapping[str, Trained]) -> str:
+def format_trained_through(trained_through: Mapping[str, PartitionProgress]) -> str:
     """Write the form that HTTP replies carry: `events:0=4711,events:1=4698`."""
     return ",".join(f"{name}={trained.offset}" for name, trained in sorted(trained_through.items()))
 

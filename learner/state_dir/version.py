@@ -28,7 +28,7 @@ from anabranch.core.files import MOST_BYTES, check_names, read_file
 from learner.config import ModelSettings
 from learner.errors import VersionError
 from learner.state_dir.folders import MANIFEST, LocalStorage, Storage
-from learner.state_dir.trained_through import Learned, Trained
+from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None
     time: float
     step: int
-    trained_through: dict[str, Trained]
+    trained_through: dict[str, PartitionProgress]
     """By `topic:partition`."""
     metrics: dict[str, float]
     schema: str
@@ -94,7 +94,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelReference
     files: dict[str, str]
     """SHA-256 of every file, by name."""
-    learned: Learned | None = None
+    learned: NewlyTrained | None = None
     """What it is the first to have learned; None where its learner did not say."""
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.strategies.base import Forward, Loss, Strategy, Whole, weighted
-from learner.strategies.examples import Examples, apart, joined
+from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
+from learner.strategies.examples import Examples, concat, split_like
 
 
 @dataclass(frozen=True)
-class _TwoLosses(Loss):
+class _TwoLosses(MicroBatchLoss):
     reference: Tensor | None = None
     """The mean loss of old events; None when there are none."""
 
@@ -28,10 +28,10 @@ class ProjectedGradient(Strategy):
         """Forget the old events' gradient."""
         self._reference: list[Tensor] = []
 
-    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole) -> Loss:
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Mean loss of the new events; that of the old ones goes with it, to be told apart in `backward`."""
         everything, loss = [new, *old], self.learner.task.loss
-        output, *outputs = apart(forward(joined(everything).features), everything)
+        output, *outputs = split_like(forward(concat(everything).features), everything)
         total = weighted(loss(output, new.label_B), new.weight_B, whole.new)
         if not old:
             return _TwoLosses(total, output.detach())
@@ -40,7 +40,7 @@ class ProjectedGradient(Strategy):
         known = [each.detach() for each in losses]
         return _TwoLosses(total, output.detach(), known, reference=torch.stack(parts).sum())
 
-    def backward(self, loss: Loss, scaled: Callable[[Tensor], Tensor]) -> None:
+    def backward(self, loss: MicroBatchLoss, scaled: Callable[[Tensor], Tensor]) -> None:
         """Add up both gradients, under the same scale."""
         total = loss.total
         if isinstance(loss, _TwoLosses) and loss.reference is not None:

@@ -1,7 +1,7 @@
 """What a strategy is: how old events take part in a step, and what else keeps a model from forgetting.
 
 A step is one or more micro-batches on each of one or more ranks. The loss of a micro-batch is a sum over its events
-divided by what the whole step weighs (`Whole`), so that the gradients add up to those of one large batch.
+divided by what the whole step weighs (`StepWeights`), so that the gradients add up to those of one large batch.
 
 Legend: B new events, R replayed ones, N ranks, C classes, D dimensions of an embedding. A step's old events come as
 draws, each of a number of events of its own: most strategies ask for one, DER++ for two.
@@ -23,7 +23,7 @@ Forward = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 @contextlib.contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Run a model as in evaluation; its mode is as before afterwards."""
     was_training = model.training
     model.eval()
@@ -34,7 +34,7 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Whole:
+class StepWeights:
     """What a step weighs over all its micro-batches and ranks, divided by N: gradients are averaged over the ranks.
 
     Attributes:
@@ -50,7 +50,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Loss:
+class MicroBatchLoss:
     """What one micro-batch says.
 
     Attributes:
@@ -67,7 +67,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Learner:
+class StrategyContext:
     """What a strategy may use of the learner.
 
     Attributes:
@@ -119,7 +119,7 @@ class Strategy:
     learns_gradient: ClassVar[bool] = True
     """Whether the optimizer takes a step; else `learned` does what is to be done."""
 
-    def begin(self, learner: Learner) -> None:
+    def begin(self, learner: StrategyContext) -> None:
         """Take what it needs of the learner; called once, before the first step."""
         self.learner = learner
 
@@ -131,15 +131,15 @@ class Strategy:
         """Choose which of the old events to train on: int64 places for each draw; None: all. Called once a step.
 
         It may leave gradients behind, but no other trace in the model, also where it runs out of memory: then it is
-        called again, and `Learner.parts` are smaller.
+        called again, and `StrategyContext.parts` are smaller.
         """
         return None
 
-    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole, /) -> Loss:
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights, /) -> MicroBatchLoss:
         """Return the loss of a micro-batch; `old` is empty when nothing was drawn."""
         raise NotImplementedError
 
-    def backward(self, loss: Loss, scaled: Callable[[Tensor], Tensor], /) -> None:
+    def backward(self, loss: MicroBatchLoss, scaled: Callable[[Tensor], Tensor], /) -> None:
         """Add a micro-batch's gradient to that of the step; `scaled` multiplies by fp16's loss scale."""
         scaled(loss.total).backward()  # type: ignore[no-untyped-call]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from learner.strategies.base import Forward, Loss, Strategy, Whole, weighted
-from learner.strategies.examples import Examples, apart, joined
+from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
+from learner.strategies.examples import Examples, concat, split_like
 
 
 class DarkReplay(Strategy):
@@ -22,16 +22,16 @@ class DarkReplay(Strategy):
         """Take what the outputs of old events count for; the default is the paper's for Split-CIFAR-10."""
         self._alpha = alpha
 
-    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole) -> Loss:
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Mean loss of the new events, plus `alpha` times how far the old ones' outputs have moved."""
         everything, loss = [new, *old], self.learner.task.loss
-        output, *outputs = apart(forward(joined(everything).features), everything)
+        output, *outputs = split_like(forward(concat(everything).features), everything)
         total = weighted(loss(output, new.label_B), new.weight_B, whole.new)
         losses = []
         for place, (each, output_R) in enumerate(zip(old, outputs, strict=True)):
             total = total + self._rehearsed(place, output_R, each, whole.old[place])
             losses.append(loss(output_R.detach(), each.label_B))
-        return Loss(total, output.detach(), losses)
+        return MicroBatchLoss(total, output.detach(), losses)
 
     def _rehearsed(self, _place: int, output_R: Tensor, old: Examples, whole: Tensor) -> Tensor:
         """Return the part of the loss that a draw has."""

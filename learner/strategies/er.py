@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from learner.strategies.base import Forward, Loss, Strategy, Whole, weighted
-from learner.strategies.examples import Examples, joined
+from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
+from learner.strategies.examples import Examples, concat
 
 
 class NoReplay(Strategy):
@@ -12,11 +12,11 @@ class NoReplay(Strategy):
     replays = False
     sees_classes = False
 
-    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: Whole) -> Loss:
+    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Weighted mean loss of the new events."""
         output = forward(new.features)
         losses = self.learner.task.loss(output, new.label_B)
-        return Loss(weighted(losses, new.weight_B, whole.new), output.detach(), (), losses.detach())
+        return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output.detach(), (), losses.detach())
 
 
 class ExperienceReplay(Strategy):
@@ -24,11 +24,11 @@ class ExperienceReplay(Strategy):
 
     sees_classes = False
 
-    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole) -> Loss:
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Weighted mean loss of new and old events together."""
-        everything = joined([new, *old])
+        everything = concat([new, *old])
         output = forward(everything.features)
         losses = self.learner.task.loss(output, everything.label_B)
         total = weighted(losses, everything.weight_B, sum(whole.old, whole.new))
         known, n = losses.detach(), len(new)
-        return Loss(total, output[:n].detach(), [known[n:]] if old else (), known[:n])
+        return MicroBatchLoss(total, output[:n].detach(), [known[n:]] if old else (), known[:n])

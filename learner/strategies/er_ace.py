@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from torch.nn import functional
 
-from learner.strategies.base import Forward, Loss, Strategy, Whole, weighted
-from learner.strategies.examples import Examples, apart, joined
+from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
+from learner.strategies.examples import Examples, concat, split_like
 
 
 class AsymmetricReplay(Strategy):
@@ -18,10 +18,10 @@ class AsymmetricReplay(Strategy):
 
     tasks = frozenset({"classification"})
 
-    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: Whole) -> Loss:
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Mean loss of the new events among themselves, plus mean loss of the old ones."""
         everything, loss = [new, *old], self.learner.task.loss
-        output, *outputs = apart(forward(joined(everything).features), everything)
+        output, *outputs = split_like(forward(concat(everything).features), everything)
         assert whole.present_C is not None
         # An event without weight may be of a class that is not present: its own logit stays, so that it is finite.
         own_BC = functional.one_hot(new.label_B, output.shape[1]).bool()
@@ -31,4 +31,4 @@ class AsymmetricReplay(Strategy):
         for each, weight, output_R in zip(old, whole.old, outputs, strict=True):
             losses.append(loss(output_R, each.label_B))
             total = total + weighted(losses[-1], each.weight_B, weight)
-        return Loss(total, output.detach(), [each.detach() for each in losses])
+        return MicroBatchLoss(total, output.detach(), [each.detach() for each in losses])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from learner.model.factory import forward as run
 from learner.model.faulty_events import may_be_of_events
-from learner.strategies.base import evaluated
+from learner.strategies.base import eval_mode
 from learner.strategies.er import NoReplay
 from learner.strategies.examples import Examples, Tensors
 
@@ -67,7 +67,7 @@ class ElasticWeights(NoReplay):
         if not len(event):
             return
         try:
-            with evaluated(self.learner.model):
+            with eval_mode(self.learner.model):
                 loss = self.learner.task.loss(run(self.learner.model, event.features), event.label_B).sum()
                 gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
         except Exception as exc:  # the user's own code may raise anything, in evaluation alone too

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay.plan import Draw
+from replay.plan import Sample
 from replay.row_layout import Fields
 
 Tensors = Mapping[str, Tensor]
@@ -47,7 +47,7 @@ class Examples:
         )
 
 
-def joined(parts: Sequence[Examples]) -> Examples:
+def concat(parts: Sequence[Examples]) -> Examples:
     """Return all events of several, in order; what the model said of them is left out."""
     if len(parts) == 1:
         return parts[0]
@@ -58,13 +58,13 @@ def joined(parts: Sequence[Examples]) -> Examples:
     )
 
 
-def apart(values: Tensor, parts: Sequence[Examples]) -> list[Tensor]:
+def split_like(values: Tensor, parts: Sequence[Examples]) -> list[Tensor]:
     """Return what several have of values that were found for all their events, in order."""
     ends = [*itertools.accumulate(map(len, parts))]
     return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def twice(one: Examples) -> Examples:
+def pad_single(one: Examples) -> Examples:
     """Return an event and its double, which has no weight: batch norm has no statistics of a lone event."""
     return Examples(
         {name: torch.cat([value, value]) for name, value in one.features.items()},
@@ -73,7 +73,7 @@ def twice(one: Examples) -> Examples:
     )
 
 
-def kept(shape: tuple[int, ...]) -> Fields:
+def output_field(shape: tuple[int, ...]) -> Fields:
     """Return the column in which a store keeps the model's output, which has a shape for each event."""
     return {OUTPUT: (np.dtype(np.float32), shape)}
 
@@ -81,7 +81,7 @@ def kept(shape: tuple[int, ...]) -> Fields:
 _FEATURE = "feature."
 
 
-def rehearsal(draw: Draw, draws: Sequence[int]) -> list[Examples]:
+def examples_of(draw: Sample, draws: Sequence[int]) -> list[Examples]:
     """Make examples of a draw, dealt among the `draws` that the strategy asks for: fewer each when fewer came, and
     none when there is not one for each.
 

@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from learner.model.task import Classification
-from learner.strategies.base import Forward, Loss, Whole, evaluated, weighted
+from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, eval_mode, weighted
 from learner.strategies.der import moved
 from learner.strategies.er import NoReplay
 from learner.strategies.examples import Examples, Tensors
@@ -30,13 +30,13 @@ class Distillation(NoReplay):
         self._steps = 0
         self._teacher: dict[str, Tensor] = {}
 
-    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: Whole) -> Loss:
+    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Mean loss of the new events, plus how far the outputs are from the snapshot's."""
         output = forward(new.features)
         losses = self.learner.task.loss(output, new.label_B)
         if self._teacher:
             losses = losses + self._strength * self._apart(output, self._told(new))
-        return Loss(weighted(losses, new.weight_B, whole.new), output.detach())
+        return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output.detach())
 
     def learned(self, _new: Examples, _output_B: Tensor) -> None:
         """Take a snapshot when it is time."""
@@ -53,7 +53,7 @@ class Distillation(NoReplay):
         """Return what the snapshot says, as in evaluation."""
         features, model = new.features, self.learner.model
         arguments, named = (tuple(features.values()), {}) if len(features) == 1 else ((), dict(features))
-        with evaluated(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             told: Tensor = functional_call(model, self._teacher, arguments, named)
         return told
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from learner.strategies.base import Forward, weighted
 from learner.strategies.er import ExperienceReplay
-from learner.strategies.examples import Examples, twice
+from learner.strategies.examples import Examples, pad_single
 
 
 class InterferedReplay(ExperienceReplay):
@@ -54,7 +54,7 @@ class InterferedReplay(ExperienceReplay):
         with torch.no_grad():
             losses = [
                 self.learner.task.loss(forward(each.features), each.label_B)
-                for each in self.learner.parts(twice(examples) if n == 1 else examples)
+                for each in self.learner.parts(pad_single(examples) if n == 1 else examples)
             ]
         torch.clear_autocast_cache()  # which holds weights without a graph
         return torch.cat(losses)[:n].float()
@@ -65,7 +65,7 @@ class InterferedReplay(ExperienceReplay):
         whole = new.weight_B.sum()
         self.learner.reduce([whole])
         total = [torch.zeros_like(weight) for weight in weights]
-        for each in self.learner.parts(twice(new) if len(new) == 1 else new):
+        for each in self.learner.parts(pad_single(new) if len(new) == 1 else new):
             loss = weighted(self.learner.task.loss(forward(each.features), each.label_B), each.weight_B, whole)
             for sum_, part in zip(total, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
                 if part is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
-from learner.strategies.base import Forward, Learner, Loss, Strategy, Whole, evaluated, weighted
+from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, StrategyContext, eval_mode, weighted
 from learner.strategies.examples import Examples, Tensors
 
 _NEVER = -1e6
@@ -34,7 +34,7 @@ class NearestClassMean(Strategy):
         """Take the name of the linear layer that gives the logits; empty: the model's last."""
         self._name = head
 
-    def begin(self, learner: Learner) -> None:
+    def begin(self, learner: StrategyContext) -> None:
         """Find the last layer, and see that the model is the embedding and that layer after it."""
         super().begin(learner)
         self._head = self._found()
@@ -55,12 +55,12 @@ class NearestClassMean(Strategy):
         """Forget the embeddings of a step that begins again."""
         self._embedding: list[Tensor] = []
 
-    def loss(self, _forward: Forward, new: Examples, _old: Sequence[Examples], whole: Whole) -> Loss:
+    def loss(self, _forward: Forward, new: Examples, _old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Mean loss of the new events, to be told only."""
         embedding_BD, output_BC = self._run(new.features)
         self._embedding.append(embedding_BD)
         losses = self.learner.task.loss(output_BC, new.label_B)
-        return Loss(weighted(losses, new.weight_B, whole.new), output_BC)
+        return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output_BC)
 
     def learned(self, new: Examples, _output_B: Tensor) -> None:
         """Add the events of all ranks to the sums, and write the last layer anew."""
@@ -100,7 +100,7 @@ class NearestClassMean(Strategy):
         """Return embeddings and logits, as in evaluation and in float32."""
         assert self.learner.embed is not None
         device = self._head.weight.device.type
-        with evaluated(self.learner.model), torch.no_grad(), torch.autocast(device, enabled=False):
+        with eval_mode(self.learner.model), torch.no_grad(), torch.autocast(device, enabled=False):
             embedding_BD, output_BC = self.learner.embed(features)
         return embedding_BD, output_BC.float()
 

@@ -6,7 +6,7 @@ Legend: C classes, D dimensions of an embedding.
 import torch
 from torch import Tensor
 
-from learner.strategies.base import Learner
+from learner.strategies.base import StrategyContext
 from learner.strategies.ncm import NearestClassMean
 
 
@@ -24,7 +24,7 @@ class StreamingDiscriminant(NearestClassMean):
             raise ValueError("shrinkage has to be more than 0 and at most 1")
         self._shrinkage = shrinkage
 
-    def begin(self, learner: Learner) -> None:
+    def begin(self, learner: StrategyContext) -> None:
         """Begin without any event."""
         super().begin(learner)
         dim = self._sum_CD.shape[1]

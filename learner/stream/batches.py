@@ -31,7 +31,7 @@ Settle = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 
 class Blocks(Protocol):
-    """Where blocks come from; `ingest.reader.reader.Source` is one."""
+    """Where blocks come from; `ingest.reader.reader.BlockReader` is one."""
 
     def poll(self, timeout: timedelta) -> Block | None:
         """Return the next block, or None when none comes in time."""
@@ -100,7 +100,7 @@ Rows = tuple[Mapping[str, Array], NDArray[np.intp]]
 
 
 @dataclass
-class Parts:
+class BatchBuilder:
     """A batch in the making. Blocks that rows are taken of must not be released before `batch` or `keep`."""
 
     new: list[Rows] = field(default_factory=list)
@@ -182,7 +182,7 @@ class Batches:
         A batch that is not full is returned when `max_delay` has passed since its first row, and when it has about as
         many events to be stored only as it may. One without new events moves positions only.
         """
-        parts = Parts(settle=self._settle)
+        parts = BatchBuilder(settle=self._settle)
         deadline: float | None = None
         stored = most_stored(self._batch_size)
         while parts.count < self._batch_size and parts.stored < stored and not stop.is_set():
@@ -206,7 +206,7 @@ class Batches:
         self._release()
         return batch
 
-    def _next_block(self, parts: Parts, seconds: float) -> Block | None:
+    def _next_block(self, parts: BatchBuilder, seconds: float) -> Block | None:
         """Return the next block, or None when none comes for a moment, or in so many seconds.
 
         Only what is there already leaves blocks that have ended as they are: others may be waiting for their slots.

@@ -70,7 +70,7 @@ class Arrivals:
 
 
 class Stream(Protocol):
-    """What the policy looks at and acts on; `ingest.reader.reader.Source` is one."""
+    """What the policy looks at and acts on; `ingest.reader.reader.BlockReader` is one."""
 
     @property
     def told(self) -> float | None:

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.events.block import IDENTITY_COLUMNS, Array, Outcome, SkipReason
-from ingest.events.partition import TopicPartition, current
-from ingest.events.position import Fingerprint, Mark, Position
+from ingest.events.partition import TopicPartition, latest_incarnations
+from ingest.events.position import Fingerprint, PartitionFingerprint, Position
 from learner.state_dir.report import PartitionReport
-from learner.state_dir.trained_through import Trained
+from learner.state_dir.trained_through import PartitionProgress
 from learner.stream.batches import Span
 from learner.stream.record_times import RecordTimes
 
@@ -38,7 +38,7 @@ class PartitionLedger:
         self.removed = 0
         self.passed = 0
         self.time_ms = 0
-        self.mark = Mark()
+        self.mark = PartitionFingerprint()
         self.superseded = False
         """Whether the topic was made anew: what was not read of this one is gone."""
         self.outcomes = np.zeros(len(Outcome), np.int64)
@@ -48,7 +48,7 @@ class PartitionLedger:
         """Note how far the broker is, and the topic's id, where they are known."""
         self.end = max(self.end, end or 0)
         if topic_id is not None and topic_id != self.mark.topic_id:
-            self.mark = Mark(topic_id, self.mark.last)
+            self.mark = PartitionFingerprint(topic_id, self.mark.last)
 
     def state(self) -> dict[str, Any]:
         """The account as JSON values, for a checkpoint."""
@@ -77,15 +77,15 @@ class PartitionLedger:
         account.end, account.gaps, account.removed = state["end"], state["gaps"], state["removed"]
         account.passed, account.time_ms = state["passed"], state["time_ms"]
         last = state.get("last")
-        account.mark = Mark(state.get("topic_id"), None if last is None else Fingerprint(**last))
+        account.mark = PartitionFingerprint(state.get("topic_id"), None if last is None else Fingerprint(**last))
         account.outcomes = np.array([state["outcomes"].get(outcome.label, 0) for outcome in Outcome], np.int64)
         account.skipped = np.array([state["skipped"].get(reason.label, 0) for reason in SkipReason], np.int64)
         return account
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> PartitionProgress:
         """How far a version that is published now has learned."""
-        return Trained(self.position.offset - 1, self.name.incarnation, self.time_ms)
+        return PartitionProgress(self.position.offset - 1, self.name.incarnation, self.time_ms)
 
     @property
     def pending(self) -> int:
@@ -114,7 +114,7 @@ class PartitionLedger:
 class Ledger:
     """The accounts of all partitions, in the order of the index that blocks carry. Used by one thread."""
 
-    def __init__(self, published: Mapping[str, Trained] | None = None) -> None:
+    def __init__(self, published: Mapping[str, PartitionProgress] | None = None) -> None:
         """`published` is how far the newest version has learned: events up to there are not learned for the first time.
 
         That they are learned again at all is because a restart goes on from a checkpoint, which is older.
@@ -147,7 +147,7 @@ class Ledger:
         return {account.name: account.position for account in self.partitions}
 
     @property
-    def marks(self) -> dict[TopicPartition, Mark]:
+    def marks(self) -> dict[TopicPartition, PartitionFingerprint]:
         """What each partition is known again by, in the order of the index."""
         return {account.name: account.mark for account in self.partitions}
 
@@ -170,7 +170,7 @@ class Ledger:
             self.partitions[index].position = position
         for index, last in span.last.items():
             account = self.partitions[index]
-            account.mark = Mark(account.mark.topic_id, last)
+            account.mark = PartitionFingerprint(account.mark.topic_id, last)
 
     def take_moved(self) -> set[int]:
         """Return the places of the partitions whose position has moved since this was last called."""
@@ -238,7 +238,7 @@ class Ledger:
         return learned
 
     @property
-    def trained_through(self) -> dict[str, Trained]:
+    def trained_through(self) -> dict[str, PartitionProgress]:
         """How far all partitions are learned, by `topic:partition`."""
         self.count()
         return {str(account.name): account.trained for account in self.partitions}
@@ -267,7 +267,7 @@ class Ledger:
         }
 
     def _supersede(self) -> None:
-        there = set(current(account.name for account in self.partitions).values())
+        there = set(latest_incarnations(account.name for account in self.partitions).values())
         for place, account in enumerate(self.partitions):
             account.superseded = place not in there
 

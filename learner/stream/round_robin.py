@@ -11,7 +11,7 @@ import numpy as np
 from anabranch.core.errors import SettingsError
 from ingest.events.block import Block, Outcome, SkipReason
 from ingest.reader.reader import Partition
-from learner.stream.batches import PATIENCE, PENDING, Batch, Blocks, Parts
+from learner.stream.batches import PATIENCE, PENDING, Batch, BatchBuilder, Blocks
 
 _DEAD_LETTERED, _SKIPPED = np.uint8(Outcome.DEAD_LETTERED), np.uint8(Outcome.SKIPPED)
 _TOMBSTONE = np.uint8(SkipReason.TOMBSTONE)
@@ -53,7 +53,7 @@ class _Queue:
         self.trainable += _trainable(block)
         return True
 
-    def give(self, count: int, parts: Parts) -> None:
+    def give(self, count: int, parts: BatchBuilder) -> None:
         """Move so many events to train on, and all others that lie before the last of them."""
         self.trainable -= count
         end = parts.count + count
@@ -92,7 +92,7 @@ class RoundRobin:
         while not stop.is_set():
             shares = self._shares()
             if shares is not None:
-                parts = Parts()
+                parts = BatchBuilder()
                 for queue, share in zip(self._queues, shares, strict=True):
                     if share:
                         queue.give(share, parts)
@@ -144,7 +144,7 @@ class RoundRobin:
 
         Return what is settled at once, if there is any.
         """
-        settled = Parts()
+        settled = BatchBuilder()
         self._queues += [_Queue() for _ in range(len(self._source.partitions) - len(self._queues))]
         for cover in block.coverage:
             mine = block.columns["partition"] == cover.partition

@@ -10,7 +10,7 @@ from ingest.events.schema import Schema
 from learner.model.device import Precision
 from learner.model.factory import forward, sample
 from learner.training.buffers import Buffers
-from learner.training.out_of_memory import Dice
+from learner.training.out_of_memory import RngSnapshot
 from learner.training.parallelism import Ranks
 
 BACKEND = "inductor"
@@ -28,7 +28,7 @@ def compiled(module: nn.Module, schema: Schema, device: torch.device, precision:
     """
     failed = torch.zeros((), dtype=torch.bool, device=device)
     fast = cast("nn.Module", torch.compile(module, backend=BACKEND))
-    buffers, dice = Buffers(module), Dice(device)
+    buffers, dice = Buffers(module), RngSnapshot(device)
     saved = buffers.saved()
     try:
         for rows in _ROWS:

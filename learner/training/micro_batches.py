@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from learner.strategies.examples import Examples, twice
+from learner.strategies.examples import Examples, pad_single
 
 Part = tuple[Examples, list[Examples]]
 """Some of the new events, and some of those of each draw."""
@@ -36,7 +36,7 @@ def micro_batches(new: Examples, old: Sequence[Examples], most: int | None) -> l
 
 def idle(new: Examples, old: Sequence[Examples]) -> Part:
     """Return events of no weight, two of each kind, to run a model with that other ranks need this one for."""
-    first, *others = [each[:2] if len(each) > 1 else twice(each) for each in (new, *old) if len(each)]
+    first, *others = [each[:2] if len(each) > 1 else pad_single(each) for each in (new, *old) if len(each)]
     return _weightless(first), [_weightless(each) for each in others]
 
 

@@ -12,11 +12,11 @@ from anabranch.core.failures import out_of_memory
 from learner.config import LearnerSettings
 from learner.model.device import Precision
 from learner.training.lr_schedule import Schedule
-from learner.training.optimizers import build_optimizer, load_optimizer, moments, numbers, whose
+from learner.training.optimizers import build_optimizer, load_optimizer, param_of, state_scalars, state_tensors
 from learner.training.parallelism import Ranks, Weights, WholeWeights
 
 
-class Update:
+class OptimizerStep:
     """What a step does to the weights once it has their gradients. Used by one thread."""
 
     def __init__(
@@ -80,15 +80,15 @@ class Update:
         """Return the learning rate of the step that was begun last."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         """Copy the optimizer's tensors, on the device."""
-        return self._weights.whole(moments(self.optimizer))
+        return self._weights.whole(state_tensors(self.optimizer))
 
     def state(self, step: int) -> dict[str, Any]:
         """What optimizer, scaler and schedule have beside tensors before this step, as JSON values, for a
         checkpoint."""
         return {
-            **numbers(self.optimizer),
+            **state_scalars(self.optimizer),
             "scaler": self.scaler.state_dict(),
             "schedule": {"step": step, **self.schedule.state()},
         }
@@ -100,7 +100,7 @@ class Update:
             RuntimeError, KeyError, ValueError: they are of another model or optimizer.
         """
         self.schedule.scale = 1.0
-        load_optimizer(self.optimizer, self._weights.mine(kept, whose(self.optimizer, kept)), state)
+        load_optimizer(self.optimizer, self._weights.mine(kept, param_of(self.optimizer, kept)), state)
         self._is_whole = bool(kept)
         if self._scaled and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

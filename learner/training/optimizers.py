@@ -49,7 +49,7 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
         raise SettingsError(f"learner.optimizer: {settings.name} refuses {arguments}: {exc}") from exc
 
 
-def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors, each as `<index of the parameter>.<name>`; its steps change them."""
     return {
         f"{index}.{name}": value
@@ -59,14 +59,14 @@ def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def whose(optimizer: torch.optim.Optimizer, tensors: Iterable[str]) -> dict[str, Tensor]:
-    """Return the parameter that each of the names which `moments` gives is of, as far as there is one."""
+def param_of(optimizer: torch.optim.Optimizer, tensors: Iterable[str]) -> dict[str, Tensor]:
+    """Return the parameter that each of the names which `state_tensors` gives is of, as far as there is one."""
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     places = {name: int(name.partition(".")[0]) for name in tensors}
     return {name: weights[place] for name, place in places.items() if place < len(weights)}
 
 
-def numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_scalars(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what it has beside tensors, as JSON values."""
     state = optimizer.state_dict()
     others = {
@@ -77,7 +77,7 @@ def numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Take up what `moments` and `numbers` returned; learning rates and so on stay those of the config.
+    """Take up what `state_tensors` and `state_scalars` returned; learning rates and so on stay those of the config.
 
     Raises:
         ValueError: it is of an optimizer with other parameters, or of another kind.

@@ -11,7 +11,7 @@ from learner.errors import RankTooLargeError
 log = logging.getLogger(__name__)
 
 
-def smaller(rows: int, most: int | None, device: torch.device, ranks: int, said: str) -> int:
+def halve_micro_batch(rows: int, most: int | None, device: torch.device, ranks: int, said: str) -> int:
     """Return half of the micro-batch that did not fit, and say so loudly.
 
     Args:
@@ -46,7 +46,7 @@ def oom_warning(device: torch.device, most: int) -> str:
     )
 
 
-class Dice:
+class RngSnapshot:
     """The state of torch's generators on the CPU and on one device, to throw the same numbers again."""
 
     def __init__(self, device: torch.device) -> None:

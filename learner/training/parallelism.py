@@ -101,7 +101,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """One rank, which has nobody to wait for."""
 
     size = 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from learner.strategies.base import Loss
+from learner.strategies.base import MicroBatchLoss
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepResult:
 
 
 @dataclass
-class Heard:
+class StepAccumulator:
     """Collects from one micro-batch after the other."""
 
     total: list[Tensor] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Heard:
     old: list[Sequence[Tensor]] = field(default_factory=list)
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def add(self, loss: Loss, embedding_N: Tensor | None) -> None:
+    def add(self, loss: MicroBatchLoss, embedding_N: Tensor | None) -> None:
         """Take what a micro-batch said, new events before the replayed ones."""
         self.total.append(loss.total.detach())
         self.output.append(loss.output_B)
@@ -64,7 +64,7 @@ class Heard:
 
 
 def dealt(
-    heard: Heard, drawn: Sequence[int], picked: Sequence[Tensor] | None, rows: int
+    heard: StepAccumulator, drawn: Sequence[int], picked: Sequence[Tensor] | None, rows: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the loss of each event drawn and the embeddings of all, in the order in which they were given."""
     old_R: Tensor | None = None

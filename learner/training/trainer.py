@@ -25,18 +25,18 @@ from learner.model.factory import forward, tensor_dtype
 from learner.model.faulty_events import RaisingEventsError, error_of, may_be_of_events, raising, works_on_zeros
 from learner.model.rng import restore_rng, rng_tensors, rng_values
 from learner.model.task import Task
-from learner.strategies.base import Learner, Loss, Strategy, Whole
-from learner.strategies.examples import Examples, Tensors, joined, twice
+from learner.strategies.base import MicroBatchLoss, StepWeights, Strategy, StrategyContext
+from learner.strategies.examples import Examples, Tensors, concat, pad_single
 from learner.training.activation_checkpointing import checkpoint_activations
 from learner.training.buffers import Buffers, Saved
 from learner.training.compile import compiled
 from learner.training.host_to_device import Transfer
 from learner.training.micro_batches import idle, micro_batches
-from learner.training.optimizer_step import Update
-from learner.training.out_of_memory import Dice, oom_warning, release, smaller
-from learner.training.parallelism import Alone, Ranks
+from learner.training.optimizer_step import OptimizerStep
+from learner.training.out_of_memory import RngSnapshot, halve_micro_batch, oom_warning, release
+from learner.training.parallelism import Ranks, SingleRank
 from learner.training.stand_in import RankRaisedError, StandIn
-from learner.training.step_result import Heard, StepResult, cat, dealt
+from learner.training.step_result import StepAccumulator, StepResult, cat, dealt
 
 _PROBES = 3
 _SCALE_RETRIES = 16
@@ -70,7 +70,7 @@ class Trainer:
         """Events of a micro-batch; None: all of a step at once. May change between steps."""
         self.give_way: Callable[[int], None] | None = None
         """Called before each micro-batch of a pass, with its place there; may take its time."""
-        self.lane: Lane = contextlib.nullcontext
+        self.lane: LaunchContext = contextlib.nullcontext
         """What a step gives the device is given in it."""
         self.warning: str | None = None
         """One sentence when micro-batches were made smaller for want of memory."""
@@ -83,16 +83,16 @@ class Trainer:
         self._classes = schema.label.one_of
         self._precision = precision
         self._buffers = Buffers(model)
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or SingleRank()
         self._stand_in = StandIn(self._ranks)
         self._ranks.weights.split(model)
-        self.update = Update(settings, model, precision, device, self._ranks)
+        self.update = OptimizerStep(settings, model, precision, device, self._ranks)
         checkpoint_activations(self.model, settings.activation_checkpointing)
         self._trained = self._ranks.wrap(self.model)
         if settings.compile:
             self._trained = compiled(self._trained, schema, device, precision, self._ranks)
         strategy.begin(
-            Learner(
+            StrategyContext(
                 *(model, task, self._stand_in.average, self.update.rate, self._parts, _probe(schema, device)),
                 None if embedding is None else self._embed,
                 self._ranks.size,
@@ -118,7 +118,7 @@ class Trainer:
         Raises:
             RaisingEventsError: model or task raises on some of them.
         """
-        before, dice = self._buffers.saved(), Dice(self.device)
+        before, dice = self._buffers.saved(), RngSnapshot(self.device)
 
         def scored(part: Examples) -> Tensor:
             self.model.eval()
@@ -177,9 +177,9 @@ class Trainer:
         given = new, *old
         if len(new) == 1 and not sum(drawn):
             # Batch norm needs two: the event stands for another one of no weight.
-            new = twice(new)
+            new = pad_single(new)
         self.update.begin(self._steps)
-        before, dice = self._buffers.saved(), Dice(self.device)
+        before, dice = self._buffers.saved(), RngSnapshot(self.device)
         self._stand_in.begin()
         try:
             found = self._passes(new, old, rows, before, dice)
@@ -206,8 +206,8 @@ class Trainer:
         return StepResult(finite, total, score, loss_new, old_R, embedding_N, output_B[:rows], replayed)
 
     def _passes(
-        self, new: Examples, old: Sequence[Examples], rows: int, before: Saved, dice: Dice
-    ) -> tuple[Heard, Sequence[Tensor] | None, bool, tuple[float, float, float]]:
+        self, new: Examples, old: Sequence[Examples], rows: int, before: Saved, dice: RngSnapshot
+    ) -> tuple[StepAccumulator, Sequence[Tensor] | None, bool, tuple[float, float, float]]:
         """Compute the gradient of a step and, if all is finite, change the weights; nothing else of it lasts.
 
         Returns:
@@ -216,13 +216,13 @@ class Trainer:
         """
         picked = self._pick(new, old, before, dice)
         if picked is not None:
-            old, dice = [each[places] for each, places in zip(old, picked, strict=True)], Dice(self.device)
+            old, dice = [each[places] for each, places in zip(old, picked, strict=True)], RngSnapshot(self.device)
         taken, whole = old, self._whole(new, old)
         scaler = self.update.scaler
         # fp16 waits for the device here and where scaled: the scale before says what an overflow is to be blamed on.
         scale, scaled = scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
         for attempt in range(_SCALE_RETRIES if scaled else 1):
-            dice = Dice(self.device) if attempt else dice
+            dice = RngSnapshot(self.device) if attempt else dice
             backward = lambda: self._backward(new, taken, whole)  # noqa: E731
             heard = self._fitting(backward, len(new) + sum(map(len, taken)), before, dice)
             total, norm, spoiled, score, loss_new = self._numbers(heard, new, rows, before)
@@ -241,7 +241,7 @@ class Trainer:
             self.update.rescale(scale)
         return heard, picked, finite, (total, score, loss_new)
 
-    def _name_events(self, error: Exception, given: Sequence[Examples], before: Saved, dice: Dice) -> None:
+    def _name_events(self, error: Exception, given: Sequence[Examples], before: Saved, dice: RngSnapshot) -> None:
         """Undo a step that raised, and find the events that raise, by passes of parts of it that learn nothing.
 
         Raises:
@@ -250,11 +250,11 @@ class Trainer:
         """
         traceback.clear_frames(error.__traceback__)  # which hold on to what the pass had made
         release(self.device)
-        everything = joined(given)
+        everything = concat(given)
 
         def learn(events: Examples) -> None:
             try:
-                self._try(twice(events) if len(events) == 1 else events)
+                self._try(pad_single(events) if len(events) == 1 else events)
             finally:
                 self._undo(before, dice)
 
@@ -266,7 +266,7 @@ class Trainer:
         if found and (len(found) < len(everything) or works_on_zeros(learn_zeros, self._schema, self.device)):
             raise error_of(found) from error
 
-    def _undo(self, before: Saved, dice: Dice) -> None:
+    def _undo(self, before: Saved, dice: RngSnapshot) -> None:
         """Leave no trace of a pass."""
         self.update.give_up()
         self._buffers.put_back(before)
@@ -284,7 +284,7 @@ class Trainer:
                     self._embedding.listen()
                 with self._precision.autocast(self.device):
                     loss = self.strategy.loss(
-                        lambda features: forward(self.model, features), part, [], Whole(weight, [], present)
+                        lambda features: forward(self.model, features), part, [], StepWeights(weight, [], present)
                     )
                 if self.strategy.learns_gradient:
                     self.strategy.backward(loss, self.update.scaler.scale)
@@ -293,9 +293,11 @@ class Trainer:
                 with torch.no_grad():
                     self.task.score(loss.output_B, part.label_B)
 
-        self._fitting(backward, len(events), self._buffers.saved(), Dice(self.device))
+        self._fitting(backward, len(events), self._buffers.saved(), RngSnapshot(self.device))
 
-    def _pick(self, new: Examples, old: Sequence[Examples], before: Saved, dice: Dice) -> Sequence[Tensor] | None:
+    def _pick(
+        self, new: Examples, old: Sequence[Examples], before: Saved, dice: RngSnapshot
+    ) -> Sequence[Tensor] | None:
         """Let the strategy choose among the old events, which leaves the model as it was."""
         if not self.strategy.picks or not any(map(len, old)):
             return None
@@ -309,7 +311,7 @@ class Trainer:
             self._buffers.put_back(before)
         return picked
 
-    def _whole(self, new: Examples, old: Sequence[Examples]) -> Whole:
+    def _whole(self, new: Examples, old: Sequence[Examples]) -> StepWeights:
         """Add up the weights of all ranks."""
         weights = [each.weight_B.sum() for each in (new, *old)]
         if self._ranks.size > 1:
@@ -317,7 +319,7 @@ class Trainer:
             self._ranks.average([together])
             weights = list(together)
         present = self._present(new)
-        return Whole(weights[0], weights[1:], None if present is None else self._ranks.any(present))
+        return StepWeights(weights[0], weights[1:], None if present is None else self._ranks.any(present))
 
     def _present(self, new: Examples) -> Tensor | None:
         """Return which classes are among new events of this rank, bool `[C]`, where the strategy looks at that."""
@@ -328,7 +330,7 @@ class Trainer:
         found.index_fill_(0, torch.where(new.weight_B > 0, new.label_B, self._classes), True)
         return found[: self._classes]
 
-    def _fitting(self, passes: Callable[[], _T], rows: int, before: Saved, dice: Dice) -> _T:
+    def _fitting(self, passes: Callable[[], _T], rows: int, before: Saved, dice: RngSnapshot) -> _T:
         """Run passes of at most so many rows, in smaller micro-batches where memory runs out, as if so from the start.
 
         The strategy leaves the weights as they were when one of its passes fails. `dice` are those before it.
@@ -343,7 +345,7 @@ class Trainer:
             # Past the handler, since the error holds on to what the pass had made.
             self.update.give_up()
             release(self.device)
-            self.micro_batch_size = smaller(rows, self.micro_batch_size, self.device, self._ranks.size, said)
+            self.micro_batch_size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.size, said)
             self.warning = oom_warning(self.device, self.micro_batch_size)
             self._buffers.put_back(before)
             dice.put_back()
@@ -355,11 +357,11 @@ class Trainer:
         self.update.schedule.drifted(self._steps)
         self.strategy.drifted()
 
-    def _backward(self, new: Examples, old: Sequence[Examples], whole: Whole) -> Heard:
+    def _backward(self, new: Examples, old: Sequence[Examples], whole: StepWeights) -> StepAccumulator:
         """Compute the gradient of the whole step, as the strategy wants it."""
         self.update.gradients.clear()
         self.strategy.start()
-        heard = Heard()
+        heard = StepAccumulator()
         parts = micro_batches(new, old, self.micro_batch_size)
         rounds = self._ranks.weights.rounds(len(parts))
         for place, (some_new, some_old) in enumerate(parts):
@@ -369,15 +371,15 @@ class Trainer:
                 self._learn(some_new, some_old, whole, heard)
         for _ in range(len(parts), rounds):
             before = self._buffers.saved()
-            self._learn(*idle(new, old), whole, Heard())
+            self._learn(*idle(new, old), whole, StepAccumulator())
             self._buffers.put_back(before)
         if self.strategy.learns_gradient:
             self.update.unscale()
             self.strategy.adjust(self.update.scaler.get_scale())
         return heard
 
-    def _learn(self, new: Examples, old: Sequence[Examples], whole: Whole, heard: Heard) -> None:
-        def run(new: Examples, old: Sequence[Examples]) -> Loss:
+    def _learn(self, new: Examples, old: Sequence[Examples], whole: StepWeights, heard: StepAccumulator) -> None:
+        def run(new: Examples, old: Sequence[Examples]) -> MicroBatchLoss:
             if self._embedding is not None:
                 self._embedding.listen()
             with self._precision.autocast(self.device):
@@ -397,7 +399,7 @@ class Trainer:
         heard.add(loss, embedding_N)
 
     def _numbers(
-        self, heard: Heard, new: Examples, rows: int, before: Saved
+        self, heard: StepAccumulator, new: Examples, rows: int, before: Saved
     ) -> tuple[float, float, bool, float, float]:
         """Clip the gradient, and read back what settles the step.
 
@@ -436,14 +438,14 @@ class Trainer:
         """Copy the weights and buffers as they are now, on the device; later steps do not change the copy."""
         return self._ranks.weights.whole(self.model.state_dict())
 
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         """Copy the optimizer's tensors likewise."""
-        return self.update.moments()
+        return self.update.optimizer_state()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and the optimizer's tensors, copied on the device, for a checkpoint."""
         strategy = self.strategy.tensors()
-        found = {"model": self.snapshot(), "optimizer": self.moments()}
+        found = {"model": self.snapshot(), "optimizer": self.optimizer_state()}
         return found | ({"strategy": strategy} if strategy else {})
 
     def state(self) -> dict[str, Any]:
@@ -517,5 +519,5 @@ def _probe(schema: Schema, device: torch.device) -> dict[str, Tensor]:
     return found
 
 
-Lane = Callable[[], contextlib.AbstractContextManager[object]]
+LaunchContext = Callable[[], contextlib.AbstractContextManager[object]]
 """Returns what work for the device is given in."""

@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.plan import Plan, planned_rows
-from replay.snapshot import Change, Standing
-from replay.tiers.hierarchy import Tiers
+from replay.plan import SamplePlan, planned_rows
+from replay.snapshot import StoreDelta, StoreState
+from replay.tiers.hierarchy import TierHierarchy
 
 
 @dataclass(frozen=True)
-class Held:
+class CapturedStore:
     """What `Store.hold` copied; the payload of its events is not written over until `Store.let_go`."""
 
-    standing: Standing
-    change: Change
+    standing: StoreState
+    change: StoreDelta
     identity: NDArray[np.uint64]
-    plans: Sequence[Plan]
+    plans: Sequence[SamplePlan]
 
-    def contents(self, tiers: Tiers) -> tuple[Standing, Change]:
+    def contents(self, tiers: TierHierarchy) -> tuple[StoreState, StoreDelta]:
         """Return it with the payload, or once that is durable; raises OSError when it cannot be made so."""
         change = self.change
         if tiers.durable:

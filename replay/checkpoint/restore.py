@@ -15,12 +15,12 @@ from torch import Tensor
 
 from anabranch.core.errors import SettingsError
 from ingest.events.identity import identity_hash
-from replay.checkpoint.slot_allocator import Slots
+from replay.checkpoint.slot_allocator import SlotAllocator
 from replay.reservoir.admission import Admission, Offered
-from replay.reservoir.reservoir import Roll
+from replay.reservoir.reservoir import Reservoir
 from replay.row_layout import RowLayout
-from replay.snapshot import Contents
-from replay.tiers.hierarchy import Tiers
+from replay.snapshot import StoreSnapshot
+from replay.tiers.hierarchy import TierHierarchy
 from replay.tiers.tier import Tier
 
 Rows = Callable[[slice, NDArray[np.uint64]], tuple[Tensor, NDArray[np.bool_]]]
@@ -33,11 +33,17 @@ _CHUNK = 1024
 log = logging.getLogger(__name__)
 
 
-class Resumption:
+class StoreRestore:
     """Takes up the events of one checkpoint; used once."""
 
     def __init__(
-        self, contents: Contents, source: Tier | None, roll: Roll, layout: RowLayout, tiers: Tiers, seed: int
+        self,
+        contents: StoreSnapshot,
+        source: Tier | None,
+        roll: Reservoir,
+        layout: RowLayout,
+        tiers: TierHierarchy,
+        seed: int,
     ) -> None:
         """Look at what there is, and let the events compete anew where the admission policy is another one.
 
@@ -76,7 +82,7 @@ class Resumption:
         self.lost = 0
         """Events whose rows could not be had; after `place`."""
 
-    def place(self, slots: Slots) -> NDArray[np.void]:
+    def place(self, slots: SlotAllocator) -> NDArray[np.void]:
         """Give slots to the events that the quotas let stay, and return the index of those, ENTRY `[<= H]`."""
         standing, index = self.contents.standing, self.contents.index
         keep = np.ones(len(index), np.bool_)
@@ -98,7 +104,7 @@ class Resumption:
         """Whether the next checkpoint can tell what has changed since this one, if all of its events are there."""
         return not self.converts and (not self.moves or (self._source is None and not self._tiers.durable))
 
-    def _rows_of(self, contents: Contents, index: NDArray[np.void], places: NDArray[np.intp]) -> Rows:
+    def _rows_of(self, contents: StoreSnapshot, index: NDArray[np.void], places: NDArray[np.intp]) -> Rows:
         """Return what reads the rows of events, ENTRY `[H]`, which are in the given places of the checkpoint's
         payload."""
 
@@ -109,7 +115,7 @@ class Resumption:
 
         return read
 
-    def _converted(self, contents: Contents) -> Contents:
+    def _converted(self, contents: StoreSnapshot) -> StoreSnapshot:
         log.info("the events stored compete anew under replay.admission, which was changed")
         rows = self._rows_of(contents, contents.index, np.arange(len(contents.index)))
         weights = lambda rows_nR: self._layout.unpack(rows_nR)["weight"]  # noqa: E731
@@ -117,8 +123,8 @@ class Resumption:
 
 
 def converted(
-    contents: Contents, admission: Admission, seed: int, weights: Callable[[Tensor], Tensor], rows: Rows
-) -> Contents:
+    contents: StoreSnapshot, admission: Admission, seed: int, weights: Callable[[Tensor], Tensor], rows: Rows
+) -> StoreSnapshot:
     """Return contents with the priorities and groups that the events have under `admission`; the rest is the same.
 
     Args:
@@ -146,7 +152,7 @@ def converted(
 
 
 def move(
-    index: NDArray[np.void], contents: Contents, seed: int, rows: Rows, slots: Slots, tiers: Tiers
+    index: NDArray[np.void], contents: StoreSnapshot, seed: int, rows: Rows, slots: SlotAllocator, tiers: TierHierarchy
 ) -> NDArray[np.bool_]:
     """Write the rows of events, ENTRY `[H]`, into new slots, which `index` then names; return which could be had."""
     found = np.ones(len(index), np.bool_)
@@ -160,7 +166,7 @@ def move(
 
 
 def _chunks(
-    index: NDArray[np.void], contents: Contents, seed: int
+    index: NDArray[np.void], contents: StoreSnapshot, seed: int
 ) -> Iterator[tuple[slice, NDArray[np.void], NDArray[np.uint64]]]:
     """Yield slices of events with views of them and their identities."""
     bases = np.array(contents.standing.bases, np.uint64)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replay.snapshot import ENTRY, Change
+from replay.snapshot import ENTRY, StoreDelta
 
 Tensors = Mapping[str, Tensor]
 
@@ -55,7 +55,7 @@ class Written:
     fresh: Tensors | None
 
 
-def advance(before: Sequence[Segment], change: Change, number: int, load: Callable[[Segment], Tensors]) -> Written:
+def advance(before: Sequence[Segment], change: StoreDelta, number: int, load: Callable[[Segment], Tensors]) -> Written:
     """Return the segments of checkpoint `number`.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Slots:
+class SlotAllocator:
     """The slots `[0, count)` of a tier.
 
     Args:

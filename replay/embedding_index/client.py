@@ -16,7 +16,7 @@ import numpy as np
 from anabranch.core.backoff import jittered
 from anabranch.core.errors import SettingsError
 from replay.embedding_index.link import GoneError, IndexLink
-from replay.embedding_index.protocol import Figures, Ids, IndexSettings, Kind, Record, Vectors
+from replay.embedding_index.protocol import Ids, IndexFigures, IndexMessage, IndexSettings, MessageType, Vectors
 
 _KEPT_SLOTS = 6
 """Slots that events are not put into: for questions, removals and reports, so that these are declined last."""
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Answer:
+class NeighbourAnswer:
     """The neighbours of the queries of `step`: ids `[Q, k]`, nearest first, NO_ID where there are no more."""
 
     step: int
@@ -69,7 +69,7 @@ class IndexStats:
         answer_seconds: from the last question that was answered to its answer.
     """
 
-    process: Figures
+    process: IndexFigures
     waiting: int
     declined: dict[str, int]
     malformed: int
@@ -78,7 +78,7 @@ class IndexStats:
     answer_seconds: float
 
 
-class Neighbours:
+class NeighbourClient:
     """The index, asked and fed by one thread; begins with `open` and ends with `close`. No method waits for it.
 
     When the process dies another one is started, and begins empty: `generation` tells, and embeddings are to be added
@@ -101,13 +101,13 @@ class Neighbours:
         self._link: IndexLink | None = None
         self._closed = True
         self._asked: dict[int, float] = {}
-        self._answers: list[Answer] = []
+        self._answers: list[NeighbourAnswer] = []
         self._removals = np.empty(_MOST_REMOVALS, np.int64)
         self._removed = 0
         self._stale = _NONE
         self._stale_asked = self._report_asked = False
         self._stale_at = self._report_at = self._heard_at = 0.0
-        self._figures = Figures()
+        self._figures = IndexFigures()
         self._before = (0, 0)
         self._declined = {"add": 0, "ask": 0, "remove": 0}
         self._answer_seconds = 0.0
@@ -161,7 +161,7 @@ class Neighbours:
             part, slot = ids[taken : taken + size], link.slot()
             link.slots.ids(slot, len(part))[:] = part
             link.slots.vectors(slot, len(part), after=len(part))[:] = embedding_nD[taken : taken + size]
-            link.say(Kind.ADD, slot, len(part), step=step)
+            link.say(MessageType.ADD, slot, len(part), step=step)
             taken += len(part)
         self._declined["add"] += len(ids) - taken
         return taken
@@ -199,10 +199,10 @@ class Neighbours:
         slot = link.slot()
         link.slots.vectors(slot, queries)[:] = query_QD
         self._asked[slot] = time.monotonic()
-        link.say(Kind.ASK, slot, queries, k, step)
+        link.say(MessageType.ASK, slot, queries, k, step)
         return True
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[NeighbourAnswer]:
         """Return the answers that have arrived since the last time, in the order of the questions."""
         self._turn()
         arrived, self._answers = self._answers, []
@@ -236,7 +236,7 @@ class Neighbours:
         wanted = not len(self._stale) and not self._stale_asked and time.monotonic() >= self._stale_at
         if wanted and link is not None and link.free:
             self._stale_asked = True
-            link.say(Kind.STALE, link.slot(), self._settings.batch)
+            link.say(MessageType.STALE, link.slot(), self._settings.batch)
         return found
 
     def stats(self) -> IndexStats:
@@ -290,33 +290,33 @@ class Neighbours:
         self._say_removals(self._link)
         if self._fresh is not None and not self._assigning and not self._assigned and self._link.free > 1:
             self._assigning = True
-            self._link.say(Kind.CLUSTERS, self._link.slot(), self._piece, step=self._assigned_until)
+            self._link.say(MessageType.CLUSTERS, self._link.slot(), self._piece, step=self._assigned_until)
         if not self._report_asked and self._link.free and now >= self._report_at:
             self._report_asked, self._report_at = True, now
-            self._link.say(Kind.REPORT, self._link.slot(), step=self._training)
+            self._link.say(MessageType.REPORT, self._link.slot(), step=self._training)
         return self._link
 
-    def _take(self, link: IndexLink, record: Record) -> None:
+    def _take(self, link: IndexLink, record: IndexMessage) -> None:
         """Take a reply, and its slot back."""
         kind, slot, rows, k, step = record
         self.problem, self._heard_at = None, time.monotonic()
         match kind:
-            case Kind.ASK:
-                self._answers.append(Answer(step, link.slots.ids(slot, rows * k).reshape(rows, k).copy()))
+            case MessageType.ASK:
+                self._answers.append(NeighbourAnswer(step, link.slots.ids(slot, rows * k).reshape(rows, k).copy()))
                 self._answer_seconds = time.monotonic() - self._asked.pop(slot)
                 del self._answers[:-_MOST_ANSWERS]
-            case Kind.STALE:
+            case MessageType.STALE:
                 self._stale, self._stale_asked = link.slots.ids(slot, rows).copy(), False
                 self._stale_at = time.monotonic() + (0.0 if rows else _STALE_SECONDS)
-            case Kind.REPORT:
-                self._figures = Figures(*link.slots.figures(slot).tolist())
+            case MessageType.REPORT:
+                self._figures = IndexFigures(*link.slots.figures(slot).tolist())
                 self._report_asked, self._report_at = False, time.monotonic() + _REPORT_SECONDS
                 self.reports += 1
                 if rows:
                     number = self._centroids.number + 1 if self._centroids is not None else 1
                     self._fresh = Centroids(number, link.slots.vectors(slot, rows, after=len(self._figures)).copy())
                     self._training, self._assigned, self._assigned_until = step, [], 0
-            case Kind.CLUSTERS:
+            case MessageType.CLUSTERS:
                 told = link.slots.ids(slot, 2 * rows).reshape(2, rows).copy()
                 self._assigning = False
                 if step == self._assigned_until:  # else it is of clusters that are old already
@@ -331,7 +331,7 @@ class Neighbours:
         while begin < self._removed and link.free > 1:
             part, slot = self._removals[begin : min(self._removed, begin + self._settings.batch)], link.slot()
             link.slots.ids(slot, len(part))[:] = part
-            link.say(Kind.REMOVE, slot, len(part))
+            link.say(MessageType.REMOVE, slot, len(part))
             begin += len(part)
         if begin:
             self._removals[: self._removed - begin] = self._removals[begin : self._removed].copy()
@@ -348,7 +348,7 @@ class Neighbours:
             self._restarts += 1
             self.generation += 1
             self._before = (self._before[0] + int(self._figures.malformed), self._before[1] + int(self._figures.full))
-            self._figures = Figures()
+            self._figures = IndexFigures()
         if why != self.problem:
             log.warning("%s", why)
         self.problem = why

@@ -9,13 +9,13 @@ Legend: n events of a call, D numbers of an embedding, C clusters, Q queries.
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.embedding_index.client import Neighbours
-from replay.reservoir.event_table import Entries
+from replay.embedding_index.client import NeighbourClient
+from replay.reservoir.event_table import EventTable
 
 CLUSTERS = 65
 """Groups of events by their embedding at most, the one for those whose cluster is not known included."""
 _NEAREST = 10
-"""Neighbours that are looked for of each query."""
+"""NeighbourClient that are looked for of each query."""
 _MOST_QUERIES = 256
 _NO_ID = -1
 LAG = 12
@@ -25,10 +25,10 @@ UNKNOWN = np.int16(0)
 """The cluster of events whose cluster is not known."""
 
 
-class Whereabouts:
+class EmbeddingTracker:
     """The embeddings of the events in S slots. Used by the thread that has the store."""
 
-    def __init__(self, entries: Entries, slots: int, neighbours: Neighbours) -> None:
+    def __init__(self, entries: EventTable, slots: int, neighbours: NeighbourClient) -> None:
         self._entries = entries
         self._neighbours = neighbours
         self._ids = np.full(slots, _NO_ID, np.int64)
@@ -46,7 +46,7 @@ class Whereabouts:
         """Grows each time that the events are in other clusters than before."""
 
     @property
-    def neighbours(self) -> Neighbours:
+    def neighbours(self) -> NeighbourClient:
         """The index process' client."""
         return self._neighbours
 

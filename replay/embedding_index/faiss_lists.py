@@ -17,7 +17,7 @@ _HALF_MOST = 60_000.0
 _ITERATIONS = 10
 
 
-class Lists:
+class InvertedLists:
     """Vectors, each under a row number and in the list of its nearest centre."""
 
     def __init__(self, dim: int, centres_CD: Vectors | None = None) -> None:

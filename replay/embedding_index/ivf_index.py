@@ -19,16 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.embedding_index.faiss_lists import Lists, train
-from replay.embedding_index.protocol import NO_ID, Figures, Ids, IndexSettings, Vectors
-from replay.embedding_index.row_table import IndexRows
+from replay.embedding_index.faiss_lists import InvertedLists, train
+from replay.embedding_index.protocol import NO_ID, Ids, IndexFigures, IndexSettings, Vectors
+from replay.embedding_index.row_table import RowTable
 
 _ROWS_A_CLUSTER = 32
 """Fewer do not tell where a cluster lies."""
 _SAMPLE_A_CENTRE = 48
 _LISTS_FROM = 20_000
 _ANEW_AFTER = 3
-"""Embeddings that come before the next training, for each that was there at the last."""
+"""IVFIndex that come before the next training, for each that was there at the last."""
 _TOMBSTONES = 8
 """One row in so many may be a tombstone: taking them out is one pass over everything."""
 _LEAST_TOMBSTONES = 256
@@ -49,16 +49,16 @@ _LARGEST = 1e15
 """Squares of larger numbers are no float32."""
 
 
-class Embeddings:
+class IVFIndex:
     """At most `capacity` events. Used by one thread; `work` is called between requests."""
 
     def __init__(self, settings: IndexSettings, seed: int = 0) -> None:
         self._settings = settings
         self._clusters = max(1, min(settings.clusters, settings.capacity // _ROWS_A_CLUSTER))
         # Beside the events: what is replaced until tombstones are taken out, also while lists are made.
-        self._rows = IndexRows(settings.capacity + settings.capacity // 2 + 4 * _PIECE_ROWS)
-        self._lists = Lists(settings.dim)
-        self._next: Lists | None = None
+        self._rows = RowTable(settings.capacity + settings.capacity // 2 + 4 * _PIECE_ROWS)
+        self._lists = InvertedLists(settings.dim)
+        self._next: InvertedLists | None = None
         self._renewal: Iterator[bool] | None = None
         self._thread = ThreadPoolExecutor(1, "index-training")
         self._rng = np.random.default_rng(seed)
@@ -123,11 +123,11 @@ class Embeddings:
         """Return events and their clusters, those in n rows from `begin` on, and whether there are rows after these."""
         return *self._rows.assigned(begin, n), begin + n < self._rows.top
 
-    def figures(self) -> Figures:
+    def figures(self) -> IndexFigures:
         """Tell how it stands."""
         mean, most, stale = self._rows.ages(self._newest, self._settings.stale_after)
         lists = self._lists.bytes + (self._next.bytes if self._next is not None else 0)
-        return Figures(
+        return IndexFigures(
             rows=self._rows.count,
             tombstones=self._rows.tombstones,
             trained_rows=self._trained,
@@ -170,7 +170,7 @@ class Embeddings:
         outgrown = self._lists.count == 1 and self._trained < _LISTS_FROM <= self._rows.count
         return outgrown or self._came >= _ANEW_AFTER * self._trained
 
-    def _find(self, lists: Lists, q_QD: Vectors, k: int, probes: int | None = None) -> Ids:
+    def _find(self, lists: InvertedLists, q_QD: Vectors, k: int, probes: int | None = None) -> Ids:
         """Return the rows of the k nearest events of each query, int64 `[Q, k]`, -1 where none."""
         if not self._rows.tombstones:
             return lists.search(q_QD, k, probes=probes)
@@ -202,7 +202,7 @@ class Embeddings:
             yield from self._assign_all(clusters)
         if (centres is None) != (count == 1) or count == self._lists.count == 1:
             return
-        yield from self._move(Lists(self._settings.dim, centres), sample)
+        yield from self._move(InvertedLists(self._settings.dim, centres), sample)
 
     def _assign_all(self, clusters: Vectors) -> Iterator[bool]:
         """Find the clusters of all events, and then tell of them."""
@@ -217,7 +217,7 @@ class Embeddings:
         if self._centres is not None and len(rows):
             self._rows.assign(rows, _distances(x_nD, self._centres).argmin(axis=1).astype(np.int16))
 
-    def _move(self, lists: Lists, sample: Vectors) -> Iterator[bool]:
+    def _move(self, lists: InvertedLists, sample: Vectors) -> Iterator[bool]:
         """Bring everything into other lists; what comes meanwhile goes into both."""
         self._rows.frozen, self._next = True, lists
         boundary = self._rows.top
@@ -235,7 +235,7 @@ class Embeddings:
         self._recalls.clear()
         self._clear()
 
-    def _choose_probes(self, lists: Lists, sample: Vectors) -> Iterator[bool]:
+    def _choose_probes(self, lists: InvertedLists, sample: Vectors) -> Iterator[bool]:
         """Look into as many lists as it takes for a good recall on the last queries, or without any on events."""
         k = self._unjudged[1] if self._unjudged is not None else 10
         queries = list(self._queries) or [sample[each : each + 1] for each in range(min(_JUDGES, len(sample)))]

@@ -9,7 +9,7 @@ import time
 
 import msgspec
 
-from replay.embedding_index.protocol import IndexSettings, Kind, Record, Records, Slots, encode
+from replay.embedding_index.protocol import IndexMessage, IndexSettings, MessageType, Records, SharedSlots, encode
 
 _BYTES = 65536
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -23,7 +23,9 @@ class GoneError(Exception):
 class IndexLink:
     """A process that was just started, with slots for requests. Used by one thread; nothing here waits but `close`."""
 
-    def __init__(self, settings: IndexSettings, process: subprocess.Popen[bytes], ours: socket.socket, slots: Slots):
+    def __init__(
+        self, settings: IndexSettings, process: subprocess.Popen[bytes], ours: socket.socket, slots: SharedSlots
+    ):
         self.slots = slots
         self.since = time.monotonic()
         """When it was started."""
@@ -44,7 +46,7 @@ class IndexLink:
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
             with theirs:
-                slots = Slots(settings)
+                slots = SharedSlots(settings)
                 undo.callback(slots.close)
                 # -P: a folder named replay where the user stands must not take this package's place.
                 command = [
@@ -85,15 +87,15 @@ class IndexLink:
         """Take a slot to write a request into; there must be a free one."""
         return self._free.pop()
 
-    def say(self, kind: Kind, slot: int, rows: int = 0, k: int = 0, step: int = 0) -> None:
+    def say(self, kind: MessageType, slot: int, rows: int = 0, k: int = 0, step: int = 0) -> None:
         """Make the request that was written into a slot."""
         try:
-            self._connection.send(encode(Record(kind, slot, rows, k, step)))
+            self._connection.send(encode(IndexMessage(kind, slot, rows, k, step)))
         except (BrokenPipeError, ConnectionError):
             # What it has said before its end is heard first.
             return
 
-    def hear(self) -> list[Record]:
+    def hear(self) -> list[IndexMessage]:
         """Return the replies that are there; their slots are to be given back.
 
         Raises:

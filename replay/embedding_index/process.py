@@ -15,8 +15,8 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from replay.embedding_index.ivf_index import Embeddings
-from replay.embedding_index.protocol import IndexSettings, Kind, Record, Records, Slots, encode
+from replay.embedding_index.ivf_index import IVFIndex
+from replay.embedding_index.protocol import IndexMessage, IndexSettings, MessageType, Records, SharedSlots, encode
 
 _NICE = 10
 _TRAINING_SECONDS = 0.02
@@ -27,13 +27,13 @@ _BYTES = 65536
 class IndexServer:
     """One loop: hear requests, answer them, and work on the index in between. Questions come before all else."""
 
-    def __init__(self, embeddings: Embeddings, slots: Slots, connection: socket.socket) -> None:
+    def __init__(self, embeddings: IVFIndex, slots: SharedSlots, connection: socket.socket) -> None:
         self._embeddings = embeddings
         self._slots = slots
         self._connection = connection
         self._records = Records()
-        self._questions: deque[Record] = deque()
-        self._others: deque[Record] = deque()
+        self._questions: deque[IndexMessage] = deque()
+        self._others: deque[IndexMessage] = deque()
 
     def run(self) -> None:
         """Serve the learner until it is gone."""
@@ -57,35 +57,35 @@ class IndexServer:
         except OSError:
             return False
         for record in self._records.take(data):
-            (self._questions if record.kind == Kind.ASK else self._others).append(record)
+            (self._questions if record.kind == MessageType.ASK else self._others).append(record)
         return bool(data)
 
-    def _obey(self, record: Record) -> Record:
+    def _obey(self, record: IndexMessage) -> IndexMessage:
         kind, slot, rows, k, step = record
         match kind:
-            case Kind.ADD:
+            case MessageType.ADD:
                 embedding = self._slots.vectors(slot, rows, after=rows)
                 self._embeddings.add(self._slots.ids(slot, rows).copy(), embedding, step)
-            case Kind.REMOVE:
+            case MessageType.REMOVE:
                 self._embeddings.remove(self._slots.ids(slot, rows))
-            case Kind.ASK:
+            case MessageType.ASK:
                 found = self._embeddings.search(self._slots.vectors(slot, rows).copy(), k, step)
                 self._slots.ids(slot, rows * k)[:] = found.reshape(-1)
-            case Kind.STALE:
+            case MessageType.STALE:
                 found = self._embeddings.stale(rows)
                 self._slots.ids(slot, len(found))[:] = found
                 return record._replace(rows=len(found))
-            case Kind.CLUSTERS:
+            case MessageType.CLUSTERS:
                 ids, clusters, more = self._embeddings.assigned(step, rows)
                 self._slots.ids(slot, 2 * len(ids))[:] = np.concatenate([ids, clusters])
                 return record._replace(rows=len(ids), k=int(more))
-            case Kind.REPORT:
+            case MessageType.REPORT:
                 return self._report(record)
             case _:
                 raise AssertionError(record)
         return record
 
-    def _report(self, record: Record) -> Record:
+    def _report(self, record: IndexMessage) -> IndexMessage:
         """Write the figures, and the clusters where the learner knows older ones."""
         figures = self._slots.figures(record.slot)
         figures[:] = self._embeddings.figures()
@@ -111,7 +111,7 @@ def main() -> int:
     settings = msgspec.json.decode(arguments.settings, type=IndexSettings)
     with socket.socket(fileno=arguments.connection) as connection:
         try:
-            IndexServer(Embeddings(settings), Slots(settings, arguments.slots), connection).run()
+            IndexServer(IVFIndex(settings), SharedSlots(settings, arguments.slots), connection).run()
         except (BrokenPipeError, ConnectionError):
             return 0
     return 0

@@ -45,7 +45,7 @@ class IndexSettings(msgspec.Struct, frozen=True):
     @property
     def slot_bytes(self) -> int:
         """Room for a batch with its ids, and for a report."""
-        report = 8 * len(Figures._fields) + 4 * self.clusters * self.dim
+        report = 8 * len(IndexFigures._fields) + 4 * self.clusters * self.dim
         return -(-max(self.batch * (8 + 4 * self.dim), report) // 64) * 64
 
     @property
@@ -54,7 +54,7 @@ class IndexSettings(msgspec.Struct, frozen=True):
         return max(_LEAST_SLOTS, min(_MOST_SLOTS, _POOL_BYTES // self.slot_bytes))
 
 
-class Figures(NamedTuple):
+class IndexFigures(NamedTuple):
     """What the process tells of itself.
 
     Attributes:
@@ -89,7 +89,7 @@ class Figures(NamedTuple):
     renewing: float = 0.0
 
 
-class Kind(enum.IntEnum):
+class MessageType(enum.IntEnum):
     """What a record asks for; its reply is of the same kind."""
 
     ADD = 1
@@ -100,7 +100,7 @@ class Kind(enum.IntEnum):
     CLUSTERS = 6
 
 
-class Record(NamedTuple):
+class IndexMessage(NamedTuple):
     """One request or reply.
 
     Attributes:
@@ -128,20 +128,20 @@ class Records:
     def __init__(self) -> None:
         self._rest = b""
 
-    def take(self, data: bytes) -> list[Record]:
+    def take(self, data: bytes) -> list[IndexMessage]:
         """Return the records that are whole with `data`."""
         data = self._rest + data
         whole = len(data) - len(data) % _RECORD.size
         self._rest = data[whole:]
-        return [Record(*each) for each in _RECORD.iter_unpack(data[:whole])]
+        return [IndexMessage(*each) for each in _RECORD.iter_unpack(data[:whole])]
 
 
-def encode(record: Record) -> bytes:
+def encode(record: IndexMessage) -> bytes:
     """Return the bytes of a record."""
     return _RECORD.pack(*record)
 
 
-class Slots:
+class SharedSlots:
     """The shared memory. It has no name: it exists as open descriptors only, so a kill -9 leaves nothing behind."""
 
     def __init__(self, settings: IndexSettings, descriptor: int | None = None) -> None:
@@ -166,7 +166,7 @@ class Slots:
 
     def figures(self, slot: int) -> NDArray[np.float64]:
         """Return the figures of a report, a view."""
-        return np.frombuffer(self._memory, np.float64, len(Figures._fields), slot * self._slot_bytes)
+        return np.frombuffer(self._memory, np.float64, len(IndexFigures._fields), slot * self._slot_bytes)
 
     def close(self) -> None:
         """Close the descriptor; the memory itself goes when the last view of it does."""

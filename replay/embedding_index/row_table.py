@@ -16,7 +16,7 @@ _NEVER = np.iinfo(np.int64).max
 _NONE: Ids = np.empty(0, np.int64)
 
 
-class IndexRows:
+class RowTable:
     """Numbered rows. One that is let go becomes a tombstone, and is given out again only after `reclaim`."""
 
     def __init__(self, limit: int) -> None:

@@ -30,7 +30,7 @@ _LEFT = -3
 """The offset of a slot that an event has left is this less the event's: its payload is there until it is written."""
 
 
-class Entries:
+class EventTable:
     """At most `limit` events in S slots; 50 bytes an event."""
 
     def __init__(self, slots: int, limit: int, seed: int, groups: int = 1) -> None:

@@ -17,7 +17,7 @@ _LOOKED_AT = ("partition", "offset", "row", "time_ms", "key_hash", "weight", "la
 
 
 @dataclass
-class Waiting:
+class PendingEvents:
     """K blocks of columns, each `[N, ...]`, as if they were one; they are copied once, into rows."""
 
     blocks: list[Mapping[str, Array]] = field(default_factory=list)

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from ingest.events.block import Array
 from ingest.events.identity import identity_hash
 from replay.reservoir.admission import Admission, Offered
-from replay.reservoir.event_table import Entries, records_of
+from replay.reservoir.event_table import EventTable, records_of
 from replay.reservoir.quotas import Quotas
 from replay.reservoir.watermarks import Watermarks
-from replay.snapshot import Change, Changes, Standing
+from replay.snapshot import DeltaTracker, StoreDelta, StoreState
 
 _LATEST = 2**32 - 1
 
 
 @dataclass(frozen=True)
-class Offer:
+class ScoredEvents:
     """N events that were offered, of which the rows `admitted` are to be held.
 
     Attributes:
@@ -41,14 +41,14 @@ class Offer:
     records: NDArray[np.void]
 
 
-class Roll:
+class Reservoir:
     """At most `quotas.limit` events and what is being inserted. Used by one thread."""
 
-    def __init__(self, admission: Admission, quotas: Quotas, entries: Entries, seed: int) -> None:
+    def __init__(self, admission: Admission, quotas: Quotas, entries: EventTable, seed: int) -> None:
         self.admission = admission
         self.quotas = quotas
         self.entries = entries
-        self.changes = Changes()
+        self.changes = DeltaTracker()
         """Since the last checkpoint."""
         self._seed = seed
         self._watermarks = Watermarks()
@@ -58,7 +58,7 @@ class Roll:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def offer(self, columns: Mapping[str, Array], cluster: NDArray[np.int16]) -> Offer:
+    def offer(self, columns: Mapping[str, Array], cluster: NDArray[np.int16]) -> ScoredEvents:
         """Take note of N events, and tell which are to be held: those that `admits` and that are not held already.
 
         Args:
@@ -86,15 +86,15 @@ class Roll:
             self._count(group[beyond], weight[beyond])
             admits &= beyond if self.admission.by_cluster else self._is_new(columns, priority, admits)
         records = records_of({**columns, "label": label, "time_s": time_s})
-        return Offer(np.flatnonzero(admits), identity, priority, group, records)
+        return ScoredEvents(np.flatnonzero(admits), identity, priority, group, records)
 
-    def admits(self, offer: Offer, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    def admits(self, offer: ScoredEvents, rows: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return which rows of an offer are still to be held; the thresholds may have fallen since."""
         if not len(rows):
             return rows
         return rows[self.quotas.admits(offer.priority.take(rows), offer.group.take(rows))]
 
-    def append(self, slots: NDArray[np.int32], offer: Offer, rows: NDArray[np.intp]) -> None:
+    def append(self, slots: NDArray[np.int32], offer: ScoredEvents, rows: NDArray[np.intp]) -> None:
         """Hold n events from now on, those in the rows of an offer, whose payload is in n slots."""
         # By `take`, which has half the cost of an index.
         self.entries.append(slots, offer.priority.take(rows), offer.group.take(rows), offer.records.take(rows))
@@ -132,10 +132,10 @@ class Roll:
         mean = self._weight / max(1, int(self._offered.sum())) or 1.0
         return self.admission.rates(self.quotas.thresholds[group], records["time_s"], share[group], mean)
 
-    def hold(self, number: int) -> tuple[Change, dict[str, Any]]:
+    def hold(self, number: int) -> tuple[StoreDelta, dict[str, Any]]:
         """Begin checkpoint `number`: return what has changed since the one before, and the roll's part of its
-        Standing."""
-        change = Change(self.changes.base, self.changes.alive, self.entries.copy(self.changes.old), None)
+        StoreState."""
+        change = StoreDelta(self.changes.base, self.changes.alive, self.entries.copy(self.changes.old), None)
         self.changes.begin(number, len(self))
         return change, {
             "policy": self.admission.name,
@@ -146,7 +146,7 @@ class Roll:
             "watermarks": dict(self._watermarks.highest),
         }
 
-    def take_up(self, standing: Standing) -> None:
+    def take_up(self, standing: StoreState) -> None:
         """Go on with the thresholds, counts and watermarks of a checkpoint; the events follow by `entries.restore`."""
         self.quotas.thresholds, self._offered = standing.thresholds.copy(), standing.offered.copy()
         self._weight = standing.weight

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.embedding_index.embedding_tracker import UNKNOWN, Whereabouts
-from replay.reservoir.event_table import Entries
+from replay.embedding_index.embedding_tracker import UNKNOWN, EmbeddingTracker
+from replay.reservoir.event_table import EventTable
 from replay.sampling.base import MOST_STALE, PLACED, Choice, Slots, UniformSampler, stale_share
-from replay.sampling.group_lists import Groups
+from replay.sampling.group_lists import GroupLists
 
 
 class BalancedSampler(UniformSampler):
@@ -19,10 +19,10 @@ class BalancedSampler(UniformSampler):
 
     divisible = False
 
-    def __init__(self, entries: Entries, group_of: Callable[[Slots], NDArray[np.int64]]) -> None:
+    def __init__(self, entries: EventTable, group_of: Callable[[Slots], NDArray[np.int64]]) -> None:
         super().__init__(entries)
         self._group_of = group_of
-        self._groups = Groups()
+        self._groups = GroupLists()
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
         """Deal n among the groups as evenly as their sizes allow, and choose within each."""
@@ -46,7 +46,7 @@ class ClusterSampler(BalancedSampler):
     a model long gone come sooner: being drawn renews them.
     """
 
-    def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
+    def __init__(self, entries: EventTable, whereabouts: EmbeddingTracker) -> None:
         super().__init__(entries, lambda slots: whereabouts.clusters(slots).astype(np.int64))
         self._whereabouts = whereabouts
         self._grouped = whereabouts.training
@@ -55,7 +55,7 @@ class ClusterSampler(BalancedSampler):
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
         """Group anew if need be, and choose; one in eight makes way for an event of its cluster that is stale."""
         if self._grouped != self._whereabouts.training:
-            self._grouped, self._groups = self._whereabouts.training, Groups()
+            self._grouped, self._groups = self._whereabouts.training, GroupLists()
             self.come(self._entries.slots)
         any_ = UniformSampler.choose(self, n, generator).slots
         slots = any_[self._whereabouts.clusters(any_) == UNKNOWN]

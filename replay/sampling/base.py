@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.reservoir.event_table import Entries
+from replay.reservoir.event_table import EventTable
 
 BY_POSITION = frozenset({"seats", "weights"})
 """Which names of a sampler's state are of values for each event held, in logical order."""
@@ -81,7 +81,7 @@ class UniformSampler:
     hears_losses = False
     divisible = True
 
-    def __init__(self, entries: Entries) -> None:
+    def __init__(self, entries: EventTable) -> None:
         self._entries = entries
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:

@@ -13,7 +13,7 @@ _SPARSE = 16
 """A group of so many times what is drawn of it is drawn from by trial, which is faster."""
 
 
-class Groups:
+class GroupLists:
     """Lists of slots, one a group. The order within a list is that in which events came."""
 
     def __init__(self) -> None:

@@ -5,8 +5,8 @@ Legend: H events held, n drawn.
 
 import numpy as np
 
-from replay.embedding_index.embedding_tracker import Whereabouts
-from replay.reservoir.event_table import Entries
+from replay.embedding_index.embedding_tracker import EmbeddingTracker
+from replay.reservoir.event_table import EventTable
 from replay.sampling.base import Choice, UniformSampler, stale_share
 
 
@@ -20,7 +20,7 @@ class NeighbourSampler(UniformSampler):
 
     divisible = False
 
-    def __init__(self, entries: Entries, whereabouts: Whereabouts) -> None:
+    def __init__(self, entries: EventTable, whereabouts: EmbeddingTracker) -> None:
         super().__init__(entries)
         self._whereabouts = whereabouts
 

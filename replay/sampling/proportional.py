@@ -10,9 +10,9 @@ from datetime import timedelta
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.reservoir.event_table import Entries
+from replay.reservoir.event_table import EventTable
 from replay.sampling.base import Choice, Slots, UniformSampler
-from replay.sampling.stable_positions import Seats
+from replay.sampling.stable_positions import StablePositions
 from replay.sampling.sum_tree import SumTree
 
 _ROUNDS = 2
@@ -35,9 +35,9 @@ class WeightedSampler(UniformSampler):
 
     divisible = False
 
-    def __init__(self, entries: Entries, slots: int) -> None:
+    def __init__(self, entries: EventTable, slots: int) -> None:
         super().__init__(entries)
-        self._seats = Seats(slots, entries.limit)
+        self._seats = StablePositions(slots, entries.limit)
         self._tree = SumTree(entries.limit)
 
     def choose(self, n: int, generator: np.random.Generator) -> Choice:
@@ -111,7 +111,7 @@ class WeightedSampler(UniformSampler):
 class RecencySampler(WeightedSampler):
     """An event half as likely for each `half_life` that it is older than the newest."""
 
-    def __init__(self, entries: Entries, slots: int, half_life: timedelta) -> None:
+    def __init__(self, entries: EventTable, slots: int, half_life: timedelta) -> None:
         super().__init__(entries, slots)
         self._decay = math.log(2) / half_life.total_seconds()
         self._generation = -math.inf
@@ -155,7 +155,7 @@ class PrioritizedSampler(WeightedSampler):
 
     hears_losses = True
 
-    def __init__(self, entries: Entries, slots: int) -> None:
+    def __init__(self, entries: EventTable, slots: int) -> None:
         super().__init__(entries, slots)
         self._heard = np.empty(0, np.float32)
         """The newest weights that losses gave, the oldest first."""

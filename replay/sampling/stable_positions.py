@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 
-class Seats:
+class StablePositions:
     """At most `count` seats for events in S slots. Those that come take the lowest free ones."""
 
     def __init__(self, slots: int, count: int) -> None:

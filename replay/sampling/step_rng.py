@@ -5,7 +5,7 @@ import numpy as np
 _WORD = 2**64 - 1
 
 
-class Chance:
+class StepRng:
     """A generator whose numbers are a function of (seed, step) and nothing else. Used by one thread.
 
     Philox counts under a key (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): another step is

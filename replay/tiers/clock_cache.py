@@ -37,7 +37,7 @@ class Budget:
         return n
 
 
-class Cache:
+class ClockCache:
     """Which of S slots are in the C rows of a memory tier. Used by one thread.
 
     Where `budget` is given, rows that nobody has drawn for a while make way for those that are drawn (CLOCK, Corbato

@@ -28,10 +28,10 @@ from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
 from anabranch.core.files import check_names, open_file, sync_directory
 from replay.config import DiskSettings
-from replay.snapshot import Contents, TierFile
+from replay.snapshot import StoreSnapshot, TierRef
 from replay.tiers.checksum import CHECKSUM, row_sums
 from replay.tiers.disk_files import ASIDE, FORMAT, PAGE, SUFFIX, Header, discard, find, next_path, take_back
-from replay.tiers.tier import Kind, Site, SlowTier
+from replay.tiers.tier import SlowTier, TierContext, TierFactory
 
 _MOST_WASTE = 1 / 3
 """Of a record: so much more of the disk is taken for records to be whole pages."""
@@ -74,9 +74,9 @@ class DiskTier:
         """Which may not have come to the disk with a `sync` that failed."""
 
     @property
-    def file(self) -> TierFile:
+    def file(self) -> TierRef:
         """What a checkpoint names for these slots to be found again."""
-        return TierFile(self.path.name, self.id)
+        return TierRef(self.path.name, self.id)
 
     @property
     def problem(self) -> str | None:
@@ -307,10 +307,10 @@ class DiskTier:
         return np.zeros(-(-self.slots // _REGION), np.bool_)
 
 
-class DiskKind(Kind):
+class DiskTierFactory(TierFactory):
     """Opens tiers on the disk: files with rising numbers in the folder of the site."""
 
-    def __init__(self, section: DiskSettings | None, site: Site) -> None:
+    def __init__(self, section: DiskSettings | None, site: TierContext) -> None:
         self._section = section
         self._site = site
         self._mine: Path | None = None
@@ -321,11 +321,11 @@ class DiskKind(Kind):
         assert self._section is not None
         return DiskTier.slots_in(int(self._section.bytes), self._site.row_bytes)
 
-    def has(self, file: TierFile) -> bool:
+    def has(self, file: TierRef) -> bool:
         """A checkpoint names the file."""
         return file.name.endswith(SUFFIX)
 
-    def source(self, contents: Contents) -> DiskTier:
+    def source(self, contents: StoreSnapshot) -> DiskTier:
         """Open the checkpoint's file, also where it was put aside while the checkpoints were not there."""
         file = contents.standing.file
         assert file is not None

@@ -17,7 +17,7 @@ import msgspec
 
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import number_of, open_file, sync_directory
-from replay.snapshot import TierFile
+from replay.snapshot import TierRef
 
 SUFFIX = ".rows"
 ASIDE = ".before"
@@ -71,7 +71,7 @@ def make_way(folder: Path) -> None:
         _put_aside(folder, _aside(folder))
 
 
-def take_back(folder: Path, file: TierFile) -> Path:
+def take_back(folder: Path, file: TierRef) -> Path:
     """Return the path of the file that a checkpoint names; where it is aside, it takes its old name again.
 
     What another learner has made in the meantime goes aside for it: the checkpoints that name that are not there now.
@@ -89,7 +89,7 @@ def take_back(folder: Path, file: TierFile) -> Path:
     return path
 
 
-def find(folder: Path, file: TierFile) -> Path:
+def find(folder: Path, file: TierRef) -> Path:
     """Return where the file is that a checkpoint names, perhaps aside; where it is not there, the path that it should
     have."""
     path = folder / file.name

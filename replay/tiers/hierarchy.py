@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from replay.row_layout import PackedRows
-from replay.snapshot import TierFile
-from replay.tiers.clock_cache import Budget, Cache
-from replay.tiers.io_worker import Courier
+from replay.snapshot import TierRef
+from replay.tiers.clock_cache import Budget, ClockCache
+from replay.tiers.io_worker import IOWorker
 from replay.tiers.memory import MemoryTier
-from replay.tiers.staged_rows import Late, Staged
+from replay.tiers.staged_rows import MissingRows, StagedRows
 from replay.tiers.tier import SlowTier, Tier, TierStats
 
 Identify = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
@@ -35,7 +35,7 @@ _BYTES_A_SECOND = 64_000_000
 """At most so much is moved up between two tiers beside what is drawn."""
 
 
-class Tiers:
+class TierHierarchy:
     """S slots, one for each event that the store may hold. Used by one thread, but for `read` and `sync`.
 
     A slot is written again only after every read of it was asked for that is to see what it has now: jobs for the
@@ -58,9 +58,9 @@ class Tiers:
         self.slots = self._home.slots
         self.stats = TierStats.of(self._all)
         self._device = device
-        self._cache: Cache | None = None
-        self._courier: Courier | None = None
-        self._coming: deque[Staged] = deque()
+        self._cache: ClockCache | None = None
+        self._courier: IOWorker | None = None
+        self._coming: deque[StagedRows] = deque()
         self._lost: deque[tuple[NDArray[np.int64], NDArray[np.uint16]]] = deque()
         self._stale: dict[str, NDArray[np.bool_]] = {}
         """By tier, in which slots there may be what an event before the last one left; the courier keeps it."""
@@ -68,8 +68,8 @@ class Tiers:
         self._refill = Budget(_BYTES_A_SECOND)
         self._given = {tier.name: 0 for tier in slow[:-1]}
         if slow:
-            self._courier = Courier("tiers")
-            self._cache = Cache(device, self.slots, Budget(_BYTES_A_SECOND) if promote else None)
+            self._courier = IOWorker("tiers")
+            self._cache = ClockCache(device, self.slots, Budget(_BYTES_A_SECOND) if promote else None)
 
     @property
     def durable(self) -> bool:
@@ -77,7 +77,7 @@ class Tiers:
         return bool(self.slow)
 
     @property
-    def file(self) -> TierFile | None:
+    def file(self) -> TierRef | None:
         """What a checkpoint names for the payload of its slots to be found again; None where the checkpoint has to hold
         it."""
         return self.slow[-1].file if self.slow else None
@@ -124,7 +124,7 @@ class Tiers:
             len(slots) * self._device.slot_bytes,
         )
 
-    def stage(self, slots: NDArray[np.int64], identify: Identify) -> Staged:
+    def stage(self, slots: NDArray[np.int64], identify: Identify) -> StagedRows:
         """Begin to bring the rows of n events to the device; their identities are asked for only where need be."""
         if self._courier is None or self._cache is None:
             self._count_read("device", len(slots))
@@ -134,18 +134,18 @@ class Tiers:
         misses = np.flatnonzero(places < 0)
         self._count_read("device", len(slots) - len(misses))
         if not len(misses):
-            return Staged(self._device.gather(places))
+            return StagedRows(self._device.gather(places))
         missed = slots[misses]
         reserved = self._cache.reserve(len(misses))
-        late = Late(misses, missed, identify(missed), self._cache.generation(missed), reserved)
-        staged = Staged(self._gather(places, len(misses)), late, pinned=self._device.device.type == "cuda")
+        late = MissingRows(misses, missed, identify(missed), self._cache.generation(missed), reserved)
+        staged = StagedRows(self._gather(places, len(misses)), late, pinned=self._device.device.type == "cuda")
         if len(reserved):
             self._coming.append(staged)
         size = len(misses) * self._device.slot_bytes
         self.stats.stall_seconds += self._courier.send(lambda: self._bring_up(staged, late), size)
         return staged
 
-    def arrive(self, staged: Staged, n: int | None = None) -> PackedRows:
+    def arrive(self, staged: StagedRows, n: int | None = None) -> PackedRows:
         """Return those of the first n rows, or of all, that could be had, `[<= n, R]` on the device."""
         late = staged.late
         if late is None or self._cache is None:
@@ -174,9 +174,9 @@ class Tiers:
         """Learn that the home has the rows of n events already; the memory tier fills as they are drawn."""
         self._give(slots, 1)
 
-    def staged(self, rows_nR: Tensor) -> Staged:
+    def staged(self, rows_nR: Tensor) -> StagedRows:
         """Return rows that are on the host, uint8 `[n, R]`, as a plan has them."""
-        return Staged(rows_nR.to(self._device.device))
+        return StagedRows(rows_nR.to(self._device.device))
 
     def free(self, slots: NDArray[np.int64]) -> None:
         """Let go of what caches hold of events that have left."""
@@ -343,7 +343,7 @@ class Tiers:
                 self._count(tier.name, "written", len(mine))
                 self._note(tier, slots[mine], stale=False)
 
-    def _bring_up(self, staged: Staged, late: Late) -> None:
+    def _bring_up(self, staged: StagedRows, late: MissingRows) -> None:
         """Read what the memory tier has not, from the first tier that has it; in the courier."""
         m = len(late.slots)
         whole, lost = np.zeros(m, np.bool_), np.zeros(m, np.bool_)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 _MOST_WAITING_BYTES = 64_000_000
 
 
-class Courier:
+class IOWorker:
     """Runs jobs one after the other: what is written first is found by a read asked for later, and the other way round.
 
     Bounded: whoever asks for more than waits already has to wait itself. Jobs deal with their own OSErrors; any other

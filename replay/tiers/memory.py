@@ -12,7 +12,7 @@ from torch import Tensor
 
 from replay.row_layout import LINE, LONG
 from replay.tiers.prefault import Pages
-from replay.tiers.staged_rows import Staged, Unread
+from replay.tiers.staged_rows import LazyRows, StagedRows
 
 _BYTES = np.dtype(np.uint8)
 
@@ -79,12 +79,12 @@ class MemoryTier:
         rows_nR = self._take(slots, pinned=self._crosses)
         return rows_nR.to(self.device, non_blocking=True) if self._crosses else rows_nR
 
-    def stage(self, slots: NDArray[np.int64]) -> Staged:
+    def stage(self, slots: NDArray[np.int64]) -> StagedRows:
         """Return the rows of n slots on their way: those that have to cross to the device set out at once."""
         if self._crosses:
-            return Staged(self.gather(slots))
+            return StagedRows(self.gather(slots))
         here = self._on_host
-        return Unread(len(slots), lambda: self.gather(slots) if here is None else self._take_on_host(here, slots))
+        return LazyRows(len(slots), lambda: self.gather(slots) if here is None else self._take_on_host(here, slots))
 
     def erase(self, slots: NDArray[np.int64]) -> None:
         """Overwrite n rows with zeros."""

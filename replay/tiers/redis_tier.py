@@ -19,9 +19,9 @@ from torch import Tensor
 
 from anabranch.core.errors import SettingsError
 from replay.config import RedisSettings
-from replay.snapshot import Contents, TierFile
+from replay.snapshot import StoreSnapshot, TierRef
 from replay.tiers.checksum import CHECKSUM, row_sums
-from replay.tiers.tier import Kind, Site, SlowTier
+from replay.tiers.tier import SlowTier, TierContext, TierFactory
 
 if TYPE_CHECKING:
     from replay.tiers.redis_server import RedisServer  # whose client is an extra
@@ -60,9 +60,9 @@ class RedisTier:
         self._shared = shared
 
     @property
-    def file(self) -> TierFile:
+    def file(self) -> TierRef:
         """What a checkpoint names for these slots to be found again."""
-        return TierFile(self.name, self.id)
+        return TierRef(self.name, self.id)
 
     @property
     def problem(self) -> str | None:
@@ -140,10 +140,10 @@ class RedisTier:
         return [f"{self.id}:{slot}" for slot in slots.tolist()]
 
 
-class RedisKind(Kind):
+class RedisTierFactory(TierFactory):
     """Opens tiers in Redis, all on one server."""
 
-    def __init__(self, section: RedisSettings | None, site: Site) -> None:
+    def __init__(self, section: RedisSettings | None, site: TierContext) -> None:
         self._section = section
         self._site = site
         self._server: RedisServer | None = None
@@ -168,11 +168,11 @@ class RedisKind(Kind):
         self._server = opened.enter_context(server)
         server.open(needed=needed)
 
-    def has(self, file: TierFile) -> bool:
+    def has(self, file: TierRef) -> bool:
         """A checkpoint names the generation."""
         return file.name == RedisTier.name
 
-    def source(self, contents: Contents) -> RedisTier:
+    def source(self, contents: StoreSnapshot) -> RedisTier:
         """Open the slots that the checkpoint names."""
         standing = contents.standing
         assert standing.file is not None

@@ -5,25 +5,25 @@ from typing import Any
 
 from anabranch.core.errors import SettingsError
 from replay.config import ReplaySettings
-from replay.snapshot import Contents
-from replay.tiers.disk import DiskKind
-from replay.tiers.redis_tier import RedisKind
-from replay.tiers.tier import Kind, Site
+from replay.snapshot import StoreSnapshot
+from replay.tiers.disk import DiskTierFactory
+from replay.tiers.redis_tier import RedisTierFactory
+from replay.tiers.tier import TierContext, TierFactory
 
-TIERS: dict[str, Callable[[Any, Site], Kind]] = {
-    "redis": RedisKind,
-    "disk": DiskKind,
+TIERS: dict[str, Callable[[Any, TierContext], TierFactory]] = {
+    "redis": RedisTierFactory,
+    "disk": DiskTierFactory,
 }
 """By the name of their section in `[replay]`, which they are made with or None, from fast to slow: of those that a
 pipeline configures the last is the home, and the others are caches below the memory tier."""
 
 
-def kinds_of(settings: ReplaySettings, site: Site) -> dict[str, Kind]:
+def kinds_of(settings: ReplaySettings, site: TierContext) -> dict[str, TierFactory]:
     """Return all kinds by name, from fast to slow, also those that are not configured."""
     return {name: kind(getattr(settings, name), site) for name, kind in TIERS.items()}
 
 
-def kind_with(contents: Contents | None, kinds: Iterable[Kind]) -> Kind | None:
+def kind_with(contents: StoreSnapshot | None, kinds: Iterable[TierFactory]) -> TierFactory | None:
     """Return the kind of the tier that has the payload of a checkpoint; None where the checkpoint has it, or there is
     none.
 

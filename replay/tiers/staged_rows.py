@@ -17,7 +17,7 @@ from replay.row_layout import PackedRows
 
 
 @dataclass(frozen=True)
-class Late:
+class MissingRows:
     """The m rows of a plan that the device does not have: their places among the n, and who they are, `[m]` each."""
 
     places: NDArray[np.int64]
@@ -29,20 +29,20 @@ class Late:
     """Where the first of the m rows, as many as there are places, are to stay in the memory tier."""
 
 
-class Staged:
+class StagedRows:
     """The n rows of a plan.
 
     What the device has is read before this is made, so that its slots may be written again at once; the rest arrives
     from another thread.
     """
 
-    late: Late | None = None
+    late: MissingRows | None = None
     _brought_mR: Tensor | None = None
     _arrived: threading.Event | None = None
     _whole: NDArray[np.bool_] | None = None
     _lost: NDArray[np.bool_] | None = None
 
-    def __init__(self, rows_nR: Tensor, late: Late | None = None, *, pinned: bool = False) -> None:
+    def __init__(self, rows_nR: Tensor, late: MissingRows | None = None, *, pinned: bool = False) -> None:
         """Take rows on the device, those of `late` still to be brought; `pinned`: by way of pinned memory."""
         self.n = len(rows_nR)
         self._rows_nR = rows_nR
@@ -126,7 +126,7 @@ class Staged:
         return self._lost
 
 
-class Unread(Staged):
+class LazyRows(StagedRows):
     """The n rows of a plan whose slots keep them for now: they are gathered when they are drawn, or at `settle`.
 
     Rows gathered ahead have left the processor's cache when the step reads them, and wait for main memory twice;

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.core.errors import SettingsError
-from replay.snapshot import Contents, TierFile
+from replay.snapshot import StoreSnapshot, TierRef
 
 
 class Tier(Protocol):
@@ -54,7 +54,7 @@ class SlowTier(Tier, Protocol):
     """A tier that is written and read in the background, into rows on the host."""
 
     @property
-    def file(self) -> TierFile | None:
+    def file(self) -> TierRef | None:
         """What a checkpoint names for these slots to be found again; None where they are gone with the process: a
         cache."""
         ...
@@ -89,7 +89,7 @@ class SlowTier(Tier, Protocol):
 
 
 @dataclass(frozen=True)
-class Site:
+class TierContext:
     """Where the slower tiers of one store lie.
 
     Attributes:
@@ -107,7 +107,7 @@ class Site:
     writable: bool = True
 
 
-class Kind(Protocol):
+class TierFactory(Protocol):
     """Opens the slower tiers of one kind for one store: its own one, and that which has the payload of a checkpoint.
 
     Of a kind that `[replay]` leaves out neither `slots` nor a home or a cache are asked for. What has a body here is
@@ -131,11 +131,11 @@ class Kind(Protocol):
             SettingsError: it cannot be used.
         """
 
-    def has(self, _file: TierFile, /) -> bool:
+    def has(self, _file: TierRef, /) -> bool:
         """Return whether what a checkpoint names is a tier of this kind."""
         return False
 
-    def source(self, contents: Contents, /) -> SlowTier:
+    def source(self, contents: StoreSnapshot, /) -> SlowTier:
         """Open the tier that has the payload of a checkpoint, which it `has`; raises SettingsError when it is not
         there."""
         raise NotImplementedError

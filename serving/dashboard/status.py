@@ -10,9 +10,9 @@ from serving.dashboard.time_series import RESOLUTIONS, History
 from serving.model.deployment import Deployment
 from serving.reporting.health import ReportAge, judge
 from serving.reporting.report import ServingReport
-from serving.reporting.worker_pool import Worker
-from serving.rollout.hot_swap import Swap
-from serving.rollout.version_list import Registry
+from serving.reporting.worker_pool import PoolWorker
+from serving.rollout.hot_swap import VersionSwapper
+from serving.rollout.version_list import VersionList
 
 _WINDOWS = ("now", "worst", "old")
 _RATES = ("steps", "rows_new", "rows_replay")
@@ -33,14 +33,16 @@ SERIES = (
 class Overview:
     """The picture of a whole pipeline. Its methods read files, so they are not for the event loop's thread."""
 
-    def __init__(self, deployment: Deployment, swap: Swap, baseline: str, worker: Worker | None = None) -> None:
+    def __init__(
+        self, deployment: Deployment, swap: VersionSwapper, baseline: str, worker: PoolWorker | None = None
+    ) -> None:
         self._name = deployment.name
         self._state_dir = deployment.state_dir
         self._baseline = deployment.folder / baseline if baseline else None
         self._task = deployment.model.task
         self._worker = worker
         self._began = time.time()
-        self._registry = Registry(deployment, swap, self._began)
+        self._registry = VersionList(deployment, swap, self._began)
         self._lock = Lock()
         self._learner_age, self._baseline_age = ReportAge(), ReportAge()
         self.history = History(SERIES)

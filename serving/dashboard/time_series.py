@@ -13,7 +13,7 @@ RESOLUTIONS = ((1, 600), (10, 720), (120, 5040))
 _DECIMALS = 6
 
 
-class Ring:
+class SeriesRing:
     """The newest `points` points of some series, each the mean of what was added in `step` seconds."""
 
     def __init__(self, step: int, points: int, series: int) -> None:
@@ -51,7 +51,7 @@ class History:
 
     def __init__(self, names: Sequence[str], resolutions: Sequence[tuple[int, int]] = RESOLUTIONS) -> None:
         self._names = tuple(names)
-        self._rings = {step: Ring(step, points, len(self._names)) for step, points in resolutions}
+        self._rings = {step: SeriesRing(step, points, len(self._names)) for step, points in resolutions}
         self._lock = Lock()
         self.steps = tuple(self._rings)
 

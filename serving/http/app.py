@@ -30,12 +30,12 @@ from serving.dashboard.assets import load_page
 from serving.dashboard.status import Overview
 from serving.errors import (
     BadRequestError,
-    EncodedError,
+    DeadlineExceededError,
     FramingError,
     HeadersError,
-    LateError,
     RequestError,
-    TokenError,
+    UnauthorizedError,
+    UnsupportedEncodingError,
     shorten,
 )
 from serving.http.acceptor import Acceptor, most_connections
@@ -44,9 +44,9 @@ from serving.http.auth import check_host, check_order
 from serving.http.connection import Connection, H11Connection
 from serving.http.listening_socket import tls_errors
 from serving.http.openapi import whole
-from serving.http.request_body import Bodies, HangUp, Held, HungUpError
+from serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher, HeldBytes
 from serving.inference.service import Service
-from serving.metrics import Metrics
+from serving.metrics import ServingMetrics
 from serving.protocol.codec import HEADER_LENGTH
 from serving.reporting.report import ServingReport
 
@@ -69,7 +69,7 @@ _LARGE_REPLY = 65_536
 def build_app(
     service: Service,
     settings: ServingSettings,
-    metrics: Metrics,
+    metrics: ServingMetrics,
     overview: Overview,
     report: Callable[[], ServingReport],
 ) -> ASGIApp:
@@ -86,7 +86,7 @@ def build_app(
     _add_orders(app, service, settings.tokens)
     _add_metrics(app, metrics)
     _add_description(app, service, overview.history.steps, tokens=bool(_tokens(settings.tokens)))
-    return _Named(_Door(app, settings.tokens, metrics), RequestLog(settings.request_log))
+    return _RequestIdMiddleware(_AuthMiddleware(app, settings.tokens, metrics), RequestLog(settings.request_log))
 
 
 def connection_class() -> type[Connection]:
@@ -166,7 +166,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class _Named:
+class _RequestIdMiddleware:
     """Gives each request a name, which its answer carries and the log tells; all that ends a request ends here.
 
     An answer to a request whose body was not read closes the connection: nobody parses what still comes of it.
@@ -202,13 +202,13 @@ class _Named:
             self._requests.answered(name, scope["method"], scope["path"], status, time.perf_counter() - began)
 
 
-class _Door:
+class _AuthMiddleware:
     """Lets in who has a token, or asks for health or the empty dashboard.
 
     Where no read token is set: who asks for this machine.
     """
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens, metrics: ServingMetrics) -> None:
         self._app = app
         self._metrics = metrics
         self._tokens = _tokens(tokens)
@@ -232,26 +232,26 @@ class _Door:
         scheme, _, token = (_header(scope, b"authorization") or b"").partition(b" ")
         matches = [hmac.compare_digest(token.strip(), known) for known in self._tokens]
         if scheme.lower() != b"bearer" or not any(matches):
-            raise TokenError("send the header Authorization: Bearer and a token of this server")
+            raise UnauthorizedError("send the header Authorization: Bearer and a token of this server")
 
 
 class _Infer:
     """`POST .../infer`, as bare ASGI because it is the hot path."""
 
-    def __init__(self, service: Service, settings: ServingSettings, metrics: Metrics) -> None:
+    def __init__(self, service: Service, settings: ServingSettings, metrics: ServingMetrics) -> None:
         self._service = service
         self._metrics = metrics
-        self._bodies = Bodies(settings)
+        self._bodies = BodyReader(settings)
         self._timeout = settings.timeout.total_seconds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
-        with Held(self._bodies) as held:
+        with HeldBytes(self._bodies) as held:
             response = await self._response(scope, receive, held, began)
             held.add(len(response.body))
             await _send(response, scope, receive, send)
 
-    async def _response(self, scope: Scope, receive: Receive, held: Held, began: float) -> Response:
+    async def _response(self, scope: Scope, receive: Receive, held: HeldBytes, began: float) -> Response:
         response = Response(status_code=500)
         try:
             async with asyncio.timeout(self._timeout):
@@ -260,21 +260,21 @@ class _Infer:
             response = _error(exc)
         except TimeoutError:
             response = _error(
-                LateError(f"the request took longer than {self._timeout:g} s, which serving.timeout allows")
+                DeadlineExceededError(f"the request took longer than {self._timeout:g} s, which serving.timeout allows")
             )
-        except HungUpError:
+        except ClientDisconnectedError:
             response = Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:
             self._metrics.request(response.status_code, time.perf_counter() - began)
         return response
 
-    async def _answer(self, scope: Scope, receive: Receive, held: Held) -> Response:
+    async def _answer(self, scope: Scope, receive: Receive, held: HeldBytes) -> Response:
         if _header(scope, b"content-encoding") not in (None, b"identity"):
-            raise EncodedError("send the body without Content-Encoding")
+            raise UnsupportedEncodingError("send the body without Content-Encoding")
         header_length = _length(_header(scope, _HEADER_LENGTH))
         path = scope["path_params"]
         body = await held.read(receive, _header(scope, b"content-length"))
-        async with HangUp(receive):
+        async with DisconnectWatcher(receive):
             reply, length = await self._service.infer(
                 path["name"], path.get("version"), body, header_length, scope.get("client")
             )
@@ -365,7 +365,7 @@ def _since(request: Request, steps: Sequence[int]) -> tuple[int, int]:
     return int(since), int(step)
 
 
-def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
+def _add_metrics(app: FastAPI, metrics: ServingMetrics) -> None:
     @app.get("/metrics", response_class=Response)
     async def exposition() -> Response:
         return Response(
@@ -416,7 +416,7 @@ def _error(exc: RequestError) -> Response:
     headers = {"connection": "close"} if exc.closes else {}
     if exc.retry_after is not None:
         headers["retry-after"] = str(math.ceil(exc.retry_after.total_seconds()))
-    if isinstance(exc, TokenError):
+    if isinstance(exc, UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
     return _json({"error": str(exc)}, exc.status, headers)
 

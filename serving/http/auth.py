@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from anabranch.core.net import names_loopback
 from serving.config import Tokens
-from serving.errors import ForbiddenError, TokenError, shorten
+from serving.errors import ForbiddenError, UnauthorizedError, shorten
 
 
 def bearer(authorization: str) -> bytes:
@@ -37,7 +37,7 @@ def check_order(tokens: Tokens, authorization: str, host: str, origin: str) -> N
         origin: the header `Origin`, which browsers send: a page of another site gives no orders.
 
     Raises:
-        TokenError: there is no token, or one that is not known.
+        UnauthorizedError: there is no token, or one that is not known.
         ForbiddenError: the token is for reading, or the request comes from another site.
     """
     if origin and _netloc(origin) != host:
@@ -50,7 +50,7 @@ def check_order(tokens: Tokens, authorization: str, host: str, origin: str) -> N
         return
     if read and hmac.compare_digest(given, read):
         raise ForbiddenError("this token is for reading; send serving.tokens.admin")
-    raise TokenError("send the header Authorization: Bearer and the admin token of this server")
+    raise UnauthorizedError("send the header Authorization: Bearer and the admin token of this server")
 
 
 def _netloc(origin: str) -> str | None:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, CrowdedError, TooLargeError
+from serving.errors import BadRequestError, TooLargeError, TooManyRequestsError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's `receive`."""
@@ -15,11 +15,11 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _LOOK_AFTER = timedelta(milliseconds=100)
 
 
-class HungUpError(Exception):
+class ClientDisconnectedError(Exception):
     """The client is gone; nobody will read an answer."""
 
 
-class Bodies:
+class BodyReader:
     """Reads bodies and knows how many bytes of them are held. Belongs to the event loop's thread."""
 
     def __init__(self, settings: ServingSettings) -> None:
@@ -32,8 +32,8 @@ class Bodies:
 
         Raises:
             TooLargeError: it is longer than one may be, found out before more than that was read.
-            CrowdedError: too many bytes are held already.
-            HungUpError: the client hung up.
+            TooManyRequestsError: too many bytes are held already.
+            ClientDisconnectedError: the client hung up.
         """
         if content_length is not None:
             self._check(_number(content_length))
@@ -43,11 +43,11 @@ class Bodies:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise HungUpError
+                    raise ClientDisconnectedError
                 chunk: bytes = message.get("body", b"")
                 self._check(size + len(chunk))
                 if self.held_bytes + len(chunk) > self._most_held_bytes:
-                    raise CrowdedError(f"this server holds {self.held_bytes} bytes of requests already")
+                    raise TooManyRequestsError(f"this server holds {self.held_bytes} bytes of requests already")
                 size += len(chunk)
                 self.held_bytes += len(chunk)
                 chunks.append(chunk)
@@ -66,10 +66,10 @@ class Bodies:
             raise TooLargeError(f"the body has more than {self._most_bytes} bytes; send fewer rows at once")
 
 
-class Held:
+class HeldBytes:
     """What one request holds until the block ends, when its reply is sent: the body, and then the reply too."""
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: BodyReader) -> None:
         self._bodies = bodies
         self._bytes = 0
 
@@ -80,7 +80,7 @@ class Held:
         self._bodies.add(-self._bytes)
 
     async def read(self, receive: Receive, content_length: bytes | None) -> bytes:
-        """Read and hold the body; raises what `Bodies.read` does."""
+        """Read and hold the body; raises what `BodyReader.read` does."""
         body = await self._bodies.read(receive, content_length)
         self._bytes += len(body)
         return body
@@ -91,8 +91,9 @@ class Held:
         self._bodies.add(size)
 
 
-class HangUp:
-    """Cancels the task around whose work it is entered when its client hangs up, and raises HungUpError there.
+class DisconnectWatcher:
+    """Cancels the task around whose work it is entered when its client hangs up, and raises ClientDisconnectedError
+    there.
 
     It looks only after a while: most answers are there before, and cost no second task.
     """
@@ -116,7 +117,7 @@ class HangUp:
             self._watch.cancel()
         if self._gone:
             self._task.uncancel()
-            raise HungUpError from None
+            raise ClientDisconnectedError from None
 
     def _look(self) -> None:
         self._watch = asyncio.get_running_loop().create_task(self._until_hung_up())

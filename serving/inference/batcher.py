@@ -23,7 +23,7 @@ import numpy as np
 
 from learner.device_sharing.lease import ServerMark
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, CrowdedError, FailedError, RequestError
+from serving.errors import BadRequestError, FailedError, RequestError, TooManyRequestsError
 from serving.inference.recent_failures import RecentFailures
 from serving.model.loaded_version import ServedVersion, is_finite
 from serving.protocol.codec import EMBEDDING
@@ -146,13 +146,13 @@ class Batcher:
         `peer` names the connection that it came on, where there is one.
 
         Raises:
-            CrowdedError: the queue has no room for its rows.
+            TooManyRequestsError: the queue has no room for its rows.
             BadRequestError: the model fails on this input, or its outputs for it are not finite.
             FailedError: the model fails on every input.
         """
         waiting_rows = self._shared.rows + self._alone.rows
         if waiting_rows + rows > self._max_queue:
-            raise CrowdedError(f"{waiting_rows} rows wait already; this server lets {self._max_queue} wait")
+            raise TooManyRequestsError(f"{waiting_rows} rows wait already; this server lets {self._max_queue} wait")
         waiting = _Waiting(version, features, rows, self._loop.time(), self._loop.create_future(), embed, peer)
         queue = self._alone if peer in self._failures else self._shared
         queue.add(waiting)

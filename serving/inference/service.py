@@ -7,15 +7,22 @@ from typing import ParamSpec, TypeVar
 
 from learner.state_dir.version import RegistryState
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, BusyError, CrowdedError, LateError, UnknownError, shorten
+from serving.errors import (
+    BadRequestError,
+    DeadlineExceededError,
+    NotFoundError,
+    TooManyRequestsError,
+    UnavailableError,
+    shorten,
+)
 from serving.inference.batcher import Batcher
 from serving.inference.shadow import Shadow
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion
 from serving.protocol.codec import Request, Signature
-from serving.reporting.worker_pool import Worker
+from serving.reporting.worker_pool import PoolWorker
 from serving.rollout.commands import ORDERS
-from serving.rollout.hot_swap import Swap
+from serving.rollout.hot_swap import VersionSwapper
 
 log = logging.getLogger("anabranch.serving")
 
@@ -37,10 +44,10 @@ class Service:
         self,
         deployment: Deployment,
         settings: ServingSettings,
-        swap: Swap,
+        swap: VersionSwapper,
         batcher: Batcher,
         shadow: Shadow,
-        worker: Worker | None = None,
+        worker: PoolWorker | None = None,
     ) -> None:
         """`worker` is this process's place among several."""
         self.name = deployment.name
@@ -73,23 +80,23 @@ class Service:
         """Return the served version if it is the one that was asked for.
 
         Raises:
-            UnknownError: no such model, or no such version; the sentence names what is there.
-            BusyError: there is no version yet.
+            NotFoundError: no such model, or no such version; the sentence names what is there.
+            UnavailableError: there is no version yet.
         """
         self.check_name(name)
         current = self.version
         if version is not None and (current is None or version != current.name):
-            raise UnknownError(
+            raise NotFoundError(
                 f"version {shorten(version)} is not resident; resident: {current.name if current else 'none'}"
             )
         if current is None:
-            raise BusyError(f"no version of {self.name} is ready yet")
+            raise UnavailableError(f"no version of {self.name} is ready yet")
         return current
 
     def check_name(self, name: str) -> None:
-        """Raise UnknownError unless this is the model's name."""
+        """Raise NotFoundError unless this is the model's name."""
         if name != self.name:
-            raise UnknownError(f"there is no model {shorten(name)!r}; this server has {self.name!r}")
+            raise NotFoundError(f"there is no model {shorten(name)!r}; this server has {self.name!r}")
 
     async def order(self, action: str, version: str) -> RegistryState:
         """Do what a person ordered about a version, in all workers; return what is served then.
@@ -98,9 +105,9 @@ class Service:
             RequestError: it is not done; the sentence says why.
         """
         if action not in ORDERS:
-            raise UnknownError(f"there is no order {shorten(action)!r}; there are {', '.join(ORDERS)}")
+            raise NotFoundError(f"there is no order {shorten(action)!r}; there are {', '.join(ORDERS)}")
         if not version.isdecimal() or len(version) > _LONGEST_NUMBER:
-            raise UnknownError(f"there is no version {shorten(version)!r}")
+            raise NotFoundError(f"there is no version {shorten(version)!r}")
         await asyncio.to_thread(self._swap.order, ORDERS[action], int(version))
         state = self._swap.state
         if self._worker is not None and not await self._worker.obeyed(state):
@@ -139,7 +146,9 @@ class Service:
         if version is not None:
             chosen = self.resident(self.name, version)
             if not chosen.has_learned(offsets):
-                raise LateError(f"version {version} will never have learned more than {chosen.trained_through}")
+                raise DeadlineExceededError(
+                    f"version {version} will never have learned more than {chosen.trained_through}"
+                )
             return chosen
         current = self.version
         if current is not None and current.has_learned(offsets):
@@ -150,7 +159,7 @@ class Service:
 
     async def _await_version(self, request: Request, offsets: Mapping[str, int]) -> ServedVersion:
         if self._waiting_rows + request.rows > self._most_waiting_rows:
-            raise CrowdedError(f"{self._waiting_rows} rows wait for newer versions already")
+            raise TooManyRequestsError(f"{self._waiting_rows} rows wait for newer versions already")
         self._waiting_rows += request.rows
         seconds = None if request.timeout_ms is None else request.timeout_ms / 1000
         try:
@@ -158,12 +167,12 @@ class Service:
                 while True:
                     swapped, current = self._swapped, self.version
                     if self._stopping:
-                        raise BusyError("the server is stopping")
+                        raise UnavailableError("the server is stopping")
                     if current is not None and current.has_learned(offsets):
                         return current
                     await swapped.wait()
         except TimeoutError as exc:
-            raise LateError(self.lateness()) from exc
+            raise DeadlineExceededError(self.lateness()) from exc
         finally:
             self._waiting_rows -= request.rows
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
-from serving.metrics import Metrics
+from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.protocol.tensors import Array
@@ -63,7 +63,7 @@ class Shadow:
         deployment: Deployment,
         fraction: float,
         max_batch: int,
-        metrics: Metrics,
+        metrics: ServingMetrics,
         served: Callable[[], ServedVersion | None],
         is_idle: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,

@@ -82,7 +82,7 @@ class Deployment:
         assert self._output_shape is not None
 
     @cached_property
-    def pattern(self) -> "_Pattern":
+    def pattern(self) -> "ModelTemplate":
         """The configured model, built and checked once.
 
         Raises:
@@ -91,7 +91,7 @@ class Deployment:
         module = build_model(self.model.factory, self.model.args, self.folder).to(self.device)
         shape = check_model(module, self.task, self.schema, self.device)
         self.embedding_of(copy.deepcopy(module))
-        return _Pattern(module.cpu().eval().requires_grad_(False), shape)
+        return ModelTemplate(module.cpu().eval().requires_grad_(False), shape)
 
     @property
     def _output_shape(self) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ _HIGHEST = -100
 
 
 @dataclass(frozen=True)
-class _Pattern:
+class ModelTemplate:
     """A module on the CPU whose weights are of no version; versions are copies, since factories take long."""
 
     module: nn.Module

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from learner.state_dir.version import RegistryState
-from serving.metrics import Metrics
+from serving.metrics import ServingMetrics
 from serving.reporting.health import ReportAge
 from serving.reporting.report import REPORT, ServingReport, ShadowReport, read_report, write_report
 
@@ -34,7 +34,7 @@ _LOOK = timedelta(milliseconds=20)
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerPool:
     """The workers of one server."""
 
     folder: Path
@@ -100,14 +100,14 @@ class Crew:
 
 
 @dataclass(frozen=True)
-class Worker:
+class PoolWorker:
     """One of them, as it sees itself."""
 
-    crew: Crew
+    crew: WorkerPool
     number: int
     state_dir: Path
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> ServingMetrics:
         """Return counts that outlive the process and are added up; to be called once, before any other are made."""
         number = self.number
         prometheus_client.values.ValueClass = prometheus_client.values.MultiProcessValue(  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ class Worker:
         )
         whole = CollectorRegistry()
         MultiProcessCollector(whole, str(self.crew.folder))  # type: ignore[no-untyped-call]
-        return Metrics(CollectorRegistry(), whole, tells=number == _TELLER)
+        return ServingMetrics(CollectorRegistry(), whole, tells=number == _TELLER)
 
     def write(self, report: ServingReport) -> None:
         """Leave this one's report. Raises OSError."""

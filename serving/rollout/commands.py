@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from learner.state_dir.version import RegistryState
-from serving.errors import ConflictError, UnknownError
+from serving.errors import ConflictError, NotFoundError
 
 Order = Callable[[RegistryState, int, Sequence[int]], RegistryState]
 """Takes the state, the version's number and the numbers of all versions, rising; returns the state to be.
 
-Raises UnknownError when there is no such version, and ConflictError when another order stands against it.
+Raises NotFoundError when there is no such version, and ConflictError when another order stands against it.
 """
 
 
@@ -58,7 +58,7 @@ def _check(state: RegistryState, number: int, numbers: Sequence[int]) -> None:
 def _check_there(number: int, numbers: Sequence[int]) -> None:
     if number not in numbers:
         there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "there is none yet"
-        raise UnknownError(f"there is no version {number}; {there}")
+        raise NotFoundError(f"there is no version {number}; {there}")
 
 
 def _with(

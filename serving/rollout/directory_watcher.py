@@ -34,7 +34,7 @@ _EVENT = struct.Struct("iIII")
 _READ_BYTES = 65536
 
 
-class Notices:
+class DirectoryWatcher:
     """Waits for changes in a versions directory; a context manager. All but `wake` belong to one thread."""
 
     def __init__(self, path: Path) -> None:

@@ -1,11 +1,11 @@
 """Which versions may be taken, by their verdicts and by what was ordered."""
 
 from learner.state_dir.folders import LocalFolder
-from learner.state_dir.trained_through import Trained
+from learner.state_dir.trained_through import PartitionProgress
 from learner.state_dir.version import STATE, Manifest, RegistryState, Versions
 
 
-class Choice:
+class ServingPolicy:
     """Reads `state.json` and verdicts again only when they have changed. Used by one thread at a time."""
 
     def __init__(self, versions: Versions) -> None:
@@ -48,7 +48,7 @@ def lowered(served: Manifest, candidate: Manifest) -> tuple[str, int, int] | Non
     for name, before in served.trained_through.items():
         if others and _topic(name) not in topics:
             continue
-        after = candidate.trained_through.get(name, Trained(offset=-1, incarnation=before.incarnation))
+        after = candidate.trained_through.get(name, PartitionProgress(offset=-1, incarnation=before.incarnation))
         if after.incarnation == before.incarnation and after.offset < before.offset:
             return name, before.offset, after.offset
     return None

@@ -15,7 +15,7 @@ _MOST_TIMES = 32
 _MOST_VERSIONS = 64
 
 
-class Unserved:
+class FreshnessTracker:
     """What the versions since the served one have learned. Used by the swap's thread."""
 
     def __init__(self, versions: Versions) -> None:

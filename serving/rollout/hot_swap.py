@@ -18,13 +18,13 @@ import msgspec
 from learner.errors import VersionError
 from learner.state_dir.version import Manifest, RegistryState
 from serving.errors import ConflictError
-from serving.metrics import Metrics
+from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.rollout.commands import Order, pin, promote
-from serving.rollout.directory_watcher import Notices
-from serving.rollout.eligibility import Choice, lowered
-from serving.rollout.freshness import Unserved
+from serving.rollout.directory_watcher import DirectoryWatcher
+from serving.rollout.eligibility import ServingPolicy, lowered
+from serving.rollout.freshness import FreshnessTracker
 from serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
@@ -33,7 +33,7 @@ _REMEMBERED = 20
 _MOST_ROLLED_BACK = 1000
 
 
-class Swap:
+class VersionSwapper:
     """Keeps `current` the newest version that may be served; a context manager around its thread.
 
     A version may be served when its verdict is pass or inconclusive, its schema is ours, its learner had not lost its
@@ -49,7 +49,7 @@ class Swap:
         self,
         deployment: Deployment,
         max_batch: int,
-        metrics: Metrics,
+        metrics: ServingMetrics,
         taken: Callable[[], object],
         fail: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
@@ -68,11 +68,11 @@ class Swap:
         self._deployment = deployment
         self._versions = deployment.versions
         self._max_batch = max_batch
-        self._unserved = Unserved(deployment.versions)
+        self._unserved = FreshnessTracker(deployment.versions)
         self._metrics = metrics
         self._notify = taken
         self._fail = fail
-        self._choice = Choice(self._versions)
+        self._choice = ServingPolicy(self._versions)
         self._state = RegistryState()
         self._passed_over: dict[int, object] = {}
         self._retries = Retries(clock)
@@ -80,7 +80,7 @@ class Swap:
         self._lock = threading.Lock()
         self._holds_state = False
         self._complaints: dict[str, str] = {}
-        self._notices = Notices(self._versions.path)
+        self._notices = DirectoryWatcher(self._versions.path)
         self._stopping = False
         self._thread = threading.Thread(target=self._watch, name="serving-swap", daemon=True)
 

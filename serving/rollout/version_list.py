@@ -7,12 +7,12 @@ import msgspec
 from learner.errors import VersionError
 from learner.state_dir.version import Manifest, Verdict
 from serving.model.deployment import Deployment
-from serving.rollout.hot_swap import Swap
+from serving.rollout.hot_swap import VersionSwapper
 
 NEWEST = 20
 """How many are listed."""
 
-Fate = Literal["served", "pinned", "swapped", "rolled back", "refused", "superseded", "waiting", "unknown"]
+VersionStatus = Literal["served", "pinned", "swapped", "rolled back", "refused", "superseded", "waiting", "unknown"]
 
 
 class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     metrics: dict[str, float] = {}
     verdict: str | None = None
-    fate: Fate
+    fate: VersionStatus
     """Served now, or pinned; swapped in before and replaced since; rolled back, or left out by a rollback; refused;
     superseded by a newer one before its turn; waiting for its turn or its verdict; unknown for those from before this
     process."""
@@ -31,10 +31,10 @@ class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
     """Why it was refused, or what the gate said."""
 
 
-class Registry:
+class VersionList:
     """Reads the versions directory; a manifest never changes, so each is read once. Used by one thread at a time."""
 
-    def __init__(self, deployment: Deployment, swap: Swap, started: float) -> None:
+    def __init__(self, deployment: Deployment, swap: VersionSwapper, started: float) -> None:
         self._versions = deployment.versions
         self._swap = swap
         self._started = started
@@ -74,7 +74,7 @@ class Registry:
             reason=reason or (", ".join(verdict.reasons) if verdict else None) or None,
         )
 
-    def _fate(self, manifest: Manifest, verdict: Verdict | None, served: int | None, taken: set[int]) -> Fate:
+    def _fate(self, manifest: Manifest, verdict: Verdict | None, served: int | None, taken: set[int]) -> VersionStatus:
         if manifest.number == served:
             return "pinned" if self._swap.state.pinned == served else "served"
         if manifest.number in self._swap.state.rolled_back:

@@ -35,8 +35,8 @@ from anabranch.cli import app as cli
 from anabranch.config.loader import load_config
 from anabranch.doctor import runner as examination
 from anabranch.doctor.environment_checks import check_install
-from anabranch.doctor.findings import FINDINGS, Patient, found, ok
-from anabranch.doctor.model_process import Asked, Told, check_model
+from anabranch.doctor.findings import FINDINGS, CheckContext, found, ok
+from anabranch.doctor.model_process import Asked, ProbeResult, check_model
 from anabranch.doctor.probe import _share, look
 from anabranch.doctor.runner import CHECKS, examine, exit_code, summary
 from anabranch.runtime.lifecycle import Exit
@@ -68,7 +68,7 @@ def in_this_process(monkeypatch):
             look(msgspec.json.decode(msgspec.json.encode(asked), type=Asked), messages.append)
         finally:
             sys.modules.pop("my_model", None)
-        return Told(messages, 0, "")
+        return ProbeResult(messages, 0, "")
 
     return launch
 
@@ -237,7 +237,7 @@ class TestInstallation:
         config = load_config(example / "pipeline.toml")
         stream = config.pipeline.stream.model_copy(update={"format": "arrow"})
         config.pipeline = config.pipeline.model_copy(update={"stream": stream})
-        (finding,) = check_install(Patient(example, 1, config))
+        (finding,) = check_install(CheckContext(example, 1, config))
         diagnose.seen.add(finding.kind)
         assert finding.fix == "Install it: pip install 'anabranch[arrow]'."
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from anabranch.demo.display import LivePanel, plain_line, sparkline
 from anabranch.demo.report import make_report, percent, seconds, summary, to_json
-from anabranch.demo.snapshot import Completion, Figures
+from anabranch.demo.snapshot import Completion, DemoSnapshot
 from learner.state_dir.report import LearnerReport
 from serving.reporting.report import ServingReport
 
@@ -82,7 +82,7 @@ def figures():
             "freshness_p99_seconds": 0.5,
             "restarts": {"learner": 0},
         }
-        return Figures(**(values | changes))
+        return DemoSnapshot(**(values | changes))
 
     return make
 

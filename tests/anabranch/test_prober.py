@@ -9,7 +9,7 @@ import pytest
 
 from anabranch.demo.dataset import Digits
 from anabranch.demo.freshness import Freshness
-from anabranch.demo.load_generator import Prober, answers
+from anabranch.demo.load_generator import LoadGenerator, answers
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -75,7 +75,7 @@ def digits():
 
 @pytest.fixture
 def prober(server, digits):
-    prober = Prober("127.0.0.1", server.server_address[1], "digits", digits, Freshness(), rate=2000, seed=0)
+    prober = LoadGenerator("127.0.0.1", server.server_address[1], "digits", digits, Freshness(), rate=2000, seed=0)
     yield prober
     prober.stop()
 

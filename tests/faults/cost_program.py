@@ -17,7 +17,7 @@ import numpy as np
 
 from learner import run as session
 from learner.__main__ import main
-from learner.loop import Loop
+from learner.loop import TrainingLoop
 
 NOTE = np.dtype(
     [
@@ -33,7 +33,7 @@ NOTE = np.dtype(
 )
 
 
-class NotingLoop(Loop):
+class NotingLoop(TrainingLoop):
     """The learner's loop, which beside its work keeps some numbers of each boundary."""
 
     file = Path()

@@ -10,7 +10,7 @@ import pytest
 import ingest.reader.reader
 from ingest.child_environment import without_settings
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.reader.reader import Source
+from ingest.reader.reader import BlockReader
 
 
 def test_variables_of_settings_are_left_out_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_the_process_is_started_without_them(monkeypatch: pytest.MonkeyPatch) ->
         {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}}
     )
     with contextlib.closing(
-        Source(StreamSettings(topics=["a"]).resolved("test"), schema, HoldOut(fraction=0, seed=0))
+        BlockReader(StreamSettings(topics=["a"]).resolved("test"), schema, HoldOut(fraction=0, seed=0))
     ) as source:
         source.start()
     assert ["secret" in environment.values() for environment in given] == [False]

@@ -10,7 +10,7 @@ from kafka import errors
 
 from ingest.config import StreamSettings
 from ingest.kafka import confluent_dead_letters as librdkafka
-from ingest.kafka.client import Client, DeadLetter, smaller
+from ingest.kafka.client import Client, DeadLetter, shrink
 from ingest.kafka.confluent_dead_letters import LetterProducer
 from ingest.kafka.kafka_python import KafkaPythonClient
 from ingest.kafka.registry import CLIENTS
@@ -69,7 +69,7 @@ def confluent(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Client:
             refused = KafkaError.MSG_SIZE_TOO_LARGE if broker.refuses(letter) else None
             error = KafkaError._MSG_TIMED_OUT if broker.away else refused
             if error is None:
-                broker.taken.append(librdkafka.sendable(letter))
+                broker.taken.append(librdkafka.sanitize(letter))
             found.append(None if error is None else KafkaError(error))
         return found
 
@@ -139,7 +139,7 @@ def test_a_letter_that_the_producer_itself_finds_too_large_goes_without_its_valu
 
 def test_each_form_has_less_than_the_one_before_and_the_last_has_nothing_of_the_message() -> None:
     letter = DeadLetter(b"key", b"value", [("trace", b"1")], [SOURCE, ROWS])
-    forms = list(smaller(letter))
+    forms = list(shrink(letter))
     assert [(form.key, form.value, list(form.headers)) for form in forms] == [
         (b"key", None, [("trace", b"1")]),
         (None, None, []),

@@ -18,7 +18,7 @@ from kafka import KafkaProducer
 
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import CredentialsError
-from ingest.reader.reader import Source
+from ingest.reader.reader import BlockReader
 
 pytestmark = pytest.mark.slow
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
@@ -29,7 +29,7 @@ Messages = list[tuple[bytes | None, bytes | None, list[tuple[str, bytes]]]]
 
 def read(stream: dict[str, Any], until: int) -> tuple[list[int], int]:
     """Return the offsets of the events up to an offset, and how many offsets were none."""
-    source = Source(StreamSettings.model_validate(stream).resolved("test"), SCHEMA, HoldOut(fraction=0, seed=0))
+    source = BlockReader(StreamSettings.model_validate(stream).resolved("test"), SCHEMA, HoldOut(fraction=0, seed=0))
     seen: list[int] = []
     end = 0
     with contextlib.closing(source):

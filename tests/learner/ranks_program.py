@@ -23,9 +23,9 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
 from learner.distributed.channel import Channel
-from learner.distributed.data_parallel import Replicas
+from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.leader import Leader, follow
-from learner.distributed.process_group import Meeting, Place, join_group
+from learner.distributed.process_group import RankAssignment, RendezvousAddress, join_group
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.faulty_events import RaisingEventsError
@@ -252,10 +252,10 @@ def main() -> None:
         return
     address, interface = folder / "address", "lo0" if sys.platform == "darwin" else "lo"
     abroad = address.exists()
-    meeting = Meeting(address.read_text(), "ranks", interface) if abroad else folder / "meeting"
-    with join_group(Place(rank, size, meeting), settings_of(scenarios[0])) as device:
+    meeting = RendezvousAddress(address.read_text(), "ranks", interface) if abroad else folder / "meeting"
+    with join_group(RankAssignment(rank, size, meeting), settings_of(scenarios[0])) as device:
         for number, scenario in enumerate(scenarios):
-            channel, replicas = Channel(device), Replicas(settings_of(scenario))
+            channel, replicas = Channel(device), DataParallelGroup(settings_of(scenario))
             arguments = arguments_of(scenario, rank, device)
             if rank == 0:
                 with channel.leading():

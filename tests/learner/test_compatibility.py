@@ -12,8 +12,8 @@ from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from learner.build import Workbench
-from learner.compatibility import RULES, point, refused
+from learner.build import TrainingSetup
+from learner.compatibility import RULES, conflicts, facts
 from learner.config import DeviceSharingSettings, LearnerSettings
 from learner.distributed.channel import Channel
 from learner.model.device import Precision, choose_precision
@@ -53,7 +53,7 @@ def traced_ahead(cell: dict[str, Any]) -> bool:
 @pytest.mark.slow
 def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LearnerSettings.model_validate({**cell, "optimizer": {"name": "adam", "lr": 0.02}})
-    if list(refused(point(settings, ReplaySettings()))):
+    if list(conflicts(facts(settings, ReplaySettings()))):
         assert cell["compile"]
         assert cell["activation_checkpointing"] or cell["strategy"] == "agem"
         return
@@ -168,8 +168,8 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
 def test_what_does_not_go_together_is_one_sentence(
     learner: dict[str, Any], replay: dict[str, Any], sentence: str
 ) -> None:
-    chosen = point(LearnerSettings.model_validate(learner), ReplaySettings.model_validate(replay))
-    ((key, said),) = refused(chosen)
+    chosen = facts(LearnerSettings.model_validate(learner), ReplaySettings.model_validate(replay))
+    ((key, said),) = conflicts(chosen)
     assert said.startswith(sentence)
     assert said.startswith(key)
     assert any(f"; {verb} " in said for verb in ("set", "take", "write"))
@@ -177,9 +177,9 @@ def test_what_does_not_go_together_is_one_sentence(
 
 def test_compiled_code_has_no_layers_to_give_way_between() -> None:
     share = DeviceSharingSettings.model_validate({"yield_at": "layer"})
-    assert list(refused(point(LearnerSettings(), ReplaySettings(), sharing=share))) == []
-    chosen = point(LearnerSettings.model_validate({"compile": True}), ReplaySettings(), sharing=share)
-    ((key, said),) = refused(chosen)
+    assert list(conflicts(facts(LearnerSettings(), ReplaySettings(), sharing=share))) == []
+    chosen = facts(LearnerSettings.model_validate({"compile": True}), ReplaySettings(), sharing=share)
+    ((key, said),) = conflicts(chosen)
     assert key == "device_sharing.yield_at"
     assert said == (
         'device_sharing.yield_at = "layer" does not go with learner.compile = true: '
@@ -188,9 +188,9 @@ def test_compiled_code_has_no_layers_to_give_way_between() -> None:
 
 
 def test_each_rule_is_of_keys_that_there_are() -> None:
-    known = set(point(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",)), DeviceSharingSettings()))
+    known = set(facts(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",)), DeviceSharingSettings()))
     assert {key for rule in RULES for key in (rule.key, rule.other)} <= known
-    assert list(refused(point(LearnerSettings(), ReplaySettings()))) == []
+    assert list(conflicts(facts(LearnerSettings(), ReplaySettings()))) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("sharding", "fsdp"), ("sync_every", 4)])
@@ -199,7 +199,7 @@ def test_a_device_that_makes_auto_fp16_is_refused_where_losses_would_be_scaled_d
 ) -> None:
     settings = LearnerSettings.model_validate({"replicas": 2, key: value})
     half, strategy = Precision("fp16", torch.float16), STRATEGIES["er"]()
-    bench = Workbench(
+    bench = TrainingSetup(
         *(schema, Classification(), nn.Linear(3, 3), None, half, CPU, strategy, settings), output_shape=(3,)
     )
     with pytest.raises(SettingsError, match=rf'learner.precision = "auto" is fp16 here.*{key}.*{value}.*"fp32"'):

@@ -14,7 +14,7 @@ import torch
 
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.errors import CheckpointError, VersionError
-from learner.resume import Resumed
+from learner.resume import ResumePoint
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.folders import LocalStorage
 from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
@@ -72,7 +72,7 @@ def test_no_older_checkpoint_takes_the_place_of_one_that_is_away_and_none_is_del
     checkpoints: Checkpoints, name: str, number: int, tmp_path: Path
 ) -> None:
     with failing(path_of(checkpoints, 3, name), number), pytest.raises(OSError, match=name) as caught:
-        Resumed.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
+        ResumePoint.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     assert caught.value.errno == number
     checkpoints.write(4, checkpoint_of(4), 0.0)
     checkpoints.prune(4)
@@ -85,7 +85,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
 ) -> None:
     for path in (checkpoints.path, path_of(checkpoints, 3, "manifest.json")):
         with failing(path, number), pytest.raises(OSError, match="checkpoints"):
-            Resumed.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
+            ResumePoint.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     assert checkpoints.numbers() == [1, 2, 3]
 
 
@@ -176,7 +176,7 @@ def test_checkpoints_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
         ".* or begin anew by"
     )
     with pytest.raises(CheckpointError, match=sentence):
-        Resumed.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
+        ResumePoint.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     nest(path_of(checkpoints, 1, "manifest.json"))
     with pytest.raises(OSError, match="all checkpoints are damaged, and are deleted once there is a whole one"):
         Eraser(checkpoints, tmp_path / "replay", erased()).run()

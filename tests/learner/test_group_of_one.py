@@ -17,8 +17,8 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
-from learner.distributed.data_parallel import Replicas
-from learner.distributed.process_group import Place, join_group
+from learner.distributed.data_parallel import DataParallelGroup
+from learner.distributed.process_group import RankAssignment, join_group
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.examples import Examples
@@ -57,8 +57,8 @@ def trained(schema: Schema, meeting: Path | None, strategy: str = "er", **settin
 
     if meeting is None:
         return run(torch.device(options.device), {})
-    with join_group(Place(0, 1, meeting), options) as device:
-        return run(device, {"ranks": Replicas(options)})
+    with join_group(RankAssignment(0, 1, meeting), options) as device:
+        return run(device, {"ranks": DataParallelGroup(options)})
 
 
 def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
@@ -104,10 +104,10 @@ def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tm
     settings = LearnerSettings.model_validate(
         {"comm_hook": "powersgd", "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.01}}
     )
-    with join_group(Place(0, 1, tmp_path / "meeting"), settings) as device:
+    with join_group(RankAssignment(0, 1, tmp_path / "meeting"), settings) as device:
         model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
         parts = (model, Classification(), STRATEGIES["none"](), schema, settings, device)
-        trainer = Trainer(*parts, choose_precision("fp32", device), ranks=Replicas(settings))
+        trainer = Trainer(*parts, choose_precision("fp32", device), ranks=DataParallelGroup(settings))
         good = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
         poison = Examples({"x": torch.full_like(good.features["x"], math.nan)}, good.label_B, good.weight_B)
         assert [trainer.step(good).finite for _ in range(14)] == [True] * 14
@@ -124,16 +124,16 @@ def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_checkpoint
     settings = LearnerSettings.model_validate(
         {"sharding": "zero1", "device": kind, "optimizer": {"name": "adamw", "lr": 0.01}}
     )
-    with join_group(Place(0, 1, tmp_path / "meeting"), settings) as device:
+    with join_group(RankAssignment(0, 1, tmp_path / "meeting"), settings) as device:
 
-        def make() -> tuple[Trainer, Replicas]:
+        def make() -> tuple[Trainer, DataParallelGroup]:
             torch.manual_seed(0)
             parts = (nn.Linear(3, 3).to(device), Classification(), STRATEGIES["none"](), schema, settings, device)
-            replicas = Replicas(settings)
+            replicas = DataParallelGroup(settings)
             return Trainer(*parts, choose_precision("fp32", device), ranks=replicas), replicas
 
         def checkpoint(
-            trainer: Trainer, replicas: Replicas
+            trainer: Trainer, replicas: DataParallelGroup
         ) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
             replicas.gather()
             return trainer.tensors(), trainer.state()

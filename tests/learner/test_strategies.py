@@ -20,12 +20,12 @@ from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification, MultiLabel, Regression, Task
 from learner.strategies.agem import ProjectedGradient
-from learner.strategies.base import Learner, Strategy, Whole
+from learner.strategies.base import StepWeights, Strategy, StrategyContext
 from learner.strategies.der import DarkReplay, DarkReplayPlus
 from learner.strategies.er import NoReplay
 from learner.strategies.er_ace import AsymmetricReplay
 from learner.strategies.ewc import ElasticWeights
-from learner.strategies.examples import Examples, joined
+from learner.strategies.examples import Examples, concat
 from learner.strategies.lwf import Distillation
 from learner.strategies.mir import InterferedReplay
 from learner.strategies.ncm import NearestClassMean
@@ -122,7 +122,7 @@ def on(device: torch.device, examples: Examples) -> Examples:
 
 def _stacked(parts: list[Examples]) -> Examples:
     said = [part.output_B for part in parts if part.output_B is not None]
-    whole = joined(parts)
+    whole = concat(parts)
     return Examples(whole.features, whole.label_B, whole.weight_B, torch.cat(said))
 
 
@@ -296,7 +296,7 @@ class TestMir:
         trainer = make_trainer(schema, small(), InterferedReplay(candidates=4))
         result = make_trainer(schema, small(), InterferedReplay(candidates=4)).step(new, [old])
         assert result.old_R is not None
-        both = joined([new, old[~result.old_R.isnan()]])
+        both = concat([new, old[~result.old_R.isnan()]])
         expected = gradient(plain, mean(cross_entropy(plain, both), both))
         assert torch.allclose(stepped(trainer, new, [old]), expected, atol=1e-6)
 
@@ -338,7 +338,7 @@ class TestAGem:
         model, strategy = small(), ProjectedGradient()
         strategy.begin(learner_of(model))
         new, old = events(6, 1, (0,)), events(6, 1, (1,))
-        whole = Whole(new.weight_B.sum(), [old.weight_B.sum()])
+        whole = StepWeights(new.weight_B.sum(), [old.weight_B.sum()])
         strategy.start()
         loss = strategy.loss(lambda features: model(features["x"]), new, [old], whole)
         strategy.backward(loss, lambda total: total * scale)
@@ -355,7 +355,7 @@ class TestAGem:
         new, old = events(6, 1), events(6, 2)
         old.weight_B[0] = math.inf
         strategy.start()
-        whole = Whole(new.weight_B.sum(), [torch.tensor(6.0)])
+        whole = StepWeights(new.weight_B.sum(), [torch.tensor(6.0)])
         strategy.backward(strategy.loss(lambda features: model(features["x"]), new, [old], whole), lambda total: total)
         assert all(not each.grad.isfinite().all() for each in model.parameters())
 
@@ -447,7 +447,7 @@ class TestClassMeans:
         parts = [events(7, step, (0, 2)) for step in range(9)]
         for part in parts:
             trainer.step(part)
-        whole = joined(parts)
+        whole = concat(parts)
         return (
             trainer.model[:3](whole.features["x"]).detach().double().numpy(),
             whole.label_B.numpy(),
@@ -518,8 +518,8 @@ class TestClassMeans:
             build_strategy(StrategySettings(name=name), ModelSettings(factory="m:build"), Classification())
 
 
-def learner_of(model: nn.Module) -> Learner:
-    return Learner(model, Classification(), lambda _: None, lambda: 0.1, lambda each: [each], {})
+def learner_of(model: nn.Module) -> StrategyContext:
+    return StrategyContext(model, Classification(), lambda _: None, lambda: 0.1, lambda each: [each], {})
 
 
 class TestSettings:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from learner.compatibility import point, refused
+from learner.compatibility import conflicts, facts
 from learner.config import LearnerSettings
 from learner.strategies.registry import STRATEGIES
 from replay.config import ReplaySettings
@@ -23,7 +23,7 @@ AXES: dict[str, list[Any]] = {
 def cells() -> list[dict[str, Any]]:
     """Return every combination that the table does not refuse."""
     every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
-    return [cell for cell in every if not list(refused(point(settings_of(cell), ReplaySettings())))]
+    return [cell for cell in every if not list(conflicts(facts(settings_of(cell), ReplaySettings())))]
 
 
 def settings_of(cell: dict[str, Any]) -> LearnerSettings:

@@ -15,7 +15,7 @@ from ingest.events.schema import Schema
 from replay import config
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers import registry as kinds
 
@@ -41,7 +41,7 @@ def with_host(added: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatc
     """`[replay]` with the tier `host` of docs/replay.md, which is added as the page says."""
     (line,) = re.findall(r'^```python\n(    "host": .*?,)\n```$', PAGE, re.MULTILINE)
     (section,) = re.findall(r"^```python\n(    host: .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    namespace = {**vars(config), "HostKind": added("replay.host").HostKind}
+    namespace = {**vars(config), "HostTierFactory": added("replay.host").HostTierFactory}
     monkeypatch.setattr(kinds, "TIERS", {**eval("{" + line + "}", namespace), **kinds.TIERS})
     exec("class WithHost(ReplaySettings):\n" + section, namespace)
     settings: type[ReplaySettings] = namespace["WithHost"]
@@ -84,7 +84,7 @@ def make_store(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -
     stores: list[Store] = []
     keys: dict[str, str] = {}
 
-    def make(capacity: int, seed: int = 0, contents: Contents | None = None) -> Store:
+    def make(capacity: int, seed: int = 0, contents: StoreSnapshot | None = None) -> Store:
         options = dict(ARRANGEMENTS[request.param])
         if "redis" in options:
             options["redis"] = {"url": request.getfixturevalue("shared_redis").url, **options["redis"]}

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from replay.background_store import Clerk, ClerkError
+from replay.background_store import BackgroundStore, StoreFailedError
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
-from replay.plan import Draw
+from replay.plan import Sample
 from replay.store import MOST_WAITING, Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -39,12 +39,12 @@ def open_store(schema: Schema, folder: Path | None = None, **options: Any) -> St
 
 
 @pytest.fixture
-def open_clerk(schema: Schema, tmp_path: Path) -> Iterator[Callable[..., Clerk]]:
+def open_clerk(schema: Schema, tmp_path: Path) -> Iterator[Callable[..., BackgroundStore]]:
     """`open_clerk(**options)`: one of a store with such settings."""
-    clerks: list[Clerk] = []
+    clerks: list[BackgroundStore] = []
 
-    def make(**options: Any) -> Clerk:
-        clerks.append(Clerk(open_store(schema, tmp_path, **options)))
+    def make(**options: Any) -> BackgroundStore:
+        clerks.append(BackgroundStore(open_store(schema, tmp_path, **options)))
         return clerks[-1]
 
     yield make
@@ -55,14 +55,14 @@ def open_clerk(schema: Schema, tmp_path: Path) -> Iterator[Callable[..., Clerk]]
 class Life:
     """What a learner does with a store or with its clerk, which is told by digests of what it sees."""
 
-    def __init__(self, keeper: Store | Clerk, schema: Schema) -> None:
+    def __init__(self, keeper: Store | BackgroundStore, schema: Schema) -> None:
         self._keeper, self._schema = keeper, schema
         self._step = self._offered = 0
         keeper.plan_ahead(0, DRAWN)
 
     @property
     def store(self) -> Store:
-        return self._keeper.store if isinstance(self._keeper, Clerk) else self._keeper
+        return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
 
     def offer(self, n: int, again: int = 0) -> None:
         """Offer n events, of which the first were offered already."""
@@ -121,7 +121,7 @@ def test_no_timing_decides_what_is_held_or_drawn(schema: Schema, kind: str, aske
             open_store(schema, Path(stack.enter_context(tempfile.TemporaryDirectory())), **KINDS[kind])
             for _ in range(2)
         )
-        clerk = Clerk(kept)
+        clerk = BackgroundStore(kept)
         stack.callback(clerk.close)
         stack.callback(plain.close)
         one, other = Life(plain, schema), Life(clerk, schema)
@@ -160,7 +160,7 @@ def hold_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Ev
 
 
 def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
-    open_clerk: Callable[..., Clerk], schema: Schema, monkeypatch: pytest.MonkeyPatch
+    open_clerk: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clerk = open_clerk()
     for step in range(5):
@@ -176,7 +176,7 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
     assert len(clerk.draw(5, DRAWN)) == DRAWN
     assert begun.wait(30), "a step that has its draw lets it begin"
     clerk.offer(fake_columns(schema, range(240, 280)), PARTITIONS)
-    drawn: list[Draw] = []
+    drawn: list[Sample] = []
     thread = threading.Thread(target=lambda: drawn.append(clerk.draw(6, DRAWN)))
     thread.start()
     assert not drawn
@@ -186,7 +186,9 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
     assert clerk.store.tiers.stats.stall_seconds > stalled, "what a step waited for is told"
 
 
-def test_offers_that_nobody_draws_from_are_taken_in_too(open_clerk: Callable[..., Clerk], schema: Schema) -> None:
+def test_offers_that_nobody_draws_from_are_taken_in_too(
+    open_clerk: Callable[..., BackgroundStore], schema: Schema
+) -> None:
     clerk, most = open_clerk(capacity=100_000), 0
     for begin in range(0, 20 * MOST_WAITING, 128):
         clerk.offer(fake_columns(schema, range(begin, begin + 128)), PARTITIONS)
@@ -203,7 +205,7 @@ class Panic(BaseException):
 @pytest.mark.parametrize("kind", [ZeroDivisionError, torch.OutOfMemoryError, Panic])
 @pytest.mark.parametrize("inline", [False, True])
 def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_memory_of_the_model(
-    open_clerk: Callable[..., Clerk],
+    open_clerk: Callable[..., BackgroundStore],
     schema: Schema,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[BaseException],
@@ -220,18 +222,18 @@ def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_m
     monkeypatch.setattr(clerk._store, "plan_blocks", fail)
     clerk.plan_ahead(8, DRAWN)
     if inline:
-        with pytest.raises(ClerkError):
+        with pytest.raises(StoreFailedError):
             _ = clerk.store
     else:
         clerk.draw(0, DRAWN)
     for call in (lambda: clerk.draw(1, DRAWN), clerk.has_room, lambda: clerk.store):
-        with pytest.raises(ClerkError, match=f"the replay store failed beside a step: {kind.__name__}: no more"):
+        with pytest.raises(StoreFailedError, match=f"the replay store failed beside a step: {kind.__name__}: no more"):
             call()
-    assert not issubclass(ClerkError, RuntimeError), "by which a device without memory is told"
+    assert not issubclass(StoreFailedError, RuntimeError), "by which a device without memory is told"
 
 
 def test_lost_events_leave_and_are_counted_where_no_step_comes(
-    open_clerk: Callable[..., Clerk], schema: Schema, monkeypatch: pytest.MonkeyPatch
+    open_clerk: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a backlog of events that are stored only."""
     clerk = open_clerk(capacity=100_000, disk={"bytes": "20MB"}, device_bytes=0)
@@ -248,7 +250,7 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
     assert len(clerk.store.tiers._lost) < 4
 
 
-def test_nothing_is_held_on_to_that_is_done(open_clerk: Callable[..., Clerk], schema: Schema) -> None:
+def test_nothing_is_held_on_to_that_is_done(open_clerk: Callable[..., BackgroundStore], schema: Schema) -> None:
     clerk = open_clerk()
     offered = []
     for begin in range(0, 4 * MOST_WAITING, MOST_WAITING):
@@ -261,7 +263,7 @@ def test_nothing_is_held_on_to_that_is_done(open_clerk: Callable[..., Clerk], sc
 
 
 def test_what_is_looked_for_comes_in_its_order(
-    open_clerk: Callable[..., Clerk], schema: Schema, monkeypatch: pytest.MonkeyPatch
+    open_clerk: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clerk, order = open_clerk(), list[str]()
     monkeypatch.setattr(clerk._store, "seek", lambda step, _embedding: order.append(f"seek {step}"))
@@ -274,7 +276,7 @@ def test_what_is_looked_for_comes_in_its_order(
 
 
 def test_steps_have_waited_for_what_they_waited_for_and_no_more(
-    open_clerk: Callable[..., Clerk], schema: Schema, monkeypatch: pytest.MonkeyPatch
+    open_clerk: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the thread waits for beside them is no wait of theirs."""
     clerk = open_clerk()
@@ -296,7 +298,7 @@ def test_steps_have_waited_for_what_they_waited_for_and_no_more(
 
 def test_without_a_thread_what_is_due_is_done_by_who_has_drawn(schema: Schema) -> None:
     before = threading.active_count()
-    clerk = Clerk(open_store(schema), beside=False)
+    clerk = BackgroundStore(open_store(schema), beside=False)
     assert threading.active_count() == before
     life = Life(clerk, schema)
     for n in range(1, 40):
@@ -305,7 +307,7 @@ def test_without_a_thread_what_is_due_is_done_by_who_has_drawn(schema: Schema) -
     clerk.close()
 
 
-def test_slots_that_events_wait_for_are_not_free(open_clerk: Callable[..., Clerk], schema: Schema) -> None:
+def test_slots_that_events_wait_for_are_not_free(open_clerk: Callable[..., BackgroundStore], schema: Schema) -> None:
     clerk = open_clerk(capacity=2000)
     clerk.store.hold(1)
     clerk.store.burst = clerk.store.slots.free - 300

@@ -20,7 +20,7 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCheckpoints
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import AHEAD, Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import make_way
@@ -42,7 +42,7 @@ def build(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
     """`build(options, contents=None, capacity=1000)`: stores in one folder, as restarts of one learner make them."""
     stores: list[Store] = []
 
-    def make(options: dict[str, Any], contents: Contents | None = None, capacity: int = 1000) -> Store:
+    def make(options: dict[str, Any], contents: StoreSnapshot | None = None, capacity: int = 1000) -> Store:
         if "redis" in options:
             options = {**options, "redis": {"url": request.getfixturevalue("shared_redis").url, **options["redis"]}}
         settings = ReplaySettings.model_validate({"capacity": capacity, **options})
@@ -59,7 +59,7 @@ def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
         store.add(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
 
 
-def checkpoint(store: Store, number: int = 1) -> Contents:
+def checkpoint(store: Store, number: int = 1) -> StoreSnapshot:
     return FakeCheckpoints(store).checkpoint(number)
 
 

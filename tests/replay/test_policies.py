@@ -21,7 +21,7 @@ from replay.config import COMPARING, ReplaySettings
 from replay.fake import FakeCheckpoints
 from replay.policies import ADMISSIONS, SAMPLERS
 from replay.reservoir.quotas import Quotas
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import Store
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -49,7 +49,7 @@ def _the_page_is_followed(added: Callable[[str], ModuleType], monkeypatch: pytes
 def open_store(schema: Schema, tmp_path: Path) -> Any:
     stores: list[Store] = []
 
-    def make(capacity: int, contents: Contents | None = None, **policies: str) -> Store:
+    def make(capacity: int, contents: StoreSnapshot | None = None, **policies: str) -> Store:
         settings = ReplaySettings.model_validate({"capacity": capacity, "disk": {"bytes": "2MB"}})
         settings = settings.model_copy(update=policies)
         stores.append(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, contents))

@@ -18,7 +18,7 @@ from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCheckpoints
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -91,7 +91,7 @@ def test_no_restart_changes_a_draw(
 
 
 def _builder(schema: Schema, folder: Path, policies: dict[str, Any]) -> Build:
-    def build(arrangement: dict[str, Any], contents: Contents | None = None) -> Store:
+    def build(arrangement: dict[str, Any], contents: StoreSnapshot | None = None) -> Store:
         chosen = ReplaySettings.model_validate({**policies, **arrangement})
         return build_store(chosen, schema, torch.device("cpu"), 0, folder, contents)
 
@@ -103,7 +103,7 @@ def build(schema: Schema, tmp_path: Path) -> Iterator[Build]:
     """`build(arrangement, contents=None, **policies)`: stores in one folder."""
     stores: list[Store] = []
 
-    def make(arrangement: dict[str, Any], contents: Contents | None = None, **policies: Any) -> Store:
+    def make(arrangement: dict[str, Any], contents: StoreSnapshot | None = None, **policies: Any) -> Store:
         chosen = {"capacity": CAPACITY, "half_life": "5m", **policies}
         stores.append(_builder(schema, tmp_path, chosen)(arrangement, contents))
         return stores[-1]

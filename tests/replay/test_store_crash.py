@@ -27,15 +27,15 @@ from ingest.config import SchemaSettings
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
-from learner.checkpointing.checkpointer import Checkpointer, Moment
+from learner.checkpointing.checkpointer import CapturedState, Checkpointer
 from learner.checkpointing.replay_state import unpack
 from learner.config import CheckpointSettings
 from learner.metrics import LearnerMetrics
 from learner.state_dir.checkpoint import Checkpoints
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.plan import Draw
+from replay.plan import Sample
 from replay.store import AHEAD, Store
 from replay.tiers import redis_server as redis
 
@@ -76,14 +76,14 @@ def columns_of(schema: Schema, partition: int, offsets: np.ndarray) -> Columns:
 class Rehearsal:
     """What a learner does with a store, a step after the other; nothing of it depends on time."""
 
-    def __init__(self, keeper: Store | Clerk, schema: Schema, step: int) -> None:
+    def __init__(self, keeper: Store | BackgroundStore, schema: Schema, step: int) -> None:
         self._keeper, self.schema, self.step = keeper, schema, step
         if not step:
             keeper.plan_ahead(0, PLANNED)
 
     @property
     def store(self) -> Store:
-        return self._keeper.store if isinstance(self._keeper, Clerk) else self._keeper
+        return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
 
     def take_step(self) -> str:
         """Draw, learn, offer and plan; return the digest of what was drawn."""
@@ -123,7 +123,7 @@ class Life(Rehearsal):
         if "redis" in chosen:
             chosen["redis"] = {"url": redis, **chosen["redis"]}
         options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings], **chosen})
-        self._clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay", contents, keys=KEYS))
+        self._clerk = BackgroundStore(build_store(options, schema, CPU, 0, path / "replay", contents, keys=KEYS))
         super().__init__(self._clerk, schema, found[1].step if found else 0)
         every = CheckpointSettings.model_validate({"every": "5ms"})
         self._checkpointer = Checkpointer(
@@ -131,7 +131,7 @@ class Life(Rehearsal):
         )
 
     def checkpoint_if_due(self) -> None:
-        self._checkpointer.checkpoint_if_due(lambda number: Moment(self.step, {}, {}, self.store.hold(number)))
+        self._checkpointer.checkpoint_if_due(lambda number: CapturedState(self.step, {}, {}, self.store.hold(number)))
         assert self._checkpointer.problem is None
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class Undisturbed:
             self._states.append(self._life.state())
 
 
-def digest_of(draw: Draw) -> str:
+def digest_of(draw: Sample) -> str:
     columns = [column.numpy().tobytes() for column in draw.columns.values()]
     names = np.stack([draw.records[name] for name in ("partition", "offset", "row")])
     return hashlib.sha256(b"".join([names.tobytes(), draw.importance.numpy().tobytes(), *columns])).hexdigest()

@@ -31,13 +31,13 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
-from replay.checkpoint.capture import Held
+from replay.checkpoint.capture import CapturedStore
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
 from replay.fake import FakeCheckpoints
-from replay.plan import Draw
+from replay.plan import Sample
 from replay.sampling.base import BY_POSITION
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import AHEAD, Store
 from replay.tiers.disk_files import make_way
 
@@ -115,7 +115,7 @@ def held(store: Store) -> list[Event]:
     return names_of(store.entries.copy())
 
 
-def expect_payload(schema: Schema, draw: Draw) -> None:
+def expect_payload(schema: Schema, draw: Sample) -> None:
     """Fail unless each event of a draw has its own payload, bit for bit."""
     events = names_of(draw.records)
     if not events:
@@ -141,7 +141,7 @@ def is_erased(record: Record, event: Event) -> bool:
     return int(record.key_hash, 16) == key and offset < record.up_to.get(NAMES[partition], 0)
 
 
-def remembered(contents: Contents, records: list[Record]) -> Contents:
+def remembered(contents: StoreSnapshot, records: list[Record]) -> StoreSnapshot:
     """Return a checkpoint without what is erased, and without the plans from the first on that names such an
     event."""
     erases = lambda events: any(is_erased(record, event) for record in records for event in events)  # noqa: E731
@@ -149,7 +149,7 @@ def remembered(contents: Contents, records: list[Record]) -> Contents:
     plans = list(itertools.takewhile(lambda plan: not erases(names_of(plan.events)), contents.standing.plans))
     sampler = dict(contents.standing.sampler)
     sampler |= {name: sampler[name][stays] for name in BY_POSITION & sampler.keys()}
-    return Contents(
+    return StoreSnapshot(
         replace(contents.standing, plans=plans, sampler=sampler),
         contents.index[stays],
         None if contents.payload is None else contents.payload[torch.from_numpy(stays)],
@@ -161,7 +161,7 @@ def stores(schema: Schema, folder: Path, url: str, k: int = 40) -> Iterator[Open
     """`open(arrangement, contents=None, **settings)`: the store of one learner, closing the one before."""
     with contextlib.ExitStack() as stack:
 
-        def open_(arrangement: str, contents: Contents | None = None, **options: Any) -> Store:
+        def open_(arrangement: str, contents: StoreSnapshot | None = None, **options: Any) -> Store:
             stack.pop_all().close()
             chosen = {"capacity": k, "half_life": f"{HALF_LIFE}s", **ARRANGEMENTS[arrangement], **options}
             if "redis" in chosen:
@@ -187,7 +187,7 @@ class Moment:
     plans: dict[int, list[Event]]
     step: int
     thresholds: list[float]
-    contents: Contents | None = None
+    contents: StoreSnapshot | None = None
 
 
 @dataclass
@@ -372,7 +372,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _hold(self) -> None:
         self.number += 1
-        self.pending: tuple[Held, Moment] | None = (self.store.hold(self.number), self.model.moment(self.store))
+        self.pending: tuple[CapturedStore, Moment] | None = (
+            self.store.hold(self.number),
+            self.model.moment(self.store),
+        )
         self.model.taken_in = set(self.model.offered)
 
     def _finish(self, *, written: bool, keep: int) -> None:

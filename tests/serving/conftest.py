@@ -18,7 +18,7 @@ from torch import Tensor
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from learner.config import ModelSettings
-from learner.state_dir.trained_through import Learned, Trained
+from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
 from serving.config import ServingSettings
 from serving.model.deployment import Deployment
@@ -213,7 +213,7 @@ class Publisher:
             "time": time.time(),
             "step": number,
             "trained_through": {
-                name: Trained(offset, incarnation=incarnation, time_ms=int(time.time() * 1000))
+                name: PartitionProgress(offset, incarnation=incarnation, time_ms=int(time.time() * 1000))
                 for name, offset in offsets.items()
             },
             "metrics": {},
@@ -223,7 +223,7 @@ class Publisher:
                 self.deployment.model.factory, self.deployment.model.args, self.deployment.model.task
             ),
             "files": {},
-            "learned": Learned(1, [int(time.time() * 1000)]),
+            "learned": NewlyTrained(1, [int(time.time() * 1000)]),
         }
         weights = weights if weights is not None else {"number": torch.tensor(float(number))}
         return self.versions.write(weights, Manifest(**{**members, **changes}), Verdict(verdict, [*reasons]))  # type: ignore[arg-type]

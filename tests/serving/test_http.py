@@ -28,7 +28,7 @@ from serving.config import ServingSettings
 from serving.http.app import _Infer
 from serving.http.listening_socket import listen
 from serving.inference.batcher import Batcher
-from serving.metrics import Metrics
+from serving.metrics import ServingMetrics
 from serving.model.loaded_version import ServedVersion
 from serving.server import serve
 
@@ -644,7 +644,7 @@ def test_a_body_and_its_reply_count_as_held_until_the_reply_is_read() -> None:
                 await read.wait()
             sent += len(message.get("body", b""))
 
-        infer = _Infer(Echo(), ServingSettings(), Metrics(CollectorRegistry()))  # type: ignore[arg-type]
+        infer = _Infer(Echo(), ServingSettings(), ServingMetrics(CollectorRegistry()))  # type: ignore[arg-type]
         scope = {"headers": [], "path_params": {"name": "tiny"}, "type": "http", "method": "POST"}
         task = asyncio.create_task(infer(scope, receive, send))  # type: ignore[arg-type]
         while not sent:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from anabranch.commands.rollout import order
+from anabranch.commands.rollout import apply_command
 from anabranch.config.loader import load_config
 from anabranch.runtime.lifecycle import Exit
 from learner.state_dir.version import RegistryState
@@ -67,7 +67,7 @@ class Server:
     def ask(self, body: dict[str, Any]) -> httpx.Response:
         return httpx.post(f"{self.report.address}/v2/models/tiny/infer", json=body, timeout=30, verify=self.trust)
 
-    def order(self, number: int, action: str) -> httpx.Response:
+    def apply_command(self, number: int, action: str) -> httpx.Response:
         return httpx.post(f"{self.report.address}/api/versions/{number}:{action}", timeout=30)
 
     def count(self, name: str) -> float:
@@ -258,7 +258,7 @@ def test_each_worker_speaks_tls_and_obeys_orders_that_come_over_it(
             httpx.get(server.report.address, timeout=30)
         numbers.publish(2)
         eventually(lambda: server.serves(2))
-        assert order(load_config(server.state_dir.parent / "pipeline.toml"), "pin", 1).running
+        assert apply_command(load_config(server.state_dir.parent / "pipeline.toml"), "pin", 1).running
         assert answers() == {1}
         os.kill(first, signal.SIGKILL)
         eventually(lambda: server.workers > {second})

@@ -15,7 +15,7 @@ from anabranch.cli import app as cli
 from anabranch.commands.rollout import _is_configured
 from anabranch.config.loader import Config, load_config
 from ingest.events.schema import Schema
-from learner.state_dir.trained_through import Trained
+from learner.state_dir.trained_through import PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 from serving.config import ServingSettings
 from serving.reporting.report import ServingReport, read_report, write_report
@@ -43,7 +43,7 @@ def publish(config: Config, number: int, verdict: str) -> None:
         parent=None,
         time=time.time(),
         step=number,
-        trained_through={"events:0": Trained(number)},
+        trained_through={"events:0": PartitionProgress(number)},
         metrics={},
         schema=Schema(config.pipeline.events).digest,
         encoders={},

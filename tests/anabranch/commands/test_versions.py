@@ -15,7 +15,7 @@ from anabranch.commands.versions import list_versions, render_list, render_one, 
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
-from learner.state_dir.trained_through import Trained
+from learner.state_dir.trained_through import PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 
 
@@ -36,7 +36,7 @@ def publish(config):
             parent=number - 1,
             time=1_700_000_000.0 + number,
             step=number * 100,
-            trained_through={"events:0": Trained(number * 10)},
+            trained_through={"events:0": PartitionProgress(number * 10)},
             metrics={"now": 0.875},
             schema=schema or Schema(config.pipeline.events).digest,
             encoders={},

@@ -425,7 +425,7 @@ def test_output_goes_to_the_part_s_file_and_variables_reach_it(part, running, un
     code = "print(os.environ['COLOUR'], flush=True)\nprint('trouble', file=sys.stderr, flush=True)\n" + STAYS
     output = place / "log"
     stop, result = running(Supervisor([part(code, environment={"COLOUR": "blue"}, output=output)]))
-    until(lambda: output.exists() and output.read_text() == "blue\nill\n", "the output")
+    until(lambda: output.exists() and output.read_text() == "blue\ntrouble\n", "the output")
     stop.set()
     assert result.result(30) is Exit.DONE
 

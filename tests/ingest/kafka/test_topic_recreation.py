@@ -6,7 +6,7 @@ from datetime import datetime
 import pytest
 
 from ingest.events.partition import TopicPartition
-from ingest.events.position import Fingerprint, Mark
+from ingest.events.position import Fingerprint, PartitionFingerprint
 from ingest.kafka.client import Messages
 from ingest.kafka.fake import FakeClient, FakePartition
 from ingest.kafka.topic_recreation import Changed, compare, fingerprint
@@ -35,11 +35,11 @@ class Broker(FakeClient):
         self.topics[P0].messages[offset] = b"another"
 
 
-def read_to(broker: Broker, topic_id: str | None = "one") -> Mapping[TopicPartition, tuple[Mark, int]]:
+def read_to(broker: Broker, topic_id: str | None = "one") -> Mapping[TopicPartition, tuple[PartitionFingerprint, int]]:
     """Return what is known of a partition that was read to its end."""
     broker.assign({P0: 0})
     (messages,) = broker.poll(None, 100)  # type: ignore[arg-type]
-    return {P0: (Mark(topic_id, fingerprint(messages, -1)), messages.end)}
+    return {P0: (PartitionFingerprint(topic_id, fingerprint(messages, -1)), messages.end)}
 
 
 def test_a_topic_that_is_as_it_was_is_told_nothing_of() -> None:

@@ -1,8 +1,8 @@
 """Silence is counted only while somebody listens."""
 
-from ingest.reader.hang_detector import SILENT_SECONDS, Silence, Told
+from ingest.reader.hang_detector import SILENT_SECONDS, HangDetector, Liveness
 
-LATER = [Told.NOTHING, Told.SILENT, Told.NOTHING]
+LATER = [Liveness.NOTHING, Liveness.SILENT, Liveness.NOTHING]
 
 
 class Clock:
@@ -13,9 +13,9 @@ class Clock:
         return self.now
 
 
-def looks(silence: Silence, clock: Clock, seconds: float) -> list[Told]:
+def looks(silence: HangDetector, clock: Clock, seconds: float) -> list[Liveness]:
     """Look so long, ten times a second; return what was told, each change of it once."""
-    told: list[Told] = []
+    told: list[Liveness] = []
     for _ in range(int(seconds * 10)):
         clock.now += 0.1
         one = silence.look()
@@ -26,23 +26,23 @@ def looks(silence: Silence, clock: Clock, seconds: float) -> list[Told]:
 
 def test_a_process_is_asked_once_and_hangs_only_after_that() -> None:
     clock = Clock()
-    silence = Silence(clock)
-    assert looks(silence, clock, SILENT_SECONDS - 1) == [Told.NOTHING, Told.ASK, *LATER]
+    silence = HangDetector(clock)
+    assert looks(silence, clock, SILENT_SECONDS - 1) == [Liveness.NOTHING, Liveness.ASK, *LATER]
     silence.heard()
-    assert looks(silence, clock, SILENT_SECONDS + 1) == [Told.NOTHING, Told.ASK, *LATER, Told.HANGS]
+    assert looks(silence, clock, SILENT_SECONDS + 1) == [Liveness.NOTHING, Liveness.ASK, *LATER, Liveness.HANGS]
 
 
 def test_one_that_does_not_answer_is_said_to_be_silent_within_30_s() -> None:
     clock = Clock()
-    silence = Silence(clock)
-    while silence.look() is not Told.SILENT:
+    silence = HangDetector(clock)
+    while silence.look() is not Liveness.SILENT:
         clock.now += 0.1
     assert clock.now < 26
 
 
 def test_whoever_was_suspended_blames_nobody() -> None:
     clock = Clock()
-    silence = Silence(clock)
+    silence = HangDetector(clock)
     clock.now += 3600
-    assert silence.look() is Told.NOTHING
-    assert looks(silence, clock, SILENT_SECONDS / 2 - 2) == [Told.NOTHING]
+    assert silence.look() is Liveness.NOTHING
+    assert looks(silence, clock, SILENT_SECONDS / 2 - 2) == [Liveness.NOTHING]

@@ -21,7 +21,7 @@ from kafka.admin import NewPartitions
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import RecreatedError
 from ingest.reader import hang_detector as silence
-from ingest.reader.multi_host import Sources
+from ingest.reader.multi_host import MultiHostReader
 from ingest.transport.protocol import Begin, Stop
 from ingest.transport.tcp import Remote, learners
 from tests.faults.proxy import Fault, Proxy
@@ -33,7 +33,7 @@ SCHEMA = SchemaSettings.model_validate(
 LOOPBACK = "127.0.0.1"
 
 Seen = Counter[tuple[int, int]]
-Reading = tuple[Sources, Remote]
+Reading = tuple[MultiHostReader, Remote]
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def reading(bootstrap: str, topic: str, there: str = "", **stream: Any) -> Itera
     settings = StreamSettings.model_validate({"bootstrap_servers": bootstrap, "topics": [topic], **stream})
     elsewhere = settings.model_copy(update={"bootstrap_servers": there or bootstrap})
     remote = Remote(elsewhere.resolved("test"), LOOPBACK)
-    sources = Sources(settings.resolved("test"), SCHEMA, HoldOut(fraction=0, seed=0), [remote.address])
+    sources = MultiHostReader(settings.resolved("test"), SCHEMA, HoldOut(fraction=0, seed=0), [remote.address])
     try:
         sources.open({}, threading.Event(), {})
         yield sources, remote
@@ -51,7 +51,7 @@ def reading(bootstrap: str, topic: str, there: str = "", **stream: Any) -> Itera
         remote.close()
 
 
-def read(sources: Sources, seen: Seen, events: int, partitions: Sequence[int] = range(4)) -> None:
+def read(sources: MultiHostReader, seen: Seen, events: int, partitions: Sequence[int] = range(4)) -> None:
     """Count events by (partition, offset) until there are so many of these partitions; they come in order."""
     deadline = time.monotonic() + 60
     last: dict[int, int] = {}
@@ -69,14 +69,14 @@ def read(sources: Sources, seen: Seen, events: int, partitions: Sequence[int] = 
             sources.release(block)
 
 
-def idle(sources: Sources, seconds: float) -> None:
+def idle(sources: MultiHostReader, seconds: float) -> None:
     """Poll as a learner does while nothing comes."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert sources.poll(timedelta(milliseconds=100)) is None
 
 
-def until(sources: Sources, condition: Callable[[], bool], seconds: float = 30) -> None:
+def until(sources: MultiHostReader, condition: Callable[[], bool], seconds: float = 30) -> None:
     """Poll while nothing comes, until something holds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -292,7 +292,9 @@ def test_a_host_that_cannot_read_leaves_all_to_the_first(
     settings = StreamSettings(bootstrap_servers=kafka.bootstrap, topics=(topic,)).resolved("test")
     nowhere = f"{LOOPBACK}:{free_port()}"
     remote = Remote(settings.model_copy(update={"bootstrap_servers": nowhere}), LOOPBACK)
-    sources = Sources(settings, SCHEMA, HoldOut(fraction=0, seed=0), [f"{LOOPBACK}:{free_port()}", remote.address])
+    sources = MultiHostReader(
+        settings, SCHEMA, HoldOut(fraction=0, seed=0), [f"{LOOPBACK}:{free_port()}", remote.address]
+    )
     with contextlib.closing(remote), contextlib.closing(sources):
         sources.open({}, threading.Event(), {})
         sources.look([1.0, 1.0])

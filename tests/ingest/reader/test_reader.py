@@ -22,13 +22,13 @@ from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, GapError, RecreatedError
 from ingest.events.block import Outcome
 from ingest.events.partition import TopicPartition
-from ingest.events.position import Mark, Position
+from ingest.events.position import PartitionFingerprint, Position
 from ingest.kafka.client import DeadLetter, Lag
 from ingest.kafka.confluent import ConfluentClient
 from ingest.kafka.kafka_python import KafkaPythonClient
 from ingest.kafka.registry import CLIENTS
 from ingest.reader import hang_detector as silence
-from ingest.reader.reader import Source
+from ingest.reader.reader import BlockReader
 from tests.faults.proxy import Fault, Proxy
 
 pytestmark = pytest.mark.process
@@ -53,11 +53,11 @@ def opened(
     topic: str,
     schema: dict[str, Any] | None = None,
     positions: dict[TopicPartition, Position] | None = None,
-    marks: dict[TopicPartition, Mark] | None = None,
+    marks: dict[TopicPartition, PartitionFingerprint] | None = None,
     **stream: Any,
-) -> Iterator[Source]:
+) -> Iterator[BlockReader]:
     settings = {**STREAM, "bootstrap_servers": bootstrap, "topics": [topic], **stream}
-    source = Source(
+    source = BlockReader(
         StreamSettings.model_validate(settings).resolved("test"),
         SchemaSettings.model_validate(schema or SCHEMA),
         HoldOut(fraction=0, seed=0),
@@ -79,7 +79,7 @@ def open_and_close(bootstrap: str) -> None:
         client.close()
 
 
-def read_for(source: Source, timeout: timedelta) -> list[tuple[int, int, int, Outcome]]:
+def read_for(source: BlockReader, timeout: timedelta) -> list[tuple[int, int, int, Outcome]]:
     """Return (partition, offset, row, outcome) of the events of the next block, if one comes in time."""
     block = source.poll(timeout)
     if block is None:
@@ -90,7 +90,7 @@ def read_for(source: Source, timeout: timedelta) -> list[tuple[int, int, int, Ou
     return seen
 
 
-def read(source: Source, events: int) -> list[tuple[int, int, int, Outcome]]:
+def read(source: BlockReader, events: int) -> list[tuple[int, int, int, Outcome]]:
     """Return (partition, offset, row, outcome) of so many events, in the order of arrival."""
     seen: list[tuple[int, int, int, Outcome]] = []
     deadline = time.monotonic() + 60
@@ -100,9 +100,9 @@ def read(source: Source, events: int) -> list[tuple[int, int, int, Outcome]]:
     return seen
 
 
-def started() -> Source:
+def started() -> BlockReader:
     settings = StreamSettings.model_validate({**STREAM, "bootstrap_servers": "127.0.0.1:1", "topics": ["none"]})
-    source = Source(settings.resolved("test"), SchemaSettings.model_validate(SCHEMA), HoldOut(fraction=0, seed=0))
+    source = BlockReader(settings.resolved("test"), SchemaSettings.model_validate(SCHEMA), HoldOut(fraction=0, seed=0))
     source.start()
     return source
 
@@ -110,15 +110,15 @@ def started() -> Source:
 def test_a_process_that_was_started_before_is_the_one_that_reads(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topic, begun = make_topic(), Source.open
+    topic, begun = make_topic(), BlockReader.open
 
-    def open_later(source: Source, *arguments: Any, **options: Any) -> None:
+    def open_later(source: BlockReader, *arguments: Any, **options: Any) -> None:
         source.start()
         waiting = source._process
         begun(source, *arguments, **options)
         assert source._process is waiting
 
-    monkeypatch.setattr(Source, "open", open_later)
+    monkeypatch.setattr(BlockReader, "open", open_later)
     produce(kafka.bootstrap, topic, [GOOD])
     with opened(kafka.bootstrap, topic) as source:
         assert len(read(source, 1)) == 1
@@ -289,7 +289,9 @@ class TestATopicThatIsMadeAnew:
         with opened(kafka.bootstrap, topic) as source:
             read(source, 3)
             positions = dict(source._received)
-            marks = {name: mark if ids else Mark(None, mark.last) for name, mark in source._marks.items()}
+            marks = {
+                name: mark if ids else PartitionFingerprint(None, mark.last) for name, mark in source._marks.items()
+            }
         assert all(mark.last is not None and mark.last.offset == 2 for mark in marks.values())
         with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
             assert read_for(source, timedelta(seconds=1)) == []

@@ -11,7 +11,7 @@ from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import BlockLayout
 from ingest.events.schema import Schema
 from ingest.transport.protocol import Stop, begin, send
-from ingest.transport.shared_ring import Ring
+from ingest.transport.shared_ring import SharedRing
 from ingest.transport.tcp import learners, relay
 
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "int8"}}, "label": {"name": "y", "classes": 3}})
@@ -36,7 +36,7 @@ def test_both_ends_notice_within_a_minute_that_the_other_host_is_gone(monkeypatc
         served = learners(listening.detach())
         stack.callback(served.close)
         ours, theirs = (stack.enter_context(Connection(each.detach())) for each in socket.socketpair())
-        ring = stack.enter_context(contextlib.closing(Ring(BlockLayout(Schema(SCHEMA)), 1_000_000)))
+        ring = stack.enter_context(contextlib.closing(SharedRing(BlockLayout(Schema(SCHEMA)), 1_000_000)))
         thread = threading.Thread(target=relay, args=(address, theirs, ring, message))
         thread.start()
         there, _ = next(served)

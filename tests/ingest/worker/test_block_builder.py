@@ -18,7 +18,7 @@ from ingest.formats.base import Decoded
 from ingest.formats.json import JsonFormat
 from ingest.formats.rows import pack_rows
 from ingest.kafka.client import Messages
-from ingest.worker.block_builder import Assembled, Assembler, Incoming, _ranges
+from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming, _ranges
 
 PARTITION = TopicPartition("events", 3)
 GOOD = b'{"x": [1, 2, 3], "y": 1}'
@@ -45,7 +45,7 @@ def assemble(
         [[("trace", b"abc")] for _ in offsets],
         100 + len(values),
     )
-    assembler = Assembler(schema, settings, HoldOut(fraction=fraction, seed=1))
+    assembler = BlockBuilder(schema, settings, HoldOut(fraction=fraction, seed=1))
     return assembler.assemble([Incoming(messages, 5, begin or Position(0))])
 
 
@@ -134,7 +134,7 @@ def test_what_the_client_could_not_read_is_dead_lettered_with_its_reason_and_a_t
             Messages(PARTITION, [7], [0], [b"k"], [GOOD], [()], 8),
             Messages(PARTITION, [8, 9, 10], [0] * 3, [None, b"k", b"k"], [None, GOOD, None], [()] * 3, 11, 0, faults),
         ]
-        assembler = Assembler(each, settings, HoldOut(fraction=0, seed=1))
+        assembler = BlockBuilder(each, settings, HoldOut(fraction=0, seed=1))
         found.append(assembler.assemble([Incoming(part, 0, Position(0)) for part in messages]))
     unkeyed, keyed_too = found
     dead = Outcome.DEAD_LETTERED
@@ -160,7 +160,7 @@ def test_a_message_that_was_a_dead_letter_three_times_gets_no_fourth_letter_and_
         headers = [("anabranch-source", b"events.dead[0]@%d" % number) for number in range(times)]
         messages = Messages(PARTITION, [7], [0], [b"k"], [b"bad"], [headers], 8)
         stream = StreamSettings(topics=("events",)).resolved("test")
-        assembler = Assembler(schema, stream, HoldOut(fraction=0, seed=1))
+        assembler = BlockBuilder(schema, stream, HoldOut(fraction=0, seed=1))
         return assembler.assemble([Incoming(messages, 0, Position(0))])
 
     third, fourth = sent(2), sent(3)
@@ -262,7 +262,7 @@ def test_partitions_that_are_assembled_together_come_out_as_each_alone(schema: S
         for number, each in enumerate(values)
     ]
     stream = StreamSettings.model_validate({"topics": ["events"], "format": "rows"})
-    assembler = Assembler(schema, stream, HoldOut(fraction=0.5, seed=1))
+    assembler = BlockBuilder(schema, stream, HoldOut(fraction=0.5, seed=1))
     together, alone = assembler.assemble(incoming), [assembler.assemble([each]) for each in incoming]
     assert together.rows == [len(each) for each in alone] == [3, 0, 4, 2]
     assert list(together.letters) == [letter for each in alone for letter in each.letters]

@@ -18,32 +18,32 @@ from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import GapError, RecreatedError
 from ingest.events.block import Block, BlockLayout, Coverage, Outcome
 from ingest.events.partition import TopicPartition
-from ingest.events.position import Fingerprint, Mark, Position
+from ingest.events.position import Fingerprint, PartitionFingerprint, Position
 from ingest.events.schema import Schema
 from ingest.formats.base import Decoded
 from ingest.formats.rows import RowsFormat, pack_rows
 from ingest.kafka.client import Lag, Messages
 from ingest.kafka.fake import FakeClient, FakePartition
 from ingest.transport.protocol import (
-    Broker,
+    BlockReady,
     Commit,
-    Filled,
     FromIngest,
-    Opened,
-    Passed,
-    PassOver,
+    LagReport,
+    PartitionsOpened,
     Pause,
     Release,
     Resume,
+    SkippedToEnd,
+    SkipToEnd,
     Stop,
     receive_in_learner,
     send,
 )
-from ingest.transport.shared_ring import Ring
+from ingest.transport.shared_ring import SharedRing
 from ingest.worker import stalled_partitions as stalls
 from ingest.worker import worker as worker_module
-from ingest.worker.block_builder import Assembler
-from ingest.worker.worker import StoppedError, Worker, _portions
+from ingest.worker.block_builder import BlockBuilder
+from ingest.worker.worker import IngestWorker, StoppedError, _portions
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 SCHEMA = Schema(
@@ -60,16 +60,16 @@ class Learner:
     def __init__(
         self,
         client: FakeClient,
-        ring: Ring,
+        ring: SharedRing,
         positions: list[tuple[TopicPartition, Position]],
-        marks: list[Mark],
+        marks: list[PartitionFingerprint],
     ) -> None:
         ours, theirs = socket.socketpair()
         self.connection, connection = Connection(ours.detach()), Connection(theirs.detach())
         self.ring = ring
-        self.broker: list[Broker] = []
-        assembler = Assembler(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
-        worker = Worker(STREAM, client, assembler, ring, connection)
+        self.broker: list[LagReport] = []
+        assembler = BlockBuilder(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
+        worker = IngestWorker(STREAM, client, assembler, ring, connection)
 
         def run() -> None:
             with pytest.raises(StoppedError):
@@ -82,14 +82,14 @@ class Learner:
         while True:
             assert self.connection.poll(20), "the worker says nothing"
             message = receive_in_learner(self.connection)
-            if isinstance(message, Broker):
+            if isinstance(message, LagReport):
                 self.broker.append(message)
             if wanted(message):
                 return message
 
     def block(self) -> tuple[Block, int]:
-        filled = self.hear(lambda message: isinstance(message, Filled))
-        assert isinstance(filled, Filled)
+        filled = self.hear(lambda message: isinstance(message, BlockReady))
+        assert isinstance(filled, BlockReady)
         views = self.ring.views(filled.slot, filled.rows)
         copied = {name: column.copy() for name, column in views.items()}
         return Block(copied, filled.coverage), filled.slot
@@ -100,9 +100,9 @@ def learner(
     client: FakeClient,
     buffer_bytes: int = 1_000_000,
     positions: list[tuple[TopicPartition, Position]] | None = None,
-    marks: list[Mark] | None = None,
+    marks: list[PartitionFingerprint] | None = None,
 ) -> Iterator[Learner]:
-    ring = Ring(BlockLayout(SCHEMA), buffer_bytes)
+    ring = SharedRing(BlockLayout(SCHEMA), buffer_bytes)
     end = Learner(client, ring, positions or [], marks or [])
     try:
         yield end
@@ -124,8 +124,8 @@ def test_blocks_cover_messages_and_gaps() -> None:
     partition.append(message(1, 1))
     partition.skip()
     with learner(FakeClient({P0: partition})) as end:
-        opened = end.hear(lambda each: isinstance(each, Opened))
-        assert opened == Opened([P0], [0], [None])
+        opened = end.hear(lambda each: isinstance(each, PartitionsOpened))
+        assert opened == PartitionsOpened([P0], [0], [None])
         block, _ = end.block()
     assert block.columns["offset"].tolist() == [0, 4]
     (cover,) = block.coverage
@@ -146,9 +146,9 @@ def test_of_log_starts_only_what_was_so_ten_minutes_ago_is_told(monkeypatch: pyt
     with learner(Aging({P0: FakePartition()})) as end:
         told: list[int] = []
         while len(told) < 4:
-            report = end.hear(lambda each: isinstance(each, Broker))
+            report = end.hear(lambda each: isinstance(each, LagReport))
             send(end.connection, Resume())
-            assert isinstance(report, Broker)
+            assert isinstance(report, LagReport)
             told += [first for _, first in report.log_starts]
         assert told == [7, 8, 8, 10]
 
@@ -164,7 +164,7 @@ def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch: pytest.Monkey
 
     with learner(Noting({P0: FakePartition()})) as end:
         while len(asked) < 5:
-            end.hear(lambda each: isinstance(each, Broker))
+            end.hear(lambda each: isinstance(each, LagReport))
             send(end.connection, Resume())
     assert asked[:5] == [True, False, False, False, False]
 
@@ -178,7 +178,7 @@ def test_a_full_ring_stops_the_reading_until_a_slot_is_released() -> None:
             partition.append(message(0, rows))
         slots = [end.block()[1] for _ in range(end.ring.slots)]
         # Reports go on while the ring is full, blocks do not.
-        assert isinstance(end.hear(lambda each: isinstance(each, Broker | Filled)), Broker)
+        assert isinstance(end.hear(lambda each: isinstance(each, LagReport | BlockReady)), LagReport)
         send(end.connection, Release(slots[2]))
         assert end.block()[1] == slots[2]
 
@@ -208,7 +208,7 @@ def test_pause_stops_the_reading_and_resume_goes_on() -> None:
     partition = FakePartition()
     client = FakeClient({P0: partition})
     with learner(client) as end:
-        end.hear(lambda each: isinstance(each, Opened))
+        end.hear(lambda each: isinstance(each, PartitionsOpened))
         send(end.connection, Pause())
         send(end.connection, Commit([(0, 7)]))
         send(end.connection, Resume())
@@ -235,7 +235,7 @@ class TestStandingStill:
         partition, other = FakePartition(), FakePartition()
         partition.append(message(0, 1))
         with learner(Stuck({P0: partition, P1: other})) as end:
-            while not end.hear(lambda each: isinstance(each, Broker)).problem:
+            while not end.hear(lambda each: isinstance(each, LagReport)).problem:
                 send(end.connection, Resume())  # it reports on as long as the learner says something
                 other.append(message(0, 1))
             assert end.broker[-1].problem.startswith(
@@ -252,7 +252,7 @@ class TestStandingStill:
                 end.block()
             begin = time.monotonic()
             while time.monotonic() < begin + 0.5:
-                end.hear(lambda each: isinstance(each, Broker))
+                end.hear(lambda each: isinstance(each, LagReport))
                 send(end.connection, Resume())
         assert [each.problem for each in end.broker] == [None] * len(end.broker)
 
@@ -276,12 +276,12 @@ class TestPassingOver:
         partition.skip(2)
         client = Held({P0: partition, P1: FakePartition()})
         with learner(client, positions=[(P0, Position(1)), (P1, Position(0))]) as end:
-            send(end.connection, PassOver())
+            send(end.connection, SkipToEnd())
             client.may.set()
             block, _ = end.block()
             assert len(block) == 0
             assert block.coverage == (Coverage(0, 1, 502, passed=501),)
-            assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
+            assert isinstance(end.hear(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
             partition.append(message(7, 1))
             block, _ = end.block()
             assert block.columns["offset"].tolist() == [502]
@@ -289,8 +289,8 @@ class TestPassingOver:
 
     def test_where_nothing_is_left_nothing_is_told(self) -> None:
         with learner(FakeClient({P0: FakePartition()})) as end:
-            send(end.connection, PassOver())
-            assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
+            send(end.connection, SkipToEnd())
+            assert isinstance(end.hear(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
 
     def test_the_rest_of_a_torn_message_is_read(self) -> None:
         partition = FakePartition()
@@ -298,9 +298,9 @@ class TestPassingOver:
         partition.append(message(0, 1))
         client = Held({P0: partition})
         with learner(client, positions=[(P0, Position(0, 1))]) as end:
-            send(end.connection, PassOver())
+            send(end.connection, SkipToEnd())
             client.may.set()
-            assert isinstance(end.hear(lambda each: isinstance(each, Passed | Filled)), Passed)
+            assert isinstance(end.hear(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
             block, _ = end.block()
             assert block.columns["row"].tolist() == [1, 2, 0]
 
@@ -311,7 +311,7 @@ class TestPassingOver:
             partition.append(message(first, 20))
         with learner(FakeClient({P0: partition})) as end:
             first, slot = end.block()
-            send(end.connection, PassOver())
+            send(end.connection, SkipToEnd())
             covered = [*first.coverage]
             while not covered[-1].passed:
                 send(end.connection, Release(slot))
@@ -327,9 +327,9 @@ class TestPassingOver:
         client = Held({P0: partition})
         client.away = True
         with learner(client, positions=[(P0, Position(0))]) as end:
-            send(end.connection, PassOver())
+            send(end.connection, SkipToEnd())
             client.may.set()
-            end.hear(lambda each: isinstance(each, Broker) and each.problem is not None)
+            end.hear(lambda each: isinstance(each, LagReport) and each.problem is not None)
             client.away = False
             assert end.block()[0].coverage == (Coverage(0, 0, 1, passed=1),)
 
@@ -354,12 +354,12 @@ def test_a_block_tells_of_the_dead_letters_that_were_not_written(caplog: pytest.
     for value in (b"torn", b"bad", message(0, 1)):
         partition.append(value)
     with learner(client) as end:
-        filled = end.hear(lambda each: isinstance(each, Filled))
-        assert isinstance(filled, Filled)
+        filled = end.hear(lambda each: isinstance(each, BlockReady))
+        assert isinstance(filled, BlockReady)
         assert (filled.rows, filled.letters_dropped) == (3, {"refused": 1})
         partition.append(message(0, 1))
-        filled = end.hear(lambda each: isinstance(each, Filled))
-        assert isinstance(filled, Filled)
+        filled = end.hear(lambda each: isinstance(each, BlockReady))
+        assert isinstance(filled, BlockReady)
         assert filled.letters_dropped == {}
     assert [letter.value for letter in client.letters] == [b"bad"]
     assert "dead letters were not written" in caplog.text
@@ -369,13 +369,13 @@ def test_a_broker_that_is_away_is_said_and_waited_for() -> None:
     partition = FakePartition()
     client = FakeClient({P0: partition})
     with learner(client) as end:
-        end.hear(lambda each: isinstance(each, Opened))
+        end.hear(lambda each: isinstance(each, PartitionsOpened))
         client.away = True
-        end.hear(lambda each: isinstance(each, Broker) and each.problem is not None)
+        end.hear(lambda each: isinstance(each, LagReport) and each.problem is not None)
         partition.append(message(0, 1))
         client.away = False
         assert len(end.block()[0]) == 1
-        end.hear(lambda each: isinstance(each, Broker) and each.problem is None)
+        end.hear(lambda each: isinstance(each, LagReport) and each.problem is None)
 
 
 def test_a_bug_in_decoding_is_said_and_does_not_stop_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,8 +393,8 @@ def test_a_bug_in_decoding_is_said_and_does_not_stop_the_stream(monkeypatch: pyt
     client = FakeClient({P0: partition})
     with learner(client) as end:
         assert end.block()[0].columns["outcome"].tolist() == [Outcome.DEAD_LETTERED, Outcome.PENDING]
-        said = end.hear(lambda each: isinstance(each, Broker) and each.problem is not None)
-        assert isinstance(said, Broker)
+        said = end.hear(lambda each: isinstance(each, LagReport) and each.problem is not None)
+        assert isinstance(said, LagReport)
         assert said.problem is not None
         assert "TypeError: unforeseen" in said.problem
     assert [letter.value for letter in client.letters] == [b"poison"]
@@ -432,7 +432,9 @@ def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> Non
     client.topics[P0].append(message(0, 1))
     client.topics[P1].append(message(0, 1))
     with learner(client, positions=[(P1, Position(0))]) as end:
-        assert end.hear(lambda each: isinstance(each, Opened)) == Opened([P1, P0], [0, 0], [None, None])
+        assert end.hear(lambda each: isinstance(each, PartitionsOpened)) == PartitionsOpened(
+            [P1, P0], [0, 0], [None, None]
+        )
         block, _ = end.block()
         assert sorted(block.columns["partition"].tolist()) == [0, 1]
 
@@ -443,11 +445,11 @@ def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> 
         partition.append(message(0, 1))
     client = FakeClient({P0: partition})
     client.ids = {"events": "one"}
-    mark = Mark("one", Fingerprint(6, 1, "of a record that is lost"))
+    mark = PartitionFingerprint("one", Fingerprint(6, 1, "of a record that is lost"))
     assert STREAM.on_gap == "fail"
     with learner(client, positions=[(P0, Position(7))], marks=[mark]) as end:
-        opened = end.hear(lambda each: isinstance(each, Opened))
-        assert opened == Opened([P0, P0.anew], [7, 5], ["one", "one"])
+        opened = end.hear(lambda each: isinstance(each, PartitionsOpened))
+        assert opened == PartitionsOpened([P0, P0.anew], [7, 5], ["one", "one"])
         partition.append(message(9, 1))
         block, _ = end.block()
         assert block.coverage[0].partition == 1
@@ -455,13 +457,16 @@ def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> 
     # Where records that were not read lie below, that is a gap.
     ours, theirs = socket.socketpair()
     with contextlib.closing(Connection(ours.detach())), contextlib.closing(Connection(theirs.detach())) as there:
-        ring = Ring(BlockLayout(SCHEMA), 1_000_000)
-        worker = Worker(STREAM, client, Assembler(SCHEMA, STREAM, HoldOut(fraction=0, seed=0)), ring, there)
+        ring = SharedRing(BlockLayout(SCHEMA), 1_000_000)
+        worker = IngestWorker(STREAM, client, BlockBuilder(SCHEMA, STREAM, HoldOut(fraction=0, seed=0)), ring, there)
         with (
             contextlib.closing(ring),
             pytest.raises(GapError, match=r"events\[0\]@2: the log lost its end and has gro"),
         ):
-            worker.run([(P0, Position(2))], [Mark("one", Fingerprint(1, 1_700_000_000_001, "of one that is lost"))])
+            worker.run(
+                [(P0, Position(2))],
+                [PartitionFingerprint("one", Fingerprint(1, 1_700_000_000_001, "of one that is lost"))],
+            )
 
 
 def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_reads_nothing_of_it() -> None:
@@ -471,12 +476,15 @@ def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_rea
     client.ids = {"events": "another"}
     ours, theirs = socket.socketpair()
     with contextlib.closing(Connection(ours.detach())) as end, contextlib.closing(Connection(theirs.detach())) as there:
-        ring = Ring(BlockLayout(SCHEMA), 1_000_000)
-        assembler = Assembler(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
-        worker = Worker(STREAM, client, assembler, ring, there, [0], alone=False)
+        ring = SharedRing(BlockLayout(SCHEMA), 1_000_000)
+        assembler = BlockBuilder(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
+        worker = IngestWorker(STREAM, client, assembler, ring, there, [0], alone=False)
         send(end, Stop())
         with contextlib.closing(ring), pytest.raises(RecreatedError, match=r"events\[1\]"):
-            worker.run([(P0, Position(0)), (P1, Position(0))], [Mark("the one"), Mark("the one")])
+            worker.run(
+                [(P0, Position(0)), (P1, Position(0))],
+                [PartitionFingerprint("the one"), PartitionFingerprint("the one")],
+            )
         assert not end.poll(0)
 
 

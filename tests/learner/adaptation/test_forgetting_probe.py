@@ -11,14 +11,14 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from learner.adaptation.forgetting_probe import ENOUGH, Probe
-from learner.adaptation.replay_ratio import MeasuredRatio, Tally
+from learner.adaptation.replay_ratio import AdaptiveReplayRatio, ScoreSum
 from learner.config import LearnerSettings
 from learner.evaluation.holdout import HoldoutSet
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
-from replay.plan import Draw
+from replay.plan import Sample
 from replay.reservoir.event_table import RECORD
 
 NAMES = [TopicPartition("events", 0)]
@@ -42,21 +42,21 @@ def predicted(trainer: Trainer, schema: Schema, offsets: range, *, shift: int) -
     return columns
 
 
-def as_draw(columns: Columns) -> Draw:
+def as_draw(columns: Columns) -> Sample:
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     n = len(columns["label"])
-    return Draw(tensors, tensors["weight"], np.arange(n, dtype=np.int32), np.zeros(n, RECORD))
+    return Sample(tensors, tensors["weight"], np.arange(n, dtype=np.int32), np.zeros(n, RECORD))
 
 
 def test_held_out_events_tell_what_those_that_are_known_by_heart_do_not(schema: Schema, trainer: Trainer) -> None:
     holdout = HoldoutSet(schema, 1000)
-    probe = Probe(MeasuredRatio(0.5, bounded=True), holdout, trainer, ROWS)
+    probe = Probe(AdaptiveReplayRatio(0.5, bounded=True), holdout, trainer, ROWS)
     by_heart = as_draw(predicted(trainer, schema, range(20), shift=0))
     assert probe.score(0, None) is None
     for offset in range(1000, 1000 + 2 * ENOUGH, 10):
         enough = holdout.older >= ENOUGH
         assert [probe.drawn(step) for step in range(5)] == [0 if enough else ROWS, 0, 0, 0, 0 if enough else ROWS]
-        assert probe.score(4, by_heart) == Tally(ROWS, 0.0 if enough else ROWS)
+        assert probe.score(4, by_heart) == ScoreSum(ROWS, 0.0 if enough else ROWS)
         assert probe.score(5, by_heart) is None
         holdout.add(predicted(trainer, schema, range(offset, offset + 10), shift=1), NAMES)
     assert enough
@@ -68,7 +68,7 @@ def test_the_same_step_scores_the_same_events_also_after_a_restart(schema: Schem
         shift = offset // 4 % 2
         holdout.add(predicted(trainer, schema, range(offset, offset + 4), shift=shift), NAMES)
     again.restore(holdout.tensors())
-    ratio = MeasuredRatio(0.5, bounded=True)
+    ratio = AdaptiveReplayRatio(0.5, bounded=True)
     scores = [Probe(ratio, each, trainer, 50).score(step, None) for step in (0, 4, 8) for each in (holdout, again)]
     assert scores[::2] == scores[1::2]
     assert len({score.score for score in scores if score is not None}) > 1

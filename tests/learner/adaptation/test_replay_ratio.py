@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.adaptation.replay_ratio import FixedRatio, MeasuredRatio, Ratio, Tally, make_ratio
+from learner.adaptation.replay_ratio import AdaptiveReplayRatio, FixedRatio, Ratio, ScoreSum, make_ratio
 from learner.config import LearnerSettings
 
 ROWS = 32
@@ -44,18 +44,18 @@ def run(
         if change is not None:
             change(step)
         ratios.append(ratio.now)
-        old = Tally(rows, float(random.binomial(rows, model.old))) if ratio.probes(step) else None
+        old = ScoreSum(rows, float(random.binomial(rows, model.old))) if ratio.probes(step) else None
         model.step(ratio.now)
-        ratio.learned(Tally(rows, float(random.binomial(rows, model.new))), old)
+        ratio.learned(ScoreSum(rows, float(random.binomial(rows, model.new))), old)
     return ratios
 
 
 def test_nothing_is_replayed_where_nothing_is_forgotten() -> None:
-    assert not any(run(MeasuredRatio(0.5, bounded=True), Model(0.8, 0.78, 0.8, old=0.8), 5000))
+    assert not any(run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.8, 0.78, 0.8, old=0.8), 5000))
 
 
 def test_what_replay_keeps_is_replayed_in_full_and_soon() -> None:
-    ratios = run(MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), 1500)
+    ratios = run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), 1500)
     assert ratios[0] == 0
     assert 1.0 in ratios[:250]
     assert min(ratios[ratios.index(1.0) :]) > 0.7
@@ -64,14 +64,14 @@ def test_what_replay_keeps_is_replayed_in_full_and_soon() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_trial_begins_once_it_can_show_what_replay_wins_back(seed: int) -> None:
     """Begun as soon as forgetting reaches its bar, it would have to win all of that back, to the last point."""
-    ratios = run(MeasuredRatio(0.5, bounded=True), Model(0.97, 0.4, 0.93), 1500, seed)
+    ratios = run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.4, 0.93), 1500, seed)
     begun = next(place for place, now in enumerate(ratios) if now)
     assert min(ratios[begun:]) > 0.5
 
 
 def test_less_forgetting_than_at_the_end_of_its_trial_is_kept_up() -> None:
     """The model recovers slowly: what replay comes to is known long after."""
-    ratio, model, old = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), []
+    ratio, model, old = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), []
 
     def change(step: int) -> None:
         model.with_ = 0.5 + 0.45 * min(1.0, step / 2000)
@@ -83,13 +83,13 @@ def test_less_forgetting_than_at_the_end_of_its_trial_is_kept_up() -> None:
 
 def test_old_events_that_replay_does_not_help_are_tried_and_let_go() -> None:
     """They are harder than the newest, not forgotten: a trial is short, and the next comes only when it is worse."""
-    ratios = run(MeasuredRatio(0.5, bounded=True), Model(0.9, 0.6, 0.62), 10_000)
+    ratios = run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.9, 0.6, 0.62), 10_000)
     assert 0 < np.count_nonzero(ratios) <= 2 * 200
     assert ratios[-1] == 0
 
 
 def test_replay_falls_where_it_is_needed_no_more_and_rises_when_it_is_missed() -> None:
-    ratio, model = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
+    ratio, model = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
 
     def change(step: int) -> None:
         model.without = 0.93 if 500 <= step < 36_000 else 0.1
@@ -106,7 +106,7 @@ def test_replay_that_came_on_with_reason_is_let_go_where_it_no_longer_helps(
     old_weight: float, rows: int, harder: float
 ) -> None:
     """The stream drifts: old events are harder than the newest then, by little or much, replayed or not."""
-    ratio, model = MeasuredRatio(old_weight, bounded=True), Model(0.97, 0.1, 0.95)
+    ratio, model = AdaptiveReplayRatio(old_weight, bounded=True), Model(0.97, 0.1, 0.95)
 
     def change(step: int) -> None:
         if step == 2000:
@@ -119,7 +119,7 @@ def test_replay_that_came_on_with_reason_is_let_go_where_it_no_longer_helps(
 
 def test_replay_that_falls_short_of_what_it_reached_stays_where_it_is_missed() -> None:
     """More classes have come: full replay reaches less than it did, and is worth as much."""
-    ratio, model = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
+    ratio, model = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
 
     def change(step: int) -> None:
         if step == 2000:
@@ -132,7 +132,7 @@ def test_replay_that_falls_short_of_what_it_reached_stays_where_it_is_missed() -
 
 def test_forgetting_within_half_the_cost_is_put_up_with() -> None:
     """In the long run old events do worse by half of what is worth a trial, and now and then by a little more."""
-    ratio, model, old = MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), []
+    ratio, model, old = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), []
     run(ratio, model, 60_000, change=lambda _: old.append(model.old), rows=256)
     assert min(old[30_000:]) > 0.97 - 0.1 - 0.1
     assert np.mean(old[30_000:]) < 0.95
@@ -140,7 +140,7 @@ def test_forgetting_within_half_the_cost_is_put_up_with() -> None:
 
 def test_what_chance_shows_of_few_events_does_not_raise_the_ratio() -> None:
     """Nothing is forgotten any more; at this weight half of the cost is as much as ten events may vary by chance."""
-    ratio, model = MeasuredRatio(0.8, bounded=True), Model(0.9, 0.1, 0.9)
+    ratio, model = AdaptiveReplayRatio(0.8, bounded=True), Model(0.9, 0.1, 0.9)
 
     def change(step: int) -> None:
         model.without = 0.1 if step < 2000 else 0.9
@@ -149,18 +149,18 @@ def test_what_chance_shows_of_few_events_does_not_raise_the_ratio() -> None:
 
 
 def test_a_weight_of_nothing_ends_replay_that_a_checkpoint_has() -> None:
-    before, after = MeasuredRatio(0.5, bounded=True), MeasuredRatio(0.0, bounded=True)
+    before, after = AdaptiveReplayRatio(0.5, bounded=True), AdaptiveReplayRatio(0.0, bounded=True)
     assert run(before, Model(0.97, 0.1, 0.95), 1000)[-1] > 0.9
     after.restore(json.loads(json.dumps(before.state())))
     assert not any(run(after, Model(0.97, 0.1, 0.95), 1000))
 
 
 def test_it_goes_on_from_amid_the_wait_before_a_trial() -> None:
-    whole = MeasuredRatio(0.5, bounded=True)
+    whole = AdaptiveReplayRatio(0.5, bounded=True)
     begun = run(whole, Model(0.97, 0.1, 0.95), 1000).index(1.0)
     checkpoint, resumed, model = (
-        MeasuredRatio(0.5, bounded=True),
-        MeasuredRatio(0.5, bounded=True),
+        AdaptiveReplayRatio(0.5, bounded=True),
+        AdaptiveReplayRatio(0.5, bounded=True),
         Model(0.97, 0.1, 0.95),
     )
     run(checkpoint, model, begun - 25)
@@ -172,22 +172,22 @@ def test_it_goes_on_from_amid_the_wait_before_a_trial() -> None:
 @pytest.mark.parametrize(("old_weight", "replays"), [(0.0, False), (0.2, False), (0.5, True), (1.0, True)])
 def test_the_declared_weight_decides(old_weight: float, replays: bool) -> None:
     """Replay wins back 0.4: enough at equal weights, not where old events count a quarter of the new ones."""
-    assert any(run(MeasuredRatio(old_weight, bounded=True), Model(0.9, 0.5, 0.9), 1000)) == replays
+    assert any(run(AdaptiveReplayRatio(old_weight, bounded=True), Model(0.9, 0.5, 0.9), 1000)) == replays
 
 
 def test_of_regression_forgetting_is_relative_so_that_units_do_not_matter() -> None:
     for unit in (1e-3, 1.0, 1e6):
-        ratio = MeasuredRatio(0.5, bounded=False)
+        ratio = AdaptiveReplayRatio(0.5, bounded=False)
         for step in range(400):
-            old = Tally(ROWS, -5 * unit * ROWS) if ratio.probes(step) else None
-            ratio.learned(Tally(ROWS, -1 * unit * ROWS), old)
+            old = ScoreSum(ROWS, -5 * unit * ROWS) if ratio.probes(step) else None
+            ratio.learned(ScoreSum(ROWS, -1 * unit * ROWS), old)
         assert ratio.forgetting == pytest.approx(0.8)
 
 
 def test_a_perfect_regression_has_forgotten_nothing() -> None:
-    ratio = MeasuredRatio(0.5, bounded=False)
+    ratio = AdaptiveReplayRatio(0.5, bounded=False)
     for _ in range(100):
-        ratio.learned(Tally(ROWS, 0.0), Tally(ROWS, 0.0))
+        ratio.learned(ScoreSum(ROWS, 0.0), ScoreSum(ROWS, 0.0))
     assert (ratio.forgetting, ratio.now) == (0.0, 0.0)
 
 
@@ -200,18 +200,18 @@ def test_a_perfect_regression_has_forgotten_nothing() -> None:
 def test_it_goes_on_from_its_state_and_stays_within_bounds(
     scores: list[tuple[float, float]], weight: float, at: int
 ) -> None:
-    whole, half = MeasuredRatio(weight, bounded=True), MeasuredRatio(weight, bounded=True)
+    whole, half = AdaptiveReplayRatio(weight, bounded=True), AdaptiveReplayRatio(weight, bounded=True)
 
-    def learn(ratio: MeasuredRatio, step: int) -> float:
+    def learn(ratio: AdaptiveReplayRatio, step: int) -> float:
         new, old = scores[step]
-        ratio.learned(Tally(ROWS, new * ROWS), Tally(ROWS, old * ROWS) if ratio.probes(step) else None)
+        ratio.learned(ScoreSum(ROWS, new * ROWS), ScoreSum(ROWS, old * ROWS) if ratio.probes(step) else None)
         assert 0 <= ratio.now <= 1
         return ratio.now
 
     ratios = [learn(whole, step) for step in range(len(scores))]
     for step in range(min(at, len(scores))):
         learn(half, step)
-    resumed = MeasuredRatio(weight, bounded=True)
+    resumed = AdaptiveReplayRatio(weight, bounded=True)
     resumed.restore(json.loads(json.dumps(half.state())))
     assert [learn(resumed, step) for step in range(min(at, len(scores)), len(scores))] == ratios[at:]
     assert resumed.state() == whole.state()
@@ -223,7 +223,7 @@ def test_the_config_says_which() -> None:
     assert fixed.now == 1.5
     assert not fixed.probes(0)
     auto = make_ratio(LearnerSettings(replay_ratio="auto"), bounded=True)
-    assert isinstance(auto, MeasuredRatio)
+    assert isinstance(auto, AdaptiveReplayRatio)
     auto.restore(fixed.state())
     assert auto.now == 0
     fixed.restore(auto.state())

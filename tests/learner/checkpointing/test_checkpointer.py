@@ -14,13 +14,13 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import DependencyError
-from learner.checkpointing.checkpointer import Checkpointer, Moment
+from learner.checkpointing.checkpointer import CapturedState, Checkpointer
 from learner.config import CheckpointSettings
 from learner.metrics import LearnerMetrics
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.folders import LocalStorage
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 
 ERRORS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 
@@ -45,12 +45,12 @@ def make(tmp_path: Path, clerk: Released | None = None) -> tuple[Checkpointer, C
     checkpoints = Checkpoints(tmp_path / "checkpoints", "schema", 1)
     settings = CheckpointSettings(every=timedelta(hours=1), keep=2)
     return Checkpointer(
-        checkpoints, settings, cast("Clerk | None", clerk), LearnerMetrics(CollectorRegistry())
+        checkpoints, settings, cast("BackgroundStore | None", clerk), LearnerMetrics(CollectorRegistry())
     ), checkpoints
 
 
-def moment_of(state: dict[str, Any]) -> Moment:
-    return Moment(1, {"model": {"w": torch.zeros(2)}}, state, None)
+def moment_of(state: dict[str, Any]) -> CapturedState:
+    return CapturedState(1, {"model": {"w": torch.zeros(2)}}, state, None)
 
 
 def checkpoint(checkpointer: Checkpointer, state: dict[str, Any] | None = None) -> None:

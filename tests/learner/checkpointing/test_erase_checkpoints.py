@@ -13,7 +13,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.replay_state import pack, unpack
-from learner.checkpointing.without_erased import named_slots, remembered
+from learner.checkpointing.without_erased import named_slots, without_erased
 from learner.evaluation.holdout import HoldoutSet
 from learner.state_dir import folders as storage
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
@@ -21,7 +21,7 @@ from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ErasedEvents
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import make_way
@@ -34,7 +34,9 @@ TIERS = {"device": {}, "disk": {"disk": {"bytes": "1MB"}}}
 class Pipeline:
     """A store and a holdout set with checkpoints on the disk."""
 
-    def __init__(self, path: Path, schema: Schema, replay: dict[str, Any], contents: Contents | None = None) -> None:
+    def __init__(
+        self, path: Path, schema: Schema, replay: dict[str, Any], contents: StoreSnapshot | None = None
+    ) -> None:
         self.schema, self.path = schema, path
         options = ReplaySettings.model_validate({"capacity": 400, "sampling": "loss", **replay})
         self.store: Store = build_store(options, schema, torch.device("cpu"), 0, path / "replay", contents)
@@ -63,7 +65,7 @@ class Pipeline:
     def erase(self) -> int:
         return Eraser(self.checkpoints, self.path / "replay", ERASED).run().checkpoints
 
-    def newest(self) -> Contents:
+    def newest(self) -> StoreSnapshot:
         found = self.checkpoints.newest()
         assert found is not None
         unpacked = unpack(found[1])
@@ -81,7 +83,7 @@ def pipeline(tmp_path: Path, schema: Schema, request: Any) -> Iterator[Pipeline]
     made.store.close()
 
 
-def keys(contents: Contents) -> set[int]:
+def keys(contents: StoreSnapshot) -> set[int]:
     return set(contents.index["key_hash"].tolist())
 
 
@@ -111,7 +113,7 @@ def test_all_checkpoints_lose_what_is_erased_and_stay_whole(pipeline: Pipeline) 
 def test_what_is_loaded_is_what_is_rewritten(pipeline: Pipeline) -> None:
     found = pipeline.checkpoints.newest()
     assert found is not None
-    checkpoint, (store, holdout) = remembered(found[1], ERASED)
+    checkpoint, (store, holdout) = without_erased(found[1], ERASED)
     loaded = unpack(checkpoint)
     assert loaded is not None
     assert store == len(pipeline.newest().index) - len(loaded[0].index) > 0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import redis
 
-from anabranch.commands.erase import Answer, erase_events
+from anabranch.commands.erase import ErasureResult, erase_events
 from anabranch.commands.replay_store import draw_sample, read_stats
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
@@ -74,7 +74,7 @@ def stored(report: LearnerReport) -> int:
     return max(report.replay_rows.values())
 
 
-def erase_now(config: Path, *keys: str, ranges: tuple[str, ...] = ()) -> Answer:
+def erase_now(config: Path, *keys: str, ranges: tuple[str, ...] = ()) -> ErasureResult:
     return erase_events(load_config(config, {}), keys, ranges, timedelta(seconds=30))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.device_sharing.micro_batch_pacing import LEAST_ROWS, Allowance, Pace
+from learner.device_sharing.micro_batch_pacing import LEAST_ROWS, MicroBatchController, TrainingBudget
 
 SLO = 0.02
 INTERVAL = 0.5
@@ -30,7 +30,7 @@ class Machine:
 
 def run(machine: Machine, step: int, intervals: int, seed: int = 0) -> tuple[list[int], float]:
     """Return the sizes over time, and the part of the later half's answers that was late."""
-    pace, generator, rows = Pace(SLO), random.Random(seed), step
+    pace, generator, rows = MicroBatchController(SLO), random.Random(seed), step
     sizes, answered, late = [], 0, 0
     for place in range(intervals):
         counts = machine.interval(rows, generator)
@@ -62,19 +62,19 @@ def test_the_slo_is_kept_where_micro_batches_can_be_small_enough(
 
 @given(data=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.floats(0, 10)), max_size=200))
 def test_no_history_makes_a_micro_batch_smaller_than_two_events(data: list[tuple[int, int, float]]) -> None:
-    pace = Pace(SLO)
+    pace = MicroBatchController(SLO)
     for answered, late, wait in data:
         rows = pace.interval(64, max(answered, late), late, wait)
         assert rows is None or LEAST_ROWS <= rows < 64
 
 
 def test_late_answers_that_are_not_trainings_doing_make_nothing_smaller() -> None:
-    pace = Pace(SLO)
+    pace = MicroBatchController(SLO)
     assert [pace.interval(64, 100, 100, 0.001) for _ in range(50)] == [None] * 50
 
 
 def test_the_size_falls_at_once_and_comes_back_when_requests_end() -> None:
-    pace = Pace(SLO)
+    pace = MicroBatchController(SLO)
     assert pace.interval(64, 100, 50, 0.05) == 32
     assert pace.interval(64, 100, 50, 0.05) == 16
     sizes = [pace.interval(64, 0, 0, 0.0) for _ in range(200)]
@@ -84,7 +84,7 @@ def test_the_size_falls_at_once_and_comes_back_when_requests_end() -> None:
 
 
 def test_a_limit_of_another_kind_is_kept() -> None:
-    pace = Pace(SLO)
+    pace = MicroBatchController(SLO)
     assert pace.interval(64, 0, 0, 0.0) is None
     assert pace.interval(64, 100, 50, 0.05) == 32
     assert pace.interval(8, 0, 0, 0.0) is None
@@ -97,7 +97,7 @@ def test_a_limit_of_another_kind_is_kept() -> None:
 )
 def test_training_gets_its_fraction_in_a_flood_of_requests(fraction: float, steps: list[float]) -> None:
     """Requests always wait, so that training gives way whenever it may."""
-    allowance, trained, yielded, too_long = Allowance(fraction), 0.0, 0.0, 0.0
+    allowance, trained, yielded, too_long = TrainingBudget(fraction), 0.0, 0.0, 0.0
     for seconds in steps:
         if allowance.left > 0:
             too_long = seconds / 10
@@ -110,7 +110,7 @@ def test_training_gets_its_fraction_in_a_flood_of_requests(fraction: float, step
 
 @given(steps=st.lists(st.floats(1e-4, 0.05), min_size=50, max_size=100))
 def test_requests_get_the_rest(steps: list[float]) -> None:
-    allowance, yielded = Allowance(0.25), 0.0
+    allowance, yielded = TrainingBudget(0.25), 0.0
     for seconds in steps:
         yielded += allowance.left
         allowance.gave_way(allowance.left)
@@ -119,7 +119,7 @@ def test_requests_get_the_rest(steps: list[float]) -> None:
 
 
 def test_without_a_fraction_requests_have_the_device_for_as_long_as_they_come() -> None:
-    allowance = Allowance(0.0)
+    allowance = TrainingBudget(0.0)
     allowance.gave_way(1e9)
     allowance.trained(0.01)
     assert allowance.left == float("inf")

@@ -19,7 +19,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import DeviceSharingSettings, LearnerSettings
 from learner.device_sharing.lease import Field, Servers, hold_learner, hold_server, learners
-from learner.device_sharing.sharing import DeviceSharing, Terms, device_sharing
+from learner.device_sharing.sharing import DeviceSharing, DeviceSharingSpec, device_sharing
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
@@ -239,7 +239,7 @@ def _stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def steered(tmp_path: Path, trainer: FakeTrainer, *, fixed: bool = False) -> None:
     """Answer late, with training at work, and let the learner look once."""
-    terms = Terms(DeviceSharingSettings(), timedelta(microseconds=1), timedelta(seconds=10), fixed=fixed)
+    terms = DeviceSharingSpec(DeviceSharingSettings(), timedelta(microseconds=1), timedelta(seconds=10), fixed=fixed)
     with (
         hold_server(tmp_path, terms.slo) as mark,
         device_sharing(terms, tmp_path, torch.device("cpu"), threading.Event()) as sharing,
@@ -265,7 +265,7 @@ def test_micro_batches_stay_as_they_are_where_every_bit_counts(tmp_path: Path) -
 
 
 def test_a_size_that_memory_has_set_is_not_exceeded(tmp_path: Path) -> None:
-    terms = Terms(DeviceSharingSettings(), SLO, timedelta(seconds=10))
+    terms = DeviceSharingSpec(DeviceSharingSettings(), SLO, timedelta(seconds=10))
     servers, trainer = Servers(tmp_path, terms.patience), FakeTrainer()
     with hold_learner(tmp_path) as slot:
         sharing = DeviceSharing(terms, servers, slot, torch.device("cpu"), threading.Event())
@@ -314,7 +314,7 @@ def test_a_request_is_given_way_to_at_the_next_border(
 ) -> None:
     said: list[str] = []
     cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
-    terms = Terms(DeviceSharingSettings.model_validate({"yield_at": yield_at}), SLO, timedelta(seconds=10))
+    terms = DeviceSharingSpec(DeviceSharingSettings.model_validate({"yield_at": yield_at}), SLO, timedelta(seconds=10))
     with hold_server(tmp_path, SLO) as mark, device_sharing(terms, tmp_path, cpu, threading.Event()) as sharing:
         assert sharing is not None
 
@@ -350,7 +350,7 @@ def test_other_ranks_are_kept_waiting_for_so_long_in_a_step_at_most_however_many
     monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_SECONDS", 0.05)
     monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_IN_PASS_SECONDS", 0.12)
     cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
-    terms = Terms(DeviceSharingSettings(), SLO, timedelta(minutes=10))
+    terms = DeviceSharingSpec(DeviceSharingSettings(), SLO, timedelta(minutes=10))
     settings = LearnerSettings(micro_batch_size=2)
     trainer = Trainer(*(nn.Linear(3, 3), Classification(), STRATEGIES["none"](), schema, settings, cpu, precision))
     new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))

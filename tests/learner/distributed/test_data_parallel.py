@@ -14,8 +14,8 @@ from torch import Tensor
 
 from anabranch.core.errors import SettingsError
 from learner.config import LearnerSettings
-from learner.distributed.process_group import Place, join_group
-from learner.distributed.scatter import RankBatch, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
+from learner.distributed.process_group import RankAssignment, join_group
+from learner.distributed.scatter import RankBatch, form_of, forms_from_json, forms_to_json, packed, scatter, unpacked
 from learner.state_dir.checkpoint import Checkpoints
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
@@ -33,7 +33,7 @@ Play = Any
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 5))
 def test_every_event_is_dealt_once_in_order_and_ranks_have_nearly_as_many(counts: list[int], ranks: int) -> None:
-    dealt = deal(counts, ranks)
+    dealt = scatter(counts, ranks)
     for place, count in enumerate(counts):
         slices = [slices[place] for slices in dealt]
         assert [slices[0].start, slices[-1].stop] == [0, count]
@@ -64,7 +64,7 @@ def test_examples_travel_as_they_are(n: int, kept: bool) -> None:
 
 def test_an_event_of_no_weight_stands_in_where_a_rank_has_none() -> None:
     examples = Examples({"x": torch.rand(1, 3)}, torch.tensor([2]), torch.tensor([1.5]))
-    one, other = (RankBatch.of([examples], slices) for slices in deal([1], 2))
+    one, other = (RankBatch.of([examples], slices) for slices in scatter([1], 2))
     assert (one.real, one.counts, other.real, other.counts) == ([1], [1], [0], [1])
     assert other.parts[0].weight_B.tolist() == [0]
 
@@ -219,7 +219,7 @@ def test_devices_that_ranks_cannot_have_are_refused_before_they_meet(
     if settings["device"] == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(SettingsError, match=sentence):
-        with join_group(Place(0, 2, tmp_path / "meeting"), LearnerSettings.model_validate(settings)):
+        with join_group(RankAssignment(0, 2, tmp_path / "meeting"), LearnerSettings.model_validate(settings)):
             pass
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from learner.config import LearnerSettings
 from learner.distributed.launcher import launch
-from learner.distributed.membership import Round, Seat
-from learner.distributed.rendezvous import Alone, Change
+from learner.distributed.membership import HostAssignment, MembershipRound
+from learner.distributed.rendezvous import MembershipChange, SingleHost
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.lock import hold_state_directory
 from learner.state_dir.version import Versions
@@ -180,22 +180,24 @@ if rounds >= 0:
 """Dies in as many rounds as a file says, and then ends well."""
 
 
-class Two(Alone):
+class Two(SingleHost):
     """Host 0 of two; the other has the same launcher in each round, or `another`, and may always run out of memory."""
 
-    def __init__(self, change: Change, another: bool, ran_out: bool) -> None:
+    def __init__(self, change: MembershipChange, another: bool, ran_out: bool) -> None:
         super().__init__(1)
         self._change = change
         self._another = another
         self._out = ran_out
         self.rounds = 0
 
-    def gather(self, stop: threading.Event) -> Round | None:
+    def gather(self, stop: threading.Event) -> MembershipRound | None:
         self.rounds += 1
-        return Round(str(self.rounds), 1, {0: Seat("0", 0), 1: Seat(f"1, {self.rounds * self._another}", 1)})
+        return MembershipRound(
+            str(self.rounds), 1, {0: HostAssignment("0", 0), 1: HostAssignment(f"1, {self.rounds * self._another}", 1)}
+        )
 
-    def change(self) -> Change:
-        return self._change if self.rounds < 6 else Change.NONE
+    def change(self) -> MembershipChange:
+        return self._change if self.rounds < 6 else MembershipChange.NONE
 
     def over(self, *, ran_out: bool) -> None:
         assert not ran_out, "it is the other's memory"
@@ -205,12 +207,12 @@ class Two(Alone):
 @pytest.mark.parametrize(
     ("change", "another", "ran_out", "code"),
     [
-        (Change.NONE, False, False, None),
-        (Change.DIED, False, False, None),
-        (Change.NONE, True, False, 0),
-        (Change.LOST, False, False, 0),
-        (Change.NONE, False, True, 0),
-        (Change.DIED, False, True, 0),
+        (MembershipChange.NONE, False, False, None),
+        (MembershipChange.DIED, False, False, None),
+        (MembershipChange.NONE, True, False, 0),
+        (MembershipChange.LOST, False, False, 0),
+        (MembershipChange.NONE, False, True, 0),
+        (MembershipChange.DIED, False, True, 0),
     ],
     ids=[
         "of themselves",
@@ -223,7 +225,7 @@ class Two(Alone):
 )
 @pytest.mark.process
 def test_ranks_that_die_four_times_in_a_row_end_the_learner_unless_it_was_of_another_host(
-    tmp_path: Path, change: Change, another: bool, ran_out: bool, code: int | None
+    tmp_path: Path, change: MembershipChange, another: bool, ran_out: bool, code: int | None
 ) -> None:
     program, bad, hosts = tmp_path / "rank.py", tmp_path / "bad", Two(change, another, ran_out)
     program.write_text(RANK)
@@ -241,6 +243,6 @@ def test_nothing_of_the_ranks_stays_in_the_temporary_directory(tmp_path: Path, m
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     command = (sys.executable, str(program), str(bad))
-    assert launch(LearnerSettings(device="cpu"), Alone(1), command, threading.Event()) == 0
+    assert launch(LearnerSettings(device="cpu"), SingleHost(1), command, threading.Event()) == 0
     assert bad.read_text() == "-1", "ranks were started twice"
     assert list(temporary.iterdir()) == []

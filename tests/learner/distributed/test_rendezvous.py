@@ -23,8 +23,8 @@ from anabranch.runtime.embedded_broker import free_port
 from ingest.config import StreamSettings
 from learner.config import LearnerSettings
 from learner.distributed import membership as voice
-from learner.distributed.membership import Round, Voice, Word, listen
-from learner.distributed.rendezvous import Change, Leading, Led
+from learner.distributed.membership import HostState, Membership, MembershipRound, listen
+from learner.distributed.rendezvous import Coordinator, Member, MembershipChange
 from learner.state_dir.report import LearnerReport
 from learner.state_dir.version import Versions
 from tests import forkserver
@@ -317,27 +317,29 @@ def test_a_host_that_comes_takes_a_seat_and_one_that_leaves_or_falls_silent_lose
     settings = LearnerSettings(
         hosts=3, replicas=2, rendezvous="h:1", interface="i", join_timeout=timedelta(seconds=0.5)
     )
-    leading = Leading(store, settings, {})
+    leading = Coordinator(store, settings, {})
     with contextlib.closing(leading):
         dealt = leading.gather(stop)
         assert dealt is not None
         assert [dealt.size, set(dealt.seats)] == [2, {0}]
-        assert leading.change() is Change.NONE
-        others = [Voice(store, host, Word(f"id {host}", ranks, {}), range(1)) for host, ranks in ((1, 1), (2, 4))]
-        until(lambda: leading.change() is Change.HOSTS)
+        assert leading.change() is MembershipChange.NONE
+        others = [
+            Membership(store, host, HostState(f"id {host}", ranks, {}), range(1)) for host, ranks in ((1, 1), (2, 4))
+        ]
+        until(lambda: leading.change() is MembershipChange.HOSTS)
         leading.over(ran_out=False)
         dealt = leading.gather(stop)
         assert dealt is not None
         assert dealt.size == 7
         assert [dealt.seats[host].first for host in range(3)] == [0, 2, 3]
         until(lambda: (said := others[0].heard(0)) is not None and said.dealt == dealt)
-        assert leading.change() is Change.NONE, "they are ready, and have not begun"
+        assert leading.change() is MembershipChange.NONE, "they are ready, and have not begun"
         for each in others:
             each.say(within=dealt.name)
         others[1].say(leaving=True)
-        until(lambda: leading.change() is Change.HOSTS)
+        until(lambda: leading.change() is MembershipChange.HOSTS)
         others[1].say(within=None)
-        until(lambda: leading.change() is Change.DIED)
+        until(lambda: leading.change() is MembershipChange.DIED)
         leading.over(ran_out=False)
         others[0].say(within=None)
         others[1].close()
@@ -345,7 +347,7 @@ def test_a_host_that_comes_takes_a_seat_and_one_that_leaves_or_falls_silent_lose
         assert dealt is not None
         assert set(dealt.seats) == {0, 1}
         others[0].close()
-        until(lambda: leading.change() is Change.LOST)
+        until(lambda: leading.change() is MembershipChange.LOST)
 
 
 def test_a_host_with_other_settings_ends_no_round_and_is_told_of_once_each_time_it_starts(
@@ -354,28 +356,30 @@ def test_a_host_with_other_settings_ends_no_round_and_is_told_of_once_each_time_
     caplog.set_level(logging.WARNING, "learner.distributed.rendezvous")
     store, stop, alike = HashStore(), threading.Event(), {"seed": "1", "[learner]": "a", "[model]": "m"}
     settings = LearnerSettings(hosts=2, rendezvous="h:1", interface="i", join_timeout=timedelta(seconds=0.5))
-    leading = Leading(store, settings, alike)
+    leading = Coordinator(store, settings, alike)
     with contextlib.closing(leading):
         assert leading.gather(stop) is not None
         for start in (1, 2):
-            strange = Voice(store, 1, Word(f"start {start}", 1, {**alike, "seed": "2", "[learner]": "b"}), range(1))
-            changes: list[Change] = []
+            strange = Membership(
+                store, 1, HostState(f"start {start}", 1, {**alike, "seed": "2", "[learner]": "b"}), range(1)
+            )
+            changes: list[MembershipChange] = []
 
-            def look(found: list[Change] = changes, turns: int = start) -> bool:
+            def look(found: list[MembershipChange] = changes, turns: int = start) -> bool:
                 found.append(leading.change())
-                return len(caplog.messages) == turns or Change.HOSTS in found
+                return len(caplog.messages) == turns or MembershipChange.HOSTS in found
 
             with contextlib.closing(strange):
                 until(look)
                 changes += [leading.change() for _ in range(5)]
-            assert set(changes) == {Change.NONE}, "a round goes on"
+            assert set(changes) == {MembershipChange.NONE}, "a round goes on"
         assert caplog.messages == ["host 1 is refused: its [learner], seed differ from those of host 0"] * 2
         leading.over(ran_out=False)
         dealt = leading.gather(stop)
         assert dealt is not None
         assert set(dealt.seats) == {0}
-        with contextlib.closing(Voice(store, 1, Word("fixed", 1, alike), range(1))):
-            until(lambda: leading.change() is Change.HOSTS)
+        with contextlib.closing(Membership(store, 1, HostState("fixed", 1, alike), range(1))):
+            until(lambda: leading.change() is MembershipChange.HOSTS)
 
 
 @pytest.mark.process
@@ -384,10 +388,10 @@ def test_host_0_hears_in_which_round_the_ranks_of_another_host_ran_out_of_memory
     settings, its = (LearnerSettings.model_validate({**both, "host_rank": rank}) for rank in (0, 1))
     stream = StreamSettings(bootstrap_servers="127.0.0.1:1", topics=("never",))
     assert settings.rendezvous is not None
-    leading, led = Leading(listen(settings.rendezvous), settings, {}), Led(its, stream, {})
+    leading, led = Coordinator(listen(settings.rendezvous), settings, {}), Member(its, stream, {})
     with contextlib.closing(leading), contextlib.closing(led), ThreadPoolExecutor() as pool:
 
-        def begin() -> Round:
+        def begin() -> MembershipRound:
             seated = pool.submit(led.gather, stop)
             dealt = leading.gather(stop)
             assert dealt is not None

@@ -16,7 +16,7 @@ from ingest.events.block import Array
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from learner.evaluation.forgetting_metric import Peak, Retention, retention_of
+from learner.evaluation.forgetting_metric import ForgettingState, Peak, retention_of
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Evaluation, evaluate, newcomers
 from learner.model.task import Classification, MultiLabel, Regression
@@ -127,7 +127,7 @@ def seen(old: float, **classes: float) -> Evaluation:
 
 class TestRetention:
     def test_the_lowest_counts_from_the_best_on(self) -> None:
-        found, lowest = Retention(), []
+        found, lowest = ForgettingState(), []
         for old in (0.1, 0.5, 0.9, 0.6, 0.91, 0.7, 0.99):
             found = found.followed_by(seen(old))
             lowest.append(found.windows["old_lowest"])
@@ -136,18 +136,18 @@ class TestRetention:
 
     @pytest.mark.parametrize(("begin", "gain"), [(0.10, 0.015), (-0.05, 0.0008)])
     def test_what_rises_in_steps_as_small_as_noise_is_a_new_best_too(self, begin: float, gain: float) -> None:
-        found = Retention()
+        found = ForgettingState()
         for number in range(50):
             found = found.followed_by(seen(begin + number * gain))
         assert found.windows["old_lowest"] >= begin + 45 * gain, "nothing was ever lost"
 
     def test_forgetting_is_the_mean_over_the_classes_of_best_less_now(self) -> None:
-        found = Retention().followed_by(seen(0.8, a=1.0)).followed_by(seen(0.7, a=0.5, b=0.9))
+        found = ForgettingState().followed_by(seen(0.8, a=1.0)).followed_by(seen(0.7, a=0.5, b=0.9))
         assert found.forgetting == 0.25
         assert found.followed_by(seen(0.7, a=0.9, b=0.9)).forgetting == pytest.approx(0.05)
 
     def test_the_best_of_many_noisy_scores_is_no_forgetting(self) -> None:
-        random, found, told = np.random.default_rng(0), Retention(), []
+        random, found, told = np.random.default_rng(0), ForgettingState(), []
         for _ in range(3000):
             scores = {f"c{number}": score / 40 for number, score in enumerate(random.binomial(40, 0.8, 10).tolist())}
             found = found.followed_by(seen(0.8, **scores))
@@ -159,15 +159,15 @@ class TestRetention:
         assert retention_of(old).followed_by(seen(0.8, a=0.8)).forgetting == 0.0
 
     def test_without_classes_forgetting_is_that_of_the_old(self) -> None:
-        found = Retention().followed_by(seen(-1.0)).followed_by(seen(-3.0))
+        found = ForgettingState().followed_by(seen(-1.0)).followed_by(seen(-3.0))
         assert found.forgetting == 2.0
 
     def test_a_version_that_could_not_be_told_of_changes_nothing(self) -> None:
-        found = Retention().followed_by(seen(0.8))
+        found = ForgettingState().followed_by(seen(0.8))
         assert found.followed_by(Evaluation()) == found
 
     def test_the_near_future_is_the_newest_events(self) -> None:
-        found = Retention()
+        found = ForgettingState()
         assert found.windows == {}
         for _ in range(100):
             found = found.with_near(10, 0.0)
@@ -178,7 +178,7 @@ class TestRetention:
 
     @given(st.lists(st.floats(0, 1), max_size=20))
     def test_it_goes_on_from_its_state(self, scores: list[float]) -> None:
-        found = Retention()
+        found = ForgettingState()
         for score in scores:
             found = found.followed_by(seen(score, a=score)).with_near(3, score)
         assert retention_of(json.loads(json.dumps(found.state()))) == replace(found, classes=dict(found.classes))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from learner.config import GateSettings
 from learner.evaluation.scoring import Scores
-from learner.publishing.gate import Hearing, compare, judge, surpasses
+from learner.publishing.gate import GateInput, compare, judge, surpasses
 from learner.state_dir.version import Verdict
 
 EVENTS = 2000
@@ -31,9 +31,9 @@ def worse(served: Scores, drop: float, where: slice = slice(None), seed: int = 1
     return found
 
 
-def hear(candidate: Scores, served: Scores | None, best: Scores | None = None, **changes: Any) -> Hearing:
+def hear(candidate: Scores, served: Scores | None, best: Scores | None = None, **changes: Any) -> GateInput:
     new = np.arange(len(candidate)) >= len(candidate) - len(candidate) // 4
-    return Hearing(candidate, served, best, **({"new": new, "old": ~new, "classes": {}} | changes))
+    return GateInput(candidate, served, best, **({"new": new, "old": ~new, "classes": {}} | changes))
 
 
 def verdict(*arguments: Any, gate: GateSettings = GATE, bounded: bool = True, **changes: Any) -> Verdict:

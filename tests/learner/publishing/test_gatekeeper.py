@@ -24,10 +24,10 @@ from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification, MultiLabel, Task
 from learner.publishing.gate import compare
-from learner.publishing.gatekeeper import WATCH_ENOUGH, WATCH_ROWS, Jury
+from learner.publishing.gatekeeper import WATCH_ENOUGH, WATCH_ROWS, QualityGate
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.trained_through import Trained
+from learner.state_dir.trained_through import PartitionProgress
 from learner.state_dir.version import RegistryState, Verdict, Versions, reference_to
 from learner.stream.record_times import RecordTimes
 
@@ -51,7 +51,7 @@ class Bench:
         reference = reference_to(ModelSettings(factory="m:build"))
         scorer = Scorer(nn.Linear(3, 3), task or Classification(), schema, torch.device("cpu"))
         settings = GateSettings.model_validate({"min_rows": 100, **gate})
-        self.jury = Jury(self.versions, settings, scorer, reference)
+        self.jury = QualityGate(self.versions, settings, scorer, reference)
         self.registry = CollectorRegistry()
         self.publisher = Publisher(
             *(self.versions, VersionsSettings(), reference, schema, scorer, self.jury, 1),
@@ -72,7 +72,7 @@ class Bench:
         """Publish weights, and return the verdict."""
         self.step += 1
         snapshot = Snapshot(
-            self.step, weights, {"events:0": Trained(self.step)}, self.holdout.held, None, RecordTimes()
+            self.step, weights, {"events:0": PartitionProgress(self.step)}, self.holdout.held, None, RecordTimes()
         )
         self.publisher.publish_last((self.step, ()), lambda: snapshot, Deadline(timedelta(seconds=60)))
         return self.verdict(self.publisher.number or 0)

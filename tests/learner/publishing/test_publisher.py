@@ -27,11 +27,11 @@ from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification
-from learner.publishing.gatekeeper import Jury
+from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.lock import GENERATION, check_generation
-from learner.state_dir.trained_through import Learned, Trained
+from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from learner.state_dir.version import STATE, ModelReference, RegistryState, Verdict, Versions, reference_to
 from learner.stream.record_times import RecordTimes
 
@@ -55,7 +55,7 @@ class Bench:
             reference,
             schema,
             scorer,
-            Jury(self.versions, GateSettings.model_validate(gate or {}), scorer, reference),
+            QualityGate(self.versions, GateSettings.model_validate(gate or {}), scorer, reference),
             7,
             LearnerMetrics(CollectorRegistry()),
             lambda: check_generation(state_dir, 7),
@@ -70,7 +70,9 @@ class Bench:
 
     def snapshot(self) -> Snapshot:
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        return Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.holdout.held, 0.5, self.learned)
+        return Snapshot(
+            self.step, weights, {"events:0": PartitionProgress(self.step)}, self.holdout.held, 0.5, self.learned
+        )
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Sch
     bench.publish()
     manifest = bench.versions.manifest(1)
     assert (manifest.number, manifest.generation, manifest.parent, manifest.step) == (1, 7, None, 1)
-    assert manifest.trained_through == {"events:0": Trained(1)}
+    assert manifest.trained_through == {"events:0": PartitionProgress(1)}
     assert manifest.schema == schema.digest
     assert manifest.metrics.keys() == {"now", "new", "old", "worst"}
     verdict = bench.versions.verdict(1)
@@ -180,7 +182,7 @@ def test_a_restart_knows_how_far_the_newest_version_has_learned(make_bench: Call
     first = make_bench()
     assert first.publisher.published_through() == {}
     first.publish()
-    assert make_bench().publisher.published_through() == {"events:0": Trained(1)}
+    assert make_bench().publisher.published_through() == {"events:0": PartitionProgress(1)}
     (first.versions.directory(1) / "manifest.json").write_text("torn")
     assert make_bench().publisher.published_through() == {}
 
@@ -188,16 +190,16 @@ def test_a_restart_knows_how_far_the_newest_version_has_learned(make_bench: Call
 @pytest.mark.parametrize(
     ("step", "trained", "published"),
     [
-        (3, {"events:0": Trained(3)}, True),
-        (2, {"events:0": Trained(1)}, True),
-        (4, {"events:0": Trained(3)}, False),
-        (3, {"events:0": Trained(4)}, False),
-        (3, {"events:0": Trained(-1, 1)}, False),
-        (3, {"events:0": Trained(3), "events:1": Trained(-1)}, False),
+        (3, {"events:0": PartitionProgress(3)}, True),
+        (2, {"events:0": PartitionProgress(1)}, True),
+        (4, {"events:0": PartitionProgress(3)}, False),
+        (3, {"events:0": PartitionProgress(4)}, False),
+        (3, {"events:0": PartitionProgress(-1, 1)}, False),
+        (3, {"events:0": PartitionProgress(3), "events:1": PartitionProgress(-1)}, False),
     ],
 )
 def test_after_a_restart_what_a_checkpoint_has_learned_is_published_unless_the_newest_version_has_it(
-    make_bench: Callable[..., Bench], step: int, trained: dict[str, Trained], published: bool
+    make_bench: Callable[..., Bench], step: int, trained: dict[str, PartitionProgress], published: bool
 ) -> None:
     first = make_bench()
     for _ in range(3):
@@ -219,7 +221,7 @@ def test_after_a_restart_with_another_model_it_is_published(
     first.versions.write(first.model.state_dict(), manifest, Verdict("pass"))
     second = make_bench()
     second.step = 1
-    second.publisher.go_on_from((1, ()), {"events:0": Trained(1)})
+    second.publisher.go_on_from((1, ()), {"events:0": PartitionProgress(1)})
     second.publisher.publish_last((1, ()), second.snapshot, Deadline(SOON))
     assert second.versions.numbers() == [1, 2, 3]
 
@@ -301,10 +303,10 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     bench.publish()
     assert bench.publisher.problem is None
     assert bench.versions.numbers() == [2], "the number of a version that failed is given again"
-    assert bench.versions.manifest(2).learned == Learned(3, [10, 20, 30])
+    assert bench.versions.manifest(2).learned == NewlyTrained(3, [10, 20, 30])
     bench.learned = RecordTimes()
     bench.publish()
-    assert bench.versions.manifest(3).learned == Learned(0, [])
+    assert bench.versions.manifest(3).learned == NewlyTrained(0, [])
 
 
 def test_a_disk_that_hangs_is_told_of_until_it_goes_on(

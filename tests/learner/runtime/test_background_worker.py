@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from learner.runtime.background_worker import Background
+from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
 
 
@@ -15,7 +15,7 @@ class Payload:
 
 
 def test_pieces_of_work_are_done_in_one_thread_that_waits_for_the_next() -> None:
-    background, threads = Background("test"), []
+    background, threads = BackgroundWorker("test"), []
     assert not background.busy
     for _ in range(3):
         background.start(lambda: threads.append(threading.current_thread()))
@@ -26,7 +26,7 @@ def test_pieces_of_work_are_done_in_one_thread_that_waits_for_the_next() -> None
 
 
 def test_who_waits_no_longer_than_the_deadline_finds_it_busy() -> None:
-    background, go_on = Background("test"), threading.Event()
+    background, go_on = BackgroundWorker("test"), threading.Event()
     background.start(go_on.wait)
     background.wait(Deadline(timedelta(0)))
     assert background.busy
@@ -36,7 +36,7 @@ def test_who_waits_no_longer_than_the_deadline_finds_it_busy() -> None:
 
 
 def test_a_bug_comes_up_and_the_next_piece_is_done_all_the_same() -> None:
-    background, done = Background("test"), threading.Event()
+    background, done = BackgroundWorker("test"), threading.Event()
     background.start(lambda: 1 / 0)
     background.wait()
     with pytest.raises(ZeroDivisionError):
@@ -48,7 +48,7 @@ def test_a_bug_comes_up_and_the_next_piece_is_done_all_the_same() -> None:
 
 def test_no_work_is_done_that_the_check_before_it_forbids() -> None:
     done = threading.Event()
-    background = Background("test", lambda: 1 / 0)
+    background = BackgroundWorker("test", lambda: 1 / 0)
     background.start(done.set)
     background.wait()
     assert not done.is_set()
@@ -57,7 +57,7 @@ def test_no_work_is_done_that_the_check_before_it_forbids() -> None:
 
 
 def test_nothing_holds_on_to_what_work_has_copied_once_it_is_done() -> None:
-    background, payload = Background("test"), Payload()
+    background, payload = BackgroundWorker("test"), Payload()
     gone = threading.Event()
     weakref.finalize(payload, gone.set)
     background.start(lambda held=payload: held)  # type: ignore[misc]

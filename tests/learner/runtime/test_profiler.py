@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from learner.config import ProfileSettings
-from learner.runtime.profiler import Tracing
+from learner.runtime.profiler import ProfilerWindow
 
 
-def run(tracing: Tracing, steps: range) -> None:
+def run(tracing: ProfilerWindow, steps: range) -> None:
     for step in steps:
         tracing.look(step)
         torch.ones(8, 8).matmul(torch.ones(8, 8))
@@ -17,7 +17,7 @@ def run(tracing: Tracing, steps: range) -> None:
 
 
 def test_one_window_is_written_and_no_more(tmp_path: Path) -> None:
-    run(Tracing(ProfileSettings(start=3, steps=4), tmp_path), range(20))
+    run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(20))
     (trace,) = (tmp_path / "traces").iterdir()
     assert trace.name == "steps-3-7.json"
     names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
@@ -25,13 +25,13 @@ def test_one_window_is_written_and_no_more(tmp_path: Path) -> None:
 
 
 def test_a_window_that_lies_behind_or_is_cut_short_is_not_written(tmp_path: Path) -> None:
-    run(Tracing(ProfileSettings(start=3, steps=4), tmp_path), range(10, 20))
-    run(Tracing(ProfileSettings(start=3, steps=4), tmp_path), range(5))
-    run(Tracing(None, tmp_path), range(5))
+    run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(10, 20))
+    run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(5))
+    run(ProfilerWindow(None, tmp_path), range(5))
     assert not (tmp_path / "traces").exists()
 
 
 def test_a_disk_that_cannot_be_written_to_costs_the_trace_alone(tmp_path: Path) -> None:
     (tmp_path / "traces").write_text("in the way")
-    run(Tracing(ProfileSettings(start=0, steps=2), tmp_path), range(5))
+    run(ProfilerWindow(ProfileSettings(start=0, steps=2), tmp_path), range(5))
     assert (tmp_path / "traces").is_file()

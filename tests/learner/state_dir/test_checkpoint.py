@@ -32,8 +32,8 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from ingest.metrics import IngestMetrics
-from ingest.reader.reader import Partition, Source
-from learner.build import Deployment, Workbench
+from ingest.reader.reader import BlockReader, Partition
+from learner.build import LearnerSpec, TrainingSetup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.checkpointing.replay_state import unpack
@@ -45,18 +45,18 @@ from learner.config import (
     ModelSettings,
     VersionsSettings,
 )
-from learner.device_sharing.sharing import Terms
+from learner.device_sharing.sharing import DeviceSharingSpec
 from learner.errors import CheckpointError, MisfitError
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
-from learner.loop import Loop, Metrics, Parts
+from learner.loop import LoopComponents, LoopMetrics, TrainingLoop
 from learner.metrics import LearnerMetrics
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification
-from learner.publishing.gatekeeper import Jury
+from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
-from learner.resume import Resumed, most_offered
+from learner.resume import ResumePoint, most_offered
 from learner.run import learn
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import RANK, Checkpoints
@@ -65,11 +65,11 @@ from learner.state_dir.lock import GENERATION, check_generation
 from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
 from learner.strategies.der import DarkReplayPlus
-from learner.strategies.examples import Examples, kept
+from learner.strategies.examples import Examples, output_field
 from learner.strategies.registry import STRATEGIES
 from learner.stream.lag import LagPolicy
 from learner.training.trainer import Trainer
-from replay.background_store import Clerk
+from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey
@@ -154,7 +154,7 @@ class Bench:
             {"batch_size": ROWS - 1, "replay_ratio": 1.3, "max_delay": "1ms", **(learner or {})}
         )
         registry = CollectorRegistry()
-        self.metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
+        self.metrics = LoopMetrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
         task = Classification()
         strategy = strategy or STRATEGIES["er"]()
         embedding = Embedding(model, "3") if strategy.embeds else None
@@ -164,9 +164,11 @@ class Bench:
         self.found = self.checkpoints.newest()
         contents, segments = (unpack(self.found[1]) if self.found else None) or (None, ())
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
-        columns = kept((3,)) if strategy.keeps_output else None
+        columns = output_field((3,)) if strategy.keeps_output else None
         step = most_offered(settings, StreamSettings(topics=("events",)), 1)
-        self.clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay" / RANK, contents, columns, step=step))
+        self.clerk = BackgroundStore(
+            build_store(options, schema, CPU, 0, path / "replay" / RANK, contents, columns, step=step)
+        )
         settings_of_checkpoints = CheckpointSettings.model_validate({"every": every})
         check = functools.partial(check_generation, path, 1)
         self.checkpointer = Checkpointer(
@@ -177,16 +179,16 @@ class Bench:
         scorer = Scorer(model, task, schema, CPU)
         publisher = Publisher(
             *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
-            *(Jury(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),
+            *(QualityGate(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),
         )
         holdout = HoldoutSet(schema, 100)
-        source = cast("Source", self.stream)
+        source = cast("BlockReader", self.stream)
         self.log = ErasureLog(path / "erasures.log")
         self.log.refresh()
         erasure = Erasure(self.log, self.checkpoints, path / "replay" / RANK, self.clerk, holdout, self.checkpointer)
         lag = LagPolicy(LagPolicySettings(), 0, source)
-        parts = Parts(source, trainer, self.clerk, holdout, publisher, self.checkpointer, erasure, lag)
-        self.loop = Loop(settings, parts, self.metrics)
+        parts = LoopComponents(source, trainer, self.clerk, holdout, publisher, self.checkpointer, erasure, lag)
+        self.loop = TrainingLoop(settings, parts, self.metrics)
         self.trainer, self.holdout, self.publisher = trainer, holdout, publisher
 
     def run(self) -> None:
@@ -544,8 +546,8 @@ def test_checkpoints_are_made_while_the_steps_go_on(make_bench: Callable[..., Be
     found = bench.checkpoints.newest()
     assert found is not None
     assert found[1].step == bench.loop.steps
-    kept = bench.store.tiers.slots - len(bench.store) - bench.store.slots.free
-    assert kept == 0 or replay, "slots are kept after the last checkpoint, which has the payload"
+    output_field = bench.store.tiers.slots - len(bench.store) - bench.store.slots.free
+    assert output_field == 0 or replay, "slots are kept after the last checkpoint, which has the payload"
 
 
 def test_a_restart_that_finds_few_slots_to_fill_makes_checkpoints_before_its_first_step(
@@ -889,8 +891,8 @@ def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused_before_the_fir
         learn(deployment, threading.Event())
 
 
-def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, Any] | None = None) -> Deployment:
-    return Deployment(
+def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, Any] | None = None) -> LearnerSpec:
+    return LearnerSpec(
         name="test",
         stream=StreamSettings.model_validate({"topics": ["events"]}),
         events=schema.settings,
@@ -904,7 +906,7 @@ def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, 
         folder=path,
         state_dir=path,
         read_token="",
-        device_sharing=Terms(
+        device_sharing=DeviceSharingSpec(
             DeviceSharingSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)
         ),
     )
@@ -960,13 +962,13 @@ def test_a_checkpoint_from_before_what_the_log_has_dropped_is_refused_and_keeps_
     written.compact({"events#0[0]": 3}, later.checkpoints.clean_of(written.through))
     written.refresh()
     assert (written.dropped, bool(written.erased)) == (3, False)
-    assert Resumed.newest(later.checkpoints, written).found is not None
+    assert ResumePoint.newest(later.checkpoints, written).found is not None
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "backup").rename(tmp_path / "checkpoints")
     with pytest.raises(
         MisfitError, match=r"checkpoint 1 was made before events were erased that .*erasures.log does not"
     ):
-        Resumed.newest(later.checkpoints, written)
+        ResumePoint.newest(later.checkpoints, written)
     flip = later.checkpoints.path / "1" / RANK / "state.json"
     flip.write_bytes(flip.read_bytes().replace(b'"erased":0', b'"erased":9'))
     assert later.checkpoints.clean_of(3) == 0, "a damaged checkpoint says nothing"
@@ -976,8 +978,8 @@ def _begin_anew(path: Path, schema: Schema, replay: Mapping[str, Any]) -> Store:
     """Open the store as a learner does that finds no checkpoint."""
     checkpoints, written = Checkpoints(path / "checkpoints", schema.digest, 1), ErasureLog(path / "erasures.log")
     parts = SimpleNamespace(strategy=STRATEGIES["er"](), schema=schema, device=CPU, output_shape=(3,), embedding=None)
-    resumed = Resumed.newest(checkpoints, written)
-    store = resumed.store(_deployment(path, schema, "er", replay), cast("Workbench", parts), 1)
+    resumed = ResumePoint.newest(checkpoints, written)
+    store = resumed.store(_deployment(path, schema, "er", replay), cast("TrainingSetup", parts), 1)
     assert resumed.first
     assert store is not None
     checkpoints.path.mkdir(exist_ok=True)

@@ -61,7 +61,7 @@ def test_an_generation_that_cannot_be_read_ends_nobody(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from learner.lock import hold_state_directory\n"
+        "import sys; from pathlib import Path; from learner.state_dir.lock import hold_state_directory\n"
         "with hold_state_directory(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

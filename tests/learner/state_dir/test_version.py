@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from anabranch.core import atomic_files as files
 from learner.config import ModelSettings
 from learner.errors import VersionError
-from learner.state_dir.trained_through import Trained, format_trained_through, parse_trained_through
+from learner.state_dir.trained_through import PartitionProgress, format_trained_through, parse_trained_through
 from learner.state_dir.version import (
     Manifest,
     ModelReference,
@@ -39,7 +39,7 @@ def manifest_of(number, **changes):
         "parent": number - 1 or None,
         "time": 1.5,
         "step": 10 * number,
-        "trained_through": {"events:0": Trained(4711, 0, 1234)},
+        "trained_through": {"events:0": PartitionProgress(4711, 0, 1234)},
         "metrics": {"now": 0.5},
         "schema": "0" * 64,
         "encoders": {},
@@ -416,7 +416,7 @@ def test_the_state_is_read_back(versions):
 
 class TestTrainedThrough:
     def test_is_written_as_replies_carry_it(self):
-        trained = {"events:1": Trained(4698), "events:0": Trained(4711, 2, 5)}
+        trained = {"events:1": PartitionProgress(4698), "events:0": PartitionProgress(4711, 2, 5)}
         assert format_trained_through(trained) == "events:0=4711,events:1=4698"
         assert parse_trained_through(" events:0=4711, events:1=-1 ") == {"events:0": 4711, "events:1": -1}
 
@@ -431,7 +431,7 @@ class TestTrainedThrough:
         )
     )
     def test_what_is_written_is_read_back(self, offsets):
-        trained = {name: Trained(offset) for name, offset in offsets.items()}
+        trained = {name: PartitionProgress(offset) for name, offset in offsets.items()}
         assert parse_trained_through(format_trained_through(trained)) == offsets
 
 

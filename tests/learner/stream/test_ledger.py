@@ -16,7 +16,7 @@ from ingest.events.partition import TopicPartition
 from ingest.events.position import Fingerprint, Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from learner.state_dir.trained_through import Trained
+from learner.state_dir.trained_through import PartitionProgress
 from learner.stream.batches import Batch, Batches
 from learner.stream.ledger import Ledger
 
@@ -213,7 +213,7 @@ def test_only_what_is_trained_on_for_the_first_time_and_has_a_time_is_new(schema
     made = block(schema, rows, [Coverage(0, 0, 7), Coverage(1, 0, 4)])
     made.columns["labelled"][4] = False
     made.columns["time_ms"][:] = [100, 101, 102, 103, 104, -1, 106, 107]
-    accounts = Ledger({"events:0": Trained(1), "events:1": Trained(9, incarnation=1)})
+    accounts = Ledger({"events:0": PartitionProgress(1), "events:1": PartitionProgress(9, incarnation=1)})
     for name in NAMES:
         accounts.take_up(name, 0)
     for batch in drain(Queue([made]), 2):

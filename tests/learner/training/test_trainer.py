@@ -18,11 +18,11 @@ from learner.model.device import Precision, choose_device, choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification
 from learner.strategies.base import Forward
-from learner.strategies.examples import rehearsal
+from learner.strategies.examples import examples_of
 from learner.strategies.registry import STRATEGIES
 from learner.training.host_to_device import Transfer
 from learner.training.trainer import Examples, Trainer
-from replay.plan import Draw
+from replay.plan import Sample
 from replay.reservoir.event_table import RECORD
 
 CPU = torch.device("cpu")
@@ -41,10 +41,10 @@ def sgd(lr: float) -> dict[str, object]:
     return {"name": "sgd", "lr": lr, "momentum": 0.9}
 
 
-def as_draw(columns: Columns) -> Draw:
+def as_draw(columns: Columns) -> Sample:
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     n = len(columns["label"])
-    return Draw(tensors, tensors["weight"], np.arange(n, dtype=np.int32), np.zeros(n, RECORD))
+    return Sample(tensors, tensors["weight"], np.arange(n, dtype=np.int32), np.zeros(n, RECORD))
 
 
 def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model: MakeModel) -> None:
@@ -54,7 +54,7 @@ def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model
     for step in range(20):
         new = trainer.examples(fake_columns(schema, range(step * 8, step * 8 + 8), label=[0, 1, 2]))
         drawn = fake_columns(schema, range(100 + step, 104 + step), label=[2, 1])
-        old = rehearsal(as_draw(drawn), (4,)) if step else []
+        old = examples_of(as_draw(drawn), (4,)) if step else []
         result = trainer.step(new, old)
 
         x = torch.cat([each.features["x"] for each in (new, *old)])
@@ -79,7 +79,7 @@ def test_a_probe_scores_as_in_evaluation_and_leaves_everything_as_it_was(schema:
     before = trainer.snapshot()
     columns = fake_columns(schema, range(20), label=[0, 1, 2])
     columns["labelled"][::4] = False
-    old = rehearsal(as_draw(columns), (20,))[0]
+    old = examples_of(as_draw(columns), (20,))[0]
     rows, score = trainer.probe(old)
     trainer.model.eval()
     right = (trainer.model(old.features["x"]).argmax(1) == old.label_B).float()
@@ -157,7 +157,7 @@ def test_rehearsed_events_without_a_label_add_nothing_to_the_loss(schema: Schema
         columns["labelled"][3:] = False
         columns["label"][3:] = -1
         new = trainer.examples(fake_columns(schema, range(4)))
-        results.append(trainer.step(new, rehearsal(as_draw(columns), (6,))).loss)
+        results.append(trainer.step(new, examples_of(as_draw(columns), (6,))).loss)
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
@@ -167,7 +167,7 @@ def test_the_events_of_a_draw_are_dealt_among_those_that_the_strategy_asks_for(
 ) -> None:
     trainer = make_trainer(schema, make_model(), "der++")
     drawn = as_draw(fake_columns(schema, range(came)))
-    assert [len(each) for each in rehearsal(drawn, trainer.strategy.draws(4))] == dealt
+    assert [len(each) for each in examples_of(drawn, trainer.strategy.draws(4))] == dealt
 
 
 @pytest.mark.parametrize("poison", [math.inf, 1e38])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replay.checkpoint.segments import Segment, Tensors, advance, assemble
-from replay.snapshot import ENTRY, Change, Changes
+from replay.snapshot import ENTRY, DeltaTracker, StoreDelta
 
 R = 8
 
@@ -34,7 +34,7 @@ class Log:
     segments: list[Segment] = field(default_factory=list)
     written: int = 0
 
-    def checkpoint(self, number: int, change: Change, *, fails: bool = False) -> None:
+    def checkpoint(self, number: int, change: StoreDelta, *, fails: bool = False) -> None:
         made = advance(self.segments, change, number, self.load)
         if fails:
             return
@@ -64,7 +64,7 @@ class SegmentsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.log, self.held, self.at_checkpoint = Log(payload=True), list[int](), list[int]()
-        self.changes, self.number, self.next = Changes(), 0, 0
+        self.changes, self.number, self.next = DeltaTracker(), 0, 0
         self.came = self.left = self.peak = 0
 
     @rule(n=st.integers(0, 300))
@@ -86,7 +86,7 @@ class SegmentsMachine(RuleBasedStateMachine):
         """Tell what changed; events may come while the checkpoint is written."""
         self.number += 1
         new = self.held[self.changes.old :]
-        change = Change(self.changes.base, self.changes.alive, index_of(new), rows_of(new))
+        change = StoreDelta(self.changes.base, self.changes.alive, index_of(new), rows_of(new))
         self.changes.begin(self.number, len(self.held))
         now = list(self.held)
         self.come(more)
@@ -137,11 +137,11 @@ TestSegments.settings = settings(max_examples=60, stateful_step_count=40)
 @given(st.integers(0, 2**32), st.integers(200, 1000))
 def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(seed: int, k: int) -> None:
     """200 checkpoints, in each of which a hundredth of the events is replaced."""
-    dice, log, changes, held = np.random.default_rng(seed), Log(payload=False), Changes(), list(range(k))
+    dice, log, changes, held = np.random.default_rng(seed), Log(payload=False), DeltaTracker(), list(range(k))
     replaced, following = max(1, k // 100), k
     for number in range(1, 201):
         new = held[changes.old :]
-        log.checkpoint(number, Change(changes.base, changes.alive, index_of(new), None))
+        log.checkpoint(number, StoreDelta(changes.base, changes.alive, index_of(new), None))
         changes.begin(number, len(held))
         stays = np.ones(len(held), np.bool_)
         stays[dice.choice(len(held), replaced, replace=False)] = False
@@ -156,8 +156,8 @@ def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(see
 
 def test_a_checkpoint_in_which_nothing_changed_writes_nothing() -> None:
     log, names = Log(payload=True), list(range(50))
-    log.checkpoint(1, Change(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
-    log.checkpoint(2, Change(1, np.ones(50, np.bool_), index_of([]), rows_of([])))
+    log.checkpoint(1, StoreDelta(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
+    log.checkpoint(2, StoreDelta(1, np.ones(50, np.bool_), index_of([]), rows_of([])))
     assert log.written == 50
     assert [segment.number for segment in log.segments] == [1]
     assert log.assembled()[0] == names

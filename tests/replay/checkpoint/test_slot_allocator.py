@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replay.checkpoint.slot_allocator import Slots
+from replay.checkpoint.slot_allocator import SlotAllocator
 
 COUNT = 40
 
 
 @dataclass
 class Checkpoint:
-    """The slots that a checkpoint names, and what it has of `Slots`."""
+    """The slots that a checkpoint names, and what it has of `SlotAllocator`."""
 
     used: set[int]
     retired: np.ndarray
@@ -39,7 +39,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = Slots(COUNT, durable=True)
+        self.slots = SlotAllocator(COUNT, durable=True)
         self.model = Model()
         self.number = 0
         self.pending: Checkpoint | None = None
@@ -87,7 +87,7 @@ class SlotsMachine(RuleBasedStateMachine):
         checkpoint = self.model.checkpoints[numbers[-1]]
         self.pending = None
         self.number = max(self.number, numbers[-1])
-        self.slots = Slots(COUNT, durable=True)
+        self.slots = SlotAllocator(COUNT, durable=True)
         self.slots.restore(np.array(sorted(checkpoint.used), np.int32), checkpoint.retired, numbers[-1])
         self.model.used = set(checkpoint.used)
 
@@ -107,7 +107,7 @@ TestSlots.settings = settings(max_examples=150, stateful_step_count=40)
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=30))
 def test_all_slots_come_back_when_checkpoints_go_on(leaving: list[int]) -> None:
-    slots = Slots(COUNT, durable=True)
+    slots = SlotAllocator(COUNT, durable=True)
     used = slots.take(20)
     for number, n in enumerate(leaving, start=1):
         n = min(n, len(used))
@@ -124,14 +124,14 @@ def test_all_slots_come_back_when_checkpoints_go_on(leaving: list[int]) -> None:
 
 def test_after_a_crash_the_slots_of_older_checkpoints_still_wait_for_them() -> None:
     """The newest checkpoint may be found to be broken later, and an older one be resumed."""
-    slots = Slots(COUNT, durable=True)
+    slots = SlotAllocator(COUNT, durable=True)
     used = slots.take(30)
     slots.hold(1)
     slots.let_go(1)
     slots.leave(used[:20])
     retired = slots.hold(2)
     assert retired.tolist() == [[1, slot] for slot in used[:20].tolist()]
-    resumed = Slots(COUNT, durable=True)
+    resumed = SlotAllocator(COUNT, durable=True)
     resumed.restore(used[20:], retired, 2)
     assert resumed.free == COUNT - 30
     assert not set(resumed.take(10).tolist()) & set(used.tolist())
@@ -143,7 +143,7 @@ def test_after_a_crash_the_slots_of_older_checkpoints_still_wait_for_them() -> N
 
 
 def test_where_checkpoints_have_the_payload_a_slot_waits_for_the_checkpoint_that_is_being_written_alone() -> None:
-    slots = Slots(4, durable=False)
+    slots = SlotAllocator(4, durable=False)
     used = slots.take(2)
     slots.hold(1)
     slots.leave(used)
@@ -155,7 +155,7 @@ def test_where_checkpoints_have_the_payload_a_slot_waits_for_the_checkpoint_that
 
 
 def test_a_second_hold_or_an_old_number_is_a_bug() -> None:
-    slots = Slots(4, durable=True)
+    slots = SlotAllocator(4, durable=True)
     slots.hold(5)
     with pytest.raises(AssertionError):
         slots.hold(6)

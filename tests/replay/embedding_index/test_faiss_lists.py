@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from replay.embedding_index import client as neighbours
-from replay.embedding_index.client import IndexStats, Neighbours
-from replay.embedding_index.protocol import NO_ID, Kind, Record
+from replay.embedding_index.client import IndexStats, NeighbourClient
+from replay.embedding_index.protocol import NO_ID, IndexMessage, MessageType
 from replay.metrics import IndexMetrics
 
 ROOT = Path(__file__).parents[3]
@@ -36,14 +36,14 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 @pytest.fixture
-def make_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Neighbours]]:
+def make_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NeighbourClient]]:
     """`make_index(dim=DIM, capacity=100_000, **options)`, open, and telling how it stands without a pause."""
     monkeypatch.setattr(neighbours, "_REPORT_SECONDS", 0.0)
     monkeypatch.setattr(neighbours, "_STALE_SECONDS", 0.0)
-    made: list[Neighbours] = []
+    made: list[NeighbourClient] = []
 
-    def make(dim: int = DIM, capacity: int = 100_000, **options: int) -> Neighbours:
-        made.append(Neighbours(dim, capacity, **options))
+    def make(dim: int = DIM, capacity: int = 100_000, **options: int) -> NeighbourClient:
+        made.append(NeighbourClient(dim, capacity, **options))
         made[-1].open()
         return made[-1]
 
@@ -53,11 +53,11 @@ def make_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Neighb
 
 
 @pytest.fixture
-def index(make_index: Callable[..., Neighbours]) -> Neighbours:
+def index(make_index: Callable[..., NeighbourClient]) -> NeighbourClient:
     return make_index()
 
 
-def settled(index: Neighbours) -> IndexStats:
+def settled(index: NeighbourClient) -> IndexStats:
     """What it tells once it has done all that it was told so far."""
     seen = index.reports
     # The first report may have been asked for before; one after the other is made after all else that is said.
@@ -65,13 +65,13 @@ def settled(index: Neighbours) -> IndexStats:
     return until(lambda: (s := index.stats()).waiting <= 1 and not s.process.renewing and s, "the index to settle")
 
 
-def add(index: Neighbours, ids: np.ndarray, x: np.ndarray, step: int = 0) -> None:
+def add(index: NeighbourClient, ids: np.ndarray, x: np.ndarray, step: int = 0) -> None:
     taken = 0
     while taken < len(ids):
         taken += index.add(ids[taken:], x[taken:], step)
 
 
-def ask(index: Neighbours, queries: np.ndarray, k: int, step: int = 0) -> np.ndarray:
+def ask(index: NeighbourClient, queries: np.ndarray, k: int, step: int = 0) -> np.ndarray:
     until(lambda: index.ask(step, queries, k), "a question to be taken")
     (answer,) = until(index.answers, "an answer")
     assert answer.step == step
@@ -311,7 +311,7 @@ def test_an_index_that_answers_other_things_first_does_not_hang(index, monkeypat
     until(lambda: index.stats() and index._report_asked, "a question that has no answer")
     with monkeypatch.context() as patch:
         patch.setattr(neighbours, "_SILENT_SECONDS", 0.01)
-        patch.setattr(index._link, "hear", lambda: [Record(Kind.REMOVE, index._link.slot(), 0, 0, 0)])
+        patch.setattr(index._link, "hear", lambda: [IndexMessage(MessageType.REMOVE, index._link.slot(), 0, 0, 0)])
         until(lambda: index.stats() and time.monotonic() - index._report_at > 0.1, "a long wait")
     assert index.stats().restarts == 0
     os.kill(index.pid, signal.SIGCONT)
@@ -356,7 +356,7 @@ def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
 @pytest.mark.process
 def test_the_process_ends_when_the_learner_is_killed():
     code = (
-        "import os, signal; from replay.embedding_index.client import Neighbours;"
+        "import os, signal; from replay.embedding_index.client import NeighbourClient;"
         "index = Neighbours(4, 100); index.open();"
         "print(index.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -384,4 +384,4 @@ def test_metrics_tell_how_it_stands_and_count_across_deaths(index):
 def test_without_faiss_the_way_out_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(neighbours.SettingsError, match=r"pip install 'anabranch\[index\]'"):
-        Neighbours(DIM, 100).open()
+        NeighbourClient(DIM, 100).open()

@@ -34,7 +34,7 @@ from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.memory import MemoryTier
 from replay.tiers.redis_tier import RedisTier
-from replay.tiers.staged_rows import Staged
+from replay.tiers.staged_rows import StagedRows
 from replay.tiers.tier import Tier
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("events", 0, 1)]
@@ -523,9 +523,9 @@ def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
         (memory,) = (tier for tier in store.tiers._all if isinstance(tier, MemoryTier))
         assert 0 < len(store.tiers._cache or ()) == memory.slots < 20
         (disk,), asked = store.tiers.slow, threading.Event()
-        read, wait = disk.read_into, Staged.wait
+        read, wait = disk.read_into, StagedRows.wait
         monkeypatch.setattr(disk, "read_into", lambda *args: asked.wait() and read(*args))
-        monkeypatch.setattr(Staged, "wait", lambda staged: asked.set() or wait(staged))
+        monkeypatch.setattr(StagedRows, "wait", lambda staged: asked.set() or wait(staged))
         late = store.plan(0, 20).rows.late
         coming = 0 if late is None else len(late.reserved)
         store.erase(key_record(2, 400))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from replay.policies import ADMISSIONS, Surroundings
+from replay.policies import ADMISSIONS, AdmissionContext
 from replay.reservoir.admission import (
     Admission,
     ClassBalancedAdmission,
@@ -257,12 +257,12 @@ def test_the_smallest_of_each_group_stay_below_its_threshold(
 @pytest.mark.parametrize(
     ("policy", "around", "message"),
     [
-        ("class-balanced", Surroundings(None, HOUR, None), "needs schema.label.classes"),
-        ("class-balanced", Surroundings(40_000, HOUR, None), "fewer than 32767"),
-        ("diverse", Surroundings(4, HOUR, None), "needs model.embedding"),
+        ("class-balanced", AdmissionContext(None, HOUR, None), "needs schema.label.classes"),
+        ("class-balanced", AdmissionContext(40_000, HOUR, None), "fewer than 32767"),
+        ("diverse", AdmissionContext(4, HOUR, None), "needs model.embedding"),
     ],
 )
-def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, around: Surroundings, message: str) -> None:
+def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, around: AdmissionContext, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         ADMISSIONS[policy](around)
 
@@ -270,7 +270,7 @@ def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, around: Surro
 def test_the_name_of_a_policy_tells_what_decides() -> None:
     """By it a checkpoint's priorities are told from those of other settings."""
     policies = [
-        *(ADMISSIONS[name](Surroundings(4, HOUR, 8)) for name in ADMISSIONS),
-        *(ADMISSIONS[name](Surroundings(5, 2 * HOUR, 9)) for name in ("class-balanced", "recent", "diverse")),
+        *(ADMISSIONS[name](AdmissionContext(4, HOUR, 8)) for name in ADMISSIONS),
+        *(ADMISSIONS[name](AdmissionContext(5, 2 * HOUR, 9)) for name in ("class-balanced", "recent", "diverse")),
     ]
     assert len({policy.name for policy in policies}) == len(policies) == 7

@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.sampling.group_lists import Groups
+from replay.sampling.group_lists import GroupLists
 
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 10), st.integers(1, 8))
 def test_a_choice_is_as_even_as_the_groups_allow(seed: int, turns: int, groups: int) -> None:
     """While events come and go, groups grow beyond their first room and become empty."""
-    dice, lists, plain, free = np.random.default_rng(seed), Groups(), {}, list(range(3000))
+    dice, lists, plain, free = np.random.default_rng(seed), GroupLists(), {}, list(range(3000))
     dice.shuffle(free)
     for _ in range(turns):
         slots = np.array([free.pop() for _ in range(dice.integers(0, 200))], np.int32)
@@ -36,7 +36,7 @@ def test_a_choice_is_as_even_as_the_groups_allow(seed: int, turns: int, groups: 
 
 def test_within_a_large_group_all_come_alike() -> None:
     """By trial, where few of many are chosen: chi-square, 199 degrees of freedom, 280 once in 7,000 fair trials."""
-    lists, dice, counts = Groups(), np.random.default_rng(0), np.zeros(200)
+    lists, dice, counts = GroupLists(), np.random.default_rng(0), np.zeros(200)
     lists.add(np.zeros(200, np.int64), np.arange(200, dtype=np.int32))
     for _ in range(3000):
         counts += np.bincount(lists.choose(10, dice), minlength=200)
@@ -44,7 +44,7 @@ def test_within_a_large_group_all_come_alike() -> None:
 
 
 def test_what_was_never_added_may_be_discarded() -> None:
-    lists = Groups()
+    lists = GroupLists()
     lists.discard(np.array([3], np.int32))
     lists.add(np.array([2]), np.array([5], np.int32))
     lists.discard(np.array([3, 9], np.int32))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
 from ingest.events.partition import TopicPartition
-from replay.policies import SAMPLERS, Company
-from replay.reservoir.event_table import Entries, records_of
+from replay.policies import SAMPLERS, SamplerContext
+from replay.reservoir.event_table import EventTable, records_of
 from replay.sampling.base import Choice, Sampler
 
 HOUR = timedelta(hours=1)
@@ -28,9 +28,9 @@ class Bench:
     def __init__(self, name: str, luck: int = 0) -> None:
         self.name = name
         self._slots = np.random.default_rng(luck).permutation(SLOTS).astype(np.int32)
-        self.entries = Entries(SLOTS, LIMIT, 0)
+        self.entries = EventTable(SLOTS, LIMIT, 0)
         self.entries.meet([TopicPartition("events", 0)])
-        self.sampler: Sampler = SAMPLERS[name](Company(self.entries, SLOTS, 4, HOUR, None))
+        self.sampler: Sampler = SAMPLERS[name](SamplerContext(self.entries, SLOTS, 4, HOUR, None))
         self._next = 0
 
     def add(self, n: int, label: Sequence[int] = (0,), hours: Sequence[float] = (0,)) -> np.ndarray:
@@ -300,4 +300,4 @@ def test_what_another_sampler_left_in_a_checkpoint_does_no_harm(before: str, aft
 )
 def test_a_sampler_that_lacks_what_it_needs_is_refused(name: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        SAMPLERS[name](Company(Entries(10, 10, 0), 10, None, HOUR, None))
+        SAMPLERS[name](SamplerContext(EventTable(10, 10, 0), 10, None, HOUR, None))

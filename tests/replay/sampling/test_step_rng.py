@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from replay.sampling.step_rng import Chance
+from replay.sampling.step_rng import StepRng
 
 
 def numbers(seed: int, step: int) -> list[int]:
-    return Chance(seed).of(step).integers(0, 2**62, 8).tolist()
+    return StepRng(seed).of(step).integers(0, 2**62, 8).tolist()
 
 
 def test_numbers_are_a_function_of_seed_and_step() -> None:
-    chance = Chance(7)
+    chance = StepRng(7)
     for step in (3, 0, 3, 10**12):
         assert chance.of(step).integers(0, 2**62, 8).tolist() == numbers(7, step)
 
@@ -21,6 +21,6 @@ def test_another_seed_or_step_has_other_numbers() -> None:
 
 
 def test_numbers_of_neighbouring_seeds_and_steps_have_nothing_to_do_with_each_other() -> None:
-    draws = np.array([Chance(seed).of(step).random(200) for seed in range(4) for step in range(4)])
+    draws = np.array([StepRng(seed).of(step).random(200) for seed in range(4) for step in range(4)])
     correlation = np.corrcoef(draws) - np.eye(len(draws))
     assert np.abs(correlation).max() < 5 / np.sqrt(200)

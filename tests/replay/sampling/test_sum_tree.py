@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.sampling.stable_positions import Seats
+from replay.sampling.stable_positions import StablePositions
 from replay.sampling.sum_tree import SumTree
 
 sizes = st.sampled_from([1, 2, 63, 64, 65, 300, 64 * 64, 64 * 64 + 1, 5000])
@@ -61,7 +61,7 @@ def test_the_very_end_falls_on_the_last_leaf_with_a_weight(leaves: int) -> None:
 def test_seats_depend_on_who_came_and_left_and_not_on_slots(seed: int, turns: int) -> None:
     """The lowest free ones are taken, also after a restart in which events are in other slots."""
     dice = np.random.default_rng(seed)
-    seats, slots, seated = Seats(100, 60), {}, {}
+    seats, slots, seated = StablePositions(100, 60), {}, {}
     for turn in range(turns):
         n = int(dice.integers(0, 60 - len(seated) + 1))
         new = dice.permutation(sorted(set(range(100)) - set(slots.values())))[:n].astype(np.int32)
@@ -75,7 +75,7 @@ def test_seats_depend_on_who_came_and_left_and_not_on_slots(seed: int, turns: in
         assert left.tolist() == [seated.pop(name) for name in gone]
         if dice.random() < 0.3:
             slots = dict(zip(slots, dice.permutation(100)[: len(slots)].tolist(), strict=True))
-            seats = Seats(100, 60)
+            seats = StablePositions(100, 60)
             seats.take(np.array(list(slots.values()), np.int32))
             seats.restore(np.array(list(slots.values()), np.int32), np.array(list(seated.values()), np.int32))
         held = np.array([slots[name] for name in slots], np.int32)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from replay.tiers.clock_cache import Budget, Cache
+from replay.tiers.clock_cache import Budget, ClockCache
 from replay.tiers.memory import MemoryTier
 
 ROW = 8
@@ -16,7 +16,7 @@ class Model:
 
     def __init__(self, slots: int, places: int, *, promote: bool) -> None:
         self.memory = MemoryTier(ROW, places, CPU)
-        self.cache = Cache(self.memory, slots, Budget(10**12) if promote else None)
+        self.cache = ClockCache(self.memory, slots, Budget(10**12) if promote else None)
         self.events = np.zeros(slots, np.int64)
         self.next = 1
 
@@ -123,5 +123,5 @@ def test_a_budget_is_spent_once_and_comes_back(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_six_bytes_are_kept_for_each_slot() -> None:
-    cache = Cache(MemoryTier(ROW, 0, CPU), 1000)
+    cache = ClockCache(MemoryTier(ROW, 0, CPU), 1000)
     assert sum(each.nbytes for each in vars(cache).values() if isinstance(each, np.ndarray)) == 6 * 1000

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
 from replay.tiers.disk import DiskTier
-from replay.tiers.io_worker import Courier
+from replay.tiers.io_worker import IOWorker
 
 R = 24
 
@@ -198,19 +198,19 @@ def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(
 
 class TestCourier:
     @pytest.fixture
-    def courier(self) -> Iterator[Courier]:
-        courier = Courier("test")
+    def courier(self) -> Iterator[IOWorker]:
+        courier = IOWorker("test")
         yield courier
         courier.close()
 
-    def test_jobs_are_done_in_order(self, courier: Courier) -> None:
+    def test_jobs_are_done_in_order(self, courier: IOWorker) -> None:
         done: list[int] = []
         for number in range(200):
             courier.send(lambda number=number: done.append(number), 1)
         courier.drain()
         assert done == list(range(200))
 
-    def test_who_sends_more_than_can_wait_waits(self, courier: Courier) -> None:
+    def test_who_sends_more_than_can_wait_waits(self, courier: IOWorker) -> None:
         gate, second = threading.Event(), threading.Event()
         courier.send(gate.wait, 60_000_000)
         sender = threading.Thread(target=lambda: (courier.send(lambda: None, 10_000_000), second.set()))
@@ -220,11 +220,11 @@ class TestCourier:
         sender.join()
         assert second.is_set()
 
-    def test_a_job_larger_than_all_that_may_wait_is_taken_alone(self, courier: Courier) -> None:
+    def test_a_job_larger_than_all_that_may_wait_is_taken_alone(self, courier: IOWorker) -> None:
         assert courier.send(lambda: None, 10**9) == 0.0
         courier.drain()
 
-    def test_a_bug_comes_up_at_the_next_job(self, courier: Courier) -> None:
+    def test_a_bug_comes_up_at_the_next_job(self, courier: IOWorker) -> None:
         courier.send(lambda: 1 // 0, 1)
         courier.drain()
         with pytest.raises(ZeroDivisionError):

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from anabranch.core.errors import DependencyError
-from replay.snapshot import TierFile
+from replay.snapshot import TierRef
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import find, make_way, next_path, take_back
 
 
-def make(folder: Path, *, named: bool) -> TierFile:
+def make(folder: Path, *, named: bool) -> TierRef:
     tier = DiskTier.create(next_path(folder), 100, 9)
     if named:
         tier.mark_named()
@@ -24,7 +24,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def opens(folder: Path, file: TierFile) -> bool:
+def opens(folder: Path, file: TierRef) -> bool:
     tier = DiskTier.open(find(folder, file))
     tier.close()
     return tier.id == file.id

@@ -19,7 +19,7 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCheckpoints
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers.redis_server import RedisServer
 from replay.tiers.redis_tier import RedisTier
@@ -35,7 +35,9 @@ def build(schema: Schema, tmp_path: Path, mortal_redis: Any) -> Iterator[Build]:
     """`build(disk=False, contents=None, **redis)`: stores without a memory tier, whose rows are all read from Redis."""
     stores: list[Store] = []
 
-    def make(*, disk: bool = False, contents: Contents | None = None, first: bool = False, **redis: object) -> Store:
+    def make(
+        *, disk: bool = False, contents: StoreSnapshot | None = None, first: bool = False, **redis: object
+    ) -> Store:
         settings = ReplaySettings.model_validate(
             {
                 "capacity": CAPACITY,

@@ -17,7 +17,7 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings, TierSettings
 from replay.fake import FakeCheckpoints
-from replay.snapshot import Contents
+from replay.snapshot import StoreSnapshot
 from replay.store import AHEAD, Store
 from replay.tiers import registry as kinds
 from replay.tiers.clock_cache import Budget
@@ -35,7 +35,7 @@ def build(schema: Schema, tmp_path: Path, with_host: type[ReplaySettings]) -> It
     stores: list[Store] = []
 
     def make(
-        options: dict[str, Any], contents: Contents | None = None, section: type[ReplaySettings] = with_host
+        options: dict[str, Any], contents: StoreSnapshot | None = None, section: type[ReplaySettings] = with_host
     ) -> Store:
         settings = section.model_validate({"capacity": 1000, **options})
         stores.append(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, contents, keys="test:rank-0"))
@@ -111,7 +111,7 @@ def with_attic(
     """`[replay]` with a second tier of the same kind below `host`."""
     page = added("replay.host")
 
-    class AtticKind(page.HostKind):  # type: ignore[misc, name-defined]
+    class AtticKind(page.HostTierFactory):  # type: ignore[misc, name-defined]
         def cache(self, slots: int, home: SlowTier) -> SlowTier:
             tier: SlowTier = super().cache(slots, home)
             tier.name = "attic"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, CrowdedError, TooLargeError
-from serving.http.request_body import Bodies, HangUp, HungUpError, Receive
+from serving.errors import BadRequestError, TooLargeError, TooManyRequestsError
+from serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher, Receive
 
 SETTINGS = ServingSettings.model_validate({"max_body_bytes": 2000, "max_held_bytes": 3000})
 
@@ -23,12 +23,12 @@ def sending(*chunks: bytes, hangs_up: bool = False) -> Receive:
     return receive
 
 
-def read(bodies: Bodies, receive: Receive, content_length: bytes | None = None) -> bytes:
+def read(bodies: BodyReader, receive: Receive, content_length: bytes | None = None) -> bytes:
     return asyncio.run(bodies.read(receive, content_length))
 
 
 def test_a_body_is_held_until_it_is_released() -> None:
-    bodies = Bodies(SETTINGS)
+    bodies = BodyReader(SETTINGS)
     body = read(bodies, sending(b"abc", b"def"), b"6")
     assert body == b"abcdef"
     assert bodies.held_bytes == 6
@@ -37,9 +37,9 @@ def test_a_body_is_held_until_it_is_released() -> None:
 
 
 def test_a_body_beyond_what_may_be_held_is_busy_until_another_is_released() -> None:
-    bodies = Bodies(SETTINGS)
+    bodies = BodyReader(SETTINGS)
     first = read(bodies, sending(b"x" * 1900))
-    with pytest.raises(CrowdedError, match=r"holds \d+ bytes"):
+    with pytest.raises(TooManyRequestsError, match=r"holds \d+ bytes"):
         read(bodies, sending(b"x" * 1000, b"x" * 900))
     assert bodies.held_bytes == 1900
     bodies.add(-len(first))
@@ -47,7 +47,7 @@ def test_a_body_beyond_what_may_be_held_is_busy_until_another_is_released() -> N
 
 
 def test_a_body_that_is_too_long_is_not_read_to_its_end() -> None:
-    bodies = Bodies(SETTINGS)
+    bodies = BodyReader(SETTINGS)
     endless = [0]
 
     async def receive() -> MutableMapping[str, Any]:
@@ -66,24 +66,24 @@ def test_a_body_that_is_too_long_is_not_read_to_its_end() -> None:
 
 
 def test_a_client_that_hangs_up_within_its_body_holds_nothing() -> None:
-    bodies = Bodies(SETTINGS)
-    with pytest.raises(HungUpError):
+    bodies = BodyReader(SETTINGS)
+    with pytest.raises(ClientDisconnectedError):
         read(bodies, sending(b"abc", hangs_up=True))
     assert bodies.held_bytes == 0
 
 
 def test_a_client_that_hangs_up_later_ends_the_wait_for_its_answer() -> None:
     async def wait() -> None:
-        async with asyncio.timeout(20), HangUp(sending(hangs_up=True)):
+        async with asyncio.timeout(20), DisconnectWatcher(sending(hangs_up=True)):
             await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(HungUpError):
+    with pytest.raises(ClientDisconnectedError):
         asyncio.run(wait())
 
 
 def test_an_answer_in_time_and_its_errors_pass_through() -> None:
     async def wait(answer: asyncio.Future[int]) -> int:
-        async with HangUp(sending()):
+        async with DisconnectWatcher(sending()):
             return await answer
 
     async def main() -> None:
@@ -91,8 +91,8 @@ def test_an_answer_in_time_and_its_errors_pass_through() -> None:
         answer.set_result(7)
         assert await wait(answer) == 7
         failure = asyncio.get_running_loop().create_future()
-        failure.set_exception(CrowdedError("full"))
-        with pytest.raises(CrowdedError):
+        failure.set_exception(TooManyRequestsError("full"))
+        with pytest.raises(TooManyRequestsError):
             await wait(failure)
         task = asyncio.ensure_future(wait(asyncio.get_running_loop().create_future()))
         await asyncio.sleep(0)

@@ -16,7 +16,7 @@ import pytest
 
 from learner.device_sharing.lease import ServerMark, hold_server
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, CrowdedError, FailedError
+from serving.errors import BadRequestError, FailedError, TooManyRequestsError
 from serving.inference.batcher import Batcher
 
 
@@ -155,7 +155,7 @@ def test_rows_beyond_the_queue_are_turned_away_and_room_comes_back() -> None:
         await occupied(version)
         waiting = [ask(batcher, version, 1, 2), ask(batcher, version, 3)]
         await asyncio.sleep(0)
-        with pytest.raises(CrowdedError, match="3 rows wait already"):
+        with pytest.raises(TooManyRequestsError, match="3 rows wait already"):
             await ask(batcher, version, 4, 5)
         version.go_on.set()
         await asyncio.gather(first, *waiting)
@@ -278,7 +278,7 @@ def test_rows_that_are_to_run_alone_count_among_those_that_wait_and_can_be_cance
         await occupied(version)
         waiting = ask(batcher, version, 1, 2, 3, peer="bad")
         await asyncio.sleep(0)
-        with pytest.raises(CrowdedError, match="3 rows wait already"):
+        with pytest.raises(TooManyRequestsError, match="3 rows wait already"):
             await ask(batcher, version, 4, 5)
         waiting.cancel()
         await asyncio.wait([waiting])

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from learner.state_dir.folders import LocalStorage
 from learner.state_dir.version import Versions
 from serving.inference.shadow import Shadow, _Asked
-from serving.metrics import Metrics
+from serving.metrics import ServingMetrics
 from serving.model.loaded_version import ServedVersion, load_version
 
 UNITS = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0]])
@@ -114,7 +114,7 @@ class Looking:
         publisher.publish(1)
         self.served = load_version(publisher.deployment, publisher.versions.manifest(1), 8)
         self.now = 0.0
-        metrics = Metrics(CollectorRegistry())
+        metrics = ServingMetrics(CollectorRegistry())
         self.shadow = Shadow(publisher.deployment, 1.0, 8, metrics, lambda: self.served, lambda: True, lambda: self.now)
 
     def look(self) -> int | None:

@@ -12,7 +12,7 @@ import pytest
 
 from anabranch.core.atomic_files import replace_file
 from serving.rollout import directory_watcher as notice
-from serving.rollout.directory_watcher import Notices, file_system
+from serving.rollout.directory_watcher import DirectoryWatcher, file_system
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")
 PATIENCE = 30
@@ -31,14 +31,14 @@ def versions(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def notices(versions: Path) -> Iterator[Notices]:
-    with Notices(versions) as notices:
+def notices(versions: Path) -> Iterator[DirectoryWatcher]:
+    with DirectoryWatcher(versions) as notices:
         notices.follow()
         yield notices
 
 
 @pytest.fixture
-def waits() -> Iterator[Callable[[Notices], "Future[None]"]]:
+def waits() -> Iterator[Callable[[DirectoryWatcher], "Future[None]"]]:
     """Wait in a thread."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda notices: pool.submit(notices.wait)
@@ -60,7 +60,10 @@ def a_state(versions: Path) -> None:
 @linux
 @pytest.mark.parametrize("change", [a_version, a_verdict, a_state])
 def test_the_kernel_tells_of_a_change_at_once(
-    versions: Path, notices: Notices, waits: Callable[[Notices], "Future[None]"], change: Callable[[Path], None]
+    versions: Path,
+    notices: DirectoryWatcher,
+    waits: Callable[[DirectoryWatcher], "Future[None]"],
+    change: Callable[[Path], None],
 ) -> None:
     assert notices.by_the_kernel
     waiting = waits(notices)
@@ -69,7 +72,7 @@ def test_the_kernel_tells_of_a_change_at_once(
 
 
 @linux
-def test_a_change_between_following_and_waiting_is_not_missed(versions: Path, notices: Notices) -> None:
+def test_a_change_between_following_and_waiting_is_not_missed(versions: Path, notices: DirectoryWatcher) -> None:
     a_version(versions)
     notices.wait()
     notices.follow()
@@ -80,7 +83,7 @@ def test_a_change_between_following_and_waiting_is_not_missed(versions: Path, no
 @linux
 def test_a_directory_that_comes_later_or_comes_anew_is_followed(tmp_path: Path) -> None:
     path = tmp_path / "versions"
-    with Notices(path) as notices:
+    with DirectoryWatcher(path) as notices:
         notices.follow()
         assert not notices.by_the_kernel
         for _ in range(2):
@@ -94,7 +97,7 @@ def test_a_directory_that_comes_later_or_comes_anew_is_followed(tmp_path: Path) 
 
 
 @linux
-def test_versions_that_are_gone_are_no_longer_followed(versions: Path, notices: Notices) -> None:
+def test_versions_that_are_gone_are_no_longer_followed(versions: Path, notices: DirectoryWatcher) -> None:
     watches = Path(f"/proc/self/fdinfo/{notices._inotify.descriptor}")  # type: ignore[union-attr]
     for number in range(2, 40):
         (versions / str(number)).mkdir()
@@ -104,7 +107,9 @@ def test_versions_that_are_gone_are_no_longer_followed(versions: Path, notices: 
     assert watches.read_text().count("inotify wd:") == 2
 
 
-def test_another_thread_ends_a_wait(notices: Notices, waits: Callable[[Notices], "Future[None]"]) -> None:
+def test_another_thread_ends_a_wait(
+    notices: DirectoryWatcher, waits: Callable[[DirectoryWatcher], "Future[None]"]
+) -> None:
     waiting = waits(notices)
     threading.Thread(target=notices.wake).start()
     waiting.result(PATIENCE)
@@ -123,7 +128,7 @@ def test_where_the_kernel_does_not_tell_it_is_looked_again_and_again(
     else:
         monkeypatch.setattr(notice._Inotify, "_add", _no_space)
     open_files = len(list(Path("/dev/fd").iterdir()))
-    with Notices(versions) as notices:
+    with DirectoryWatcher(versions) as notices:
         for _ in range(3):
             notices.follow()
             assert not notices.by_the_kernel

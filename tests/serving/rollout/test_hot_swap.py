@@ -29,10 +29,10 @@ from prometheus_client import CollectorRegistry
 
 from anabranch.core.atomic_files import replace_file
 from learner.state_dir.folders import MANIFEST, LocalFolder
-from learner.state_dir.trained_through import Learned
+from learner.state_dir.trained_through import NewlyTrained
 from learner.state_dir.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
-from serving.errors import ConflictError, UnknownError
-from serving.metrics import Metrics
+from serving.errors import ConflictError, NotFoundError
+from serving.metrics import ServingMetrics
 from serving.model import deployment
 from serving.model import loaded_version as served
 from serving.model.deployment import pick_device
@@ -40,7 +40,7 @@ from serving.model.loaded_version import ServedVersion
 from serving.rollout import directory_watcher as notice
 from serving.rollout import load_retry as retry
 from serving.rollout.commands import pin, promote, roll_back, unpin
-from serving.rollout.hot_swap import Swap
+from serving.rollout.hot_swap import VersionSwapper
 
 Publish = Callable[..., Any]
 
@@ -51,9 +51,9 @@ class Watched:
     def __init__(self, publisher: Any) -> None:
         self.registry = CollectorRegistry()
         self.taken = 0
-        self.metrics = Metrics(self.registry)
+        self.metrics = ServingMetrics(self.registry)
         self.now = 0.0
-        self.swap = Swap(publisher.deployment, 8, self.metrics, self.count, self.fail, lambda: self.now)
+        self.swap = VersionSwapper(publisher.deployment, 8, self.metrics, self.count, self.fail, lambda: self.now)
 
     def count(self) -> None:
         self.taken += 1
@@ -290,7 +290,7 @@ def test_orders_in_any_order_are_obeyed_or_change_nothing(deploy_in: Any, action
             before = numbers.versions.state()
             try:
                 watched.swap.order(_ORDERS[action], number)
-            except (ConflictError, UnknownError):
+            except (ConflictError, NotFoundError):
                 after = numbers.versions.state()
                 assert (after.pinned, after.promoted) == (before.pinned, before.promoted)
                 assert (action, number) != ("unpin", before.pinned), "what is pinned cannot be unpinned"
@@ -310,7 +310,7 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers: Any, watch
     for order in (promote, pin):
         with pytest.raises(ConflictError, match=r"version 2 cannot be served: .*another schema"):
             watched.swap.order(order, 2)
-        with pytest.raises(UnknownError, match="there is no version 9; there are 1 to 2"):
+        with pytest.raises(NotFoundError, match="there is no version 9; there are 1 to 2"):
             watched.swap.order(order, 9)
     assert watched.look() == 1
     assert numbers.versions.state() == before
@@ -334,7 +334,7 @@ def test_orders_name_versions_that_are_there_and_no_two_go_against_each_other(or
     for order, number in orders:
         try:
             after = order(state, number, there)
-        except (ConflictError, UnknownError):
+        except (ConflictError, NotFoundError):
             continue
         assert set(after.rolled_back) <= set(there)
         assert after.promoted not in after.rolled_back
@@ -537,7 +537,7 @@ def test_a_start_at_which_all_versions_are_away_comes_up_by_itself(
     monkeypatch.setattr(ServedVersion, "run", run)
     for number in (1, 2, 3):
         numbers.publish(number)
-    swap = Swap(numbers.deployment, 8, Metrics(CollectorRegistry()), taken.set, pytest.fail)
+    swap = VersionSwapper(numbers.deployment, 8, ServingMetrics(CollectorRegistry()), taken.set, pytest.fail)
     with swap:
         assert taken.wait(20)
     assert swap.current is not None
@@ -676,9 +676,9 @@ def test_a_topic_that_was_made_anew_may_begin_again(numbers: Any, watched: Watch
 COUNT = "anabranch_serving_freshness_duration_seconds_count"
 
 
-def learned(rows: int, *ages: float) -> Learned:
+def learned(rows: int, *ages: float) -> NewlyTrained:
     now = time.time()
-    return Learned(rows, [int(1000 * (now - age)) for age in ages])
+    return NewlyTrained(rows, [int(1000 * (now - age)) for age in ages])
 
 
 def test_freshness_is_that_of_all_events_whose_first_served_version_it_is(numbers: Any, watched: Watched) -> None:
@@ -717,11 +717,11 @@ def test_a_version_that_does_not_tell_what_it_has_learned_or_tells_it_torn_is_se
     numbers.publish(1)
     watched.look()
     numbers.publish(2, learned=None)
-    numbers.publish(3, learned=Learned(5, []))
-    numbers.publish(4, learned=Learned(0, [5] * 5000))
+    numbers.publish(3, learned=NewlyTrained(5, []))
+    numbers.publish(4, learned=NewlyTrained(0, [5] * 5000))
     tear_manifest(numbers.publish(5))
-    numbers.publish(6, learned=Learned(-5, [5]))
-    numbers.publish(7, learned=Learned(5, [1 << 70]))
+    numbers.publish(6, learned=NewlyTrained(-5, [5]))
+    numbers.publish(7, learned=NewlyTrained(5, [1 << 70]))
     assert watched.look() == 4
     assert watched.registry.get_sample_value(COUNT) == 0
     assert watched.metrics.freshness_percentiles() == (None, None)
@@ -765,7 +765,9 @@ def test_a_version_and_a_verdict_are_taken_when_they_appear_not_when_it_is_time_
         monkeypatch.setattr(notice, name, timedelta(hours=1))
     taken: queue.SimpleQueue[None] = queue.SimpleQueue()
     numbers.publish(1)
-    swap = Swap(numbers.deployment, 8, Metrics(CollectorRegistry()), lambda: taken.put(None), pytest.fail)
+    swap = VersionSwapper(
+        numbers.deployment, 8, ServingMetrics(CollectorRegistry()), lambda: taken.put(None), pytest.fail
+    )
     with swap:
         taken.get(timeout=20)
         numbers.publish(2, verdict="fail")
@@ -835,7 +837,7 @@ def test_the_factory_is_called_once_and_versions_share_no_weights(
 def test_the_thread_takes_a_version_and_ends_with_its_context(numbers: Any) -> None:
     taken = threading.Event()
     bugs: list[BaseException] = []
-    swap = Swap(numbers.deployment, 8, Metrics(CollectorRegistry()), taken.set, bugs.append)
+    swap = VersionSwapper(numbers.deployment, 8, ServingMetrics(CollectorRegistry()), taken.set, bugs.append)
     with swap:
         numbers.publish(1)
         assert taken.wait(20)
