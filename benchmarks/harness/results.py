@@ -82,6 +82,8 @@ class Results:
         self._flat: dict[str, float | bool | str | None] = {}
         self._facts: dict[str, float | bool | str | None] = {}
         self._figures: list[Figure] = []
+        if hasattr(os, "getloadavg"):
+            self.fact("load_at_start", os.getloadavg()[0])
         self._saved: Path | None = None
 
     def title(self, text: str) -> None:
