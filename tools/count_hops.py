@@ -106,7 +106,7 @@ class HopCounter:
 
 def short_names(modules: Sequence[str]) -> Mapping[str, str]:
     """Return the last part of each module's path, and as many more as distinguish it from the others."""
-    parts = {name: name.split("/") for name in set(modules)}
+    parts = {name: name.split("/") for name in modules}
 
     def shortest(name: str) -> str:
         ends = (parts[name][-n:] for n in range(1, len(parts[name])))
