@@ -258,7 +258,7 @@ def _natural(setup: Setup, name: str, drifting: Drifting) -> None:
 
 
 def _with_ratio(name: str) -> Sections:
-    return {**AUTO, "learner": {**AUTO["learner"], "replay_ratio": RATIOS[name]}, "gate": {"guard_fraction": 0.01}}
+    return {**AUTO, "learner": {**AUTO["learner"], "replay_ratio": RATIOS[name]}, "gate": {"holdout_fraction": 0.01}}
 
 
 def prequential(outcome: Outcome) -> float:

@@ -10,15 +10,15 @@
     ranks    two ranks on a topic of eight partitions, of which half hold nine times as much, against as much in each,
              and that against one rank: new events a second; left out of the quick form
 
-The learner reads a live topic of packed rows, replays one old event for each new one, publishes every second and cuts
-every 30 seconds. The bare loop trains the same model with the same optimizer on as many new and old rows a step. Both
-have one thread of torch on one and the same core, in turns: the learner and its ingest process are stopped by a signal
-while the bare loop has its turn, which waits while they have theirs, and the producer sends nothing. The broker, ingest
-and the producer are on the other cores, and so are the learner's threads but that of the loop: they publish and cut.
-What the loop waits for them counts against it, and so do its clocks, which go on while it is stopped: a version falls
-due at each turn's begin, and cuts come more often. In a third arm the bare loop has its turn while an ingest process
-reads the stream as fast as the learner did, and throws it away: two cores that share a cache, memory or more are not
-two, and that part of the difference is the machine's.
+The learner reads a live topic of packed rows, replays one old event for each new one, publishes every second and
+checkpoints every 30 seconds. The bare loop trains the same model with the same optimizer on as many new and old rows a
+step. Both have one thread of torch on one and the same core, in turns: the learner and its ingest process are stopped
+by a signal while the bare loop has its turn, which waits while they have theirs, and the producer sends nothing. The
+broker, ingest and the producer are on the other cores, and so are the learner's threads but that of the loop: they
+publish and checkpoint. What the loop waits for them counts against it, and so do its clocks, which go on while it is
+stopped: a version falls due at each turn's begin, and checkpoints come more often. In a third arm the bare loop has its
+turn while an ingest process reads the stream as fast as the learner did, and throws it away: two cores that share a
+cache, memory or more are not two, and that part of the difference is the machine's.
 """
 
 import argparse
@@ -102,7 +102,7 @@ class Live:
 
     def turn(self) -> float:
         """Let it learn, and return the steps a second by its own reports; what follows a stop at once is left out."""
-        self._learner.spare(OTHERS, threads=True)  # also those begun since, as that of the first cut
+        self._learner.spare(OTHERS, threads=True)  # also those begun since, as that of the first checkpoint
         self._learner.go_on()
         self._feed.go_on()
         warm = time.time() + self._sizes.warm_up
@@ -123,14 +123,14 @@ class Live:
 
 
 def document(stream: Stream, model: dict[str, Any], form: str, batch: int) -> dict[str, Any]:
-    """Return the pipeline file: everything is on that is by default, and cuts are those of the defaults."""
+    """Return the pipeline file: everything is on that is by default, and checkpoints are those of the defaults."""
     sections = {
         "stream": {"format": form},
         "learner": {"batch_size": batch, "optimizer": OPTIMIZER, "max_grad_norm": float("inf")},
         "replay": {"capacity": _STORED},
         "versions": {"publish_every": "1s", "keep": 20},
-        "cuts": {"every": "30s"},
-        "gate": {"guard_fraction": 0.01},
+        "checkpoints": {"every": "30s"},
+        "gate": {"holdout_fraction": 0.01},
     }
     return pipeline(stream, model, 0, sections)
 

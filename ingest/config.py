@@ -84,7 +84,7 @@ class StreamSettings(Section):
     format: Literal["json", "rows", "arrow"] = "json"
     """Message format: `json` is one object a message, `rows` packed little-endian rows, `arrow` an Arrow IPC stream."""
     start: Annotated[str, BeforeValidator(_start)] = "earliest"
-    """Where a pipeline without a cut begins: `earliest`, `latest` or an ISO time."""
+    """Where a pipeline without a checkpoint begins: `earliest`, `latest` or an ISO time."""
     on_gap: Literal["fail", "earliest"] = "fail"
     """What to do when offsets that were not read are gone: stop, or go on from the earliest and count the hole."""
     unlabelled: Literal["skip", "store"] = "skip"
@@ -269,7 +269,7 @@ class SchemaSettings(Section):
 
 
 class HoldOut(Section):
-    """Which events ingest sets aside for the guard set; filled from `[gate]` and the seed."""
+    """Which events ingest sets aside for the holdout set; filled from `[gate]` and the seed."""
 
     fraction: Annotated[float, Field(ge=0, lt=1)]
     seed: int

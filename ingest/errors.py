@@ -1,12 +1,12 @@
 """The branches of the error tree that ingest and the state directory add.
 
 AnabranchError
-|-- SettingsError            the configuration or the input is wrong: mend it, then start again (exit 2)
+|-- SettingsError            the configuration or the input is wrong: fix it, then start again (exit 2)
 |   |-- GapError             offsets that were not read yet are gone from the broker
 |   |   `-- RecreatedError   a topic was deleted and created again
 |   |       `-- TruncatedError   a partition's log lost its end, and reading goes on with a new account
 |   `-- SecondLearnerError   another learner holds the state directory
-`-- DependencyError          something outside cannot be reached: wait or mend it, then start again (exit 3)
+`-- DependencyError          something outside cannot be reached: wait or fix it, then start again (exit 3)
     |-- StateBusyError       a command works on the state directory
     `-- BrokerError          Kafka: unreachable, or has no such topic
         |-- CodecError       messages are compressed in a way that the client cannot undo

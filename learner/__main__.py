@@ -143,14 +143,15 @@ def deployment_of(config: "Config", rows: int | None = None) -> "Deployment":
         learner=pipeline.learner if rows is None else pipeline.learner.model_copy(update={"micro_batch_size": rows}),
         replay=pipeline.replay,
         versions=pipeline.versions,
-        cuts=pipeline.cuts,
+        checkpoints=pipeline.checkpoints,
         gate=pipeline.gate,
         seed=pipeline.seed,
         folder=config.folder,
         state_dir=config.state_dir,
         read_token=pipeline.serving.tokens.read.get_secret_value(),
-        share=Terms(
-            *(pipeline.share, pipeline.serving.slo, pipeline.serving.timeout), fixed=pipeline.learner.deterministic
+        device_sharing=Terms(
+            *(pipeline.device_sharing, pipeline.serving.slo, pipeline.serving.timeout),
+            fixed=pipeline.learner.deterministic,
         ),
     )
 

@@ -11,7 +11,7 @@ from torch import nn
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
 from learner.config import (
-    CutsSettings,
+    CheckpointSettings,
     GateSettings,
     LearnerSettings,
     ModelSettings,
@@ -43,7 +43,7 @@ class Deployment:
     learner: LearnerSettings
     replay: ReplaySettings
     versions: VersionsSettings
-    cuts: CutsSettings
+    checkpoints: CheckpointSettings
     gate: GateSettings
     seed: int
     folder: Path
@@ -51,7 +51,7 @@ class Deployment:
     state_dir: Path
     read_token: str
     """Wanted by `/metrics`, unless it is empty."""
-    share: Terms
+    device_sharing: Terms
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingest.config import StreamSettings
-from learner.config import LearnerSettings, ShareSettings, StrategySettings
+from learner.config import DeviceSharingSettings, LearnerSettings, StrategySettings
 from replay.config import COMPARING, ReplaySettings
 
 Point = Mapping[str, Any]
@@ -129,7 +129,7 @@ RULES = (
     Rule("replay.admission", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "reservoir"'),
     Rule("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
     Rule("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
-    Rule("share.yield_at", _at_layers, "learner.compile", _on, _FUSED, 'write "micro-batch"'),
+    Rule("device_sharing.yield_at", _at_layers, "learner.compile", _on, _FUSED, 'write "micro-batch"'),
     Rule("learner.hosts", _many, "learner.deterministic", _on, _APART, "set it to 1"),
     Rule("learner.standby", _on, "learner.replicas", _many, _ALONE, "set it to false"),
     Rule("learner.standby", _on, "learner.hosts", _many, _ALONE, "set it to false"),
@@ -143,13 +143,13 @@ def point(
     learner: LearnerSettings,
     replay: ReplaySettings,
     stream: StreamSettings | None = None,
-    share: ShareSettings | None = None,
+    sharing: DeviceSharingSettings | None = None,
 ) -> Point:
     """Return what the rules look at."""
     named = {"strategy": learner.strategy.name, "optimizer": learner.optimizer.name}
     sections = {"learner": learner.model_dump() | named, "replay": replay.model_dump()}
-    if share is not None:
-        sections["share"] = share.model_dump()
+    if sharing is not None:
+        sections["device_sharing"] = sharing.model_dump()
     found = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     return found if stream is None else {**found, "stream.lag_policy.action": stream.lag_policy.action}
 

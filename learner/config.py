@@ -11,7 +11,7 @@ from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import DeviceName, Section, written
 from ingest.config import HoldOut
 
-_GUARD_SALT = 0x5F3759DF
+_HOLDOUT_SALT = 0x5F3759DF
 _IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 TASK_NAMES = ("classification", "multilabel", "regression")
 """The tasks that come with the learner."""
@@ -101,9 +101,9 @@ def _named(value: object) -> object:
 class DriftSettings(Section):
     """What is done when the error on new events rises: the stream has changed."""
 
-    actions: tuple[Literal["mark", "raise-lr", "raise-replay", "cut"], ...] = ("mark",)
+    actions: tuple[Literal["mark", "raise-lr", "raise-replay", "checkpoint"], ...] = ("mark",)
     """`mark` counts and logs it, as every other does too; `raise-lr` and `raise-replay` raise the learning rate and the
-    replay ratio for a while; `cut` begins a cut before that. Empty: drift is not looked for."""
+    replay ratio for a while; `checkpoint` begins a checkpoint before that. Empty: drift is not looked for."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 0.002
     """Chance of finding drift in a window where there is none; smaller finds less, and later."""
     lr_factor: Annotated[float, Field(ge=1, le=100)] = 2.0
@@ -200,7 +200,7 @@ class LearnerSettings(Section):
     """Whether `anabranch up` keeps a second process that has imported what a learner needs, and that goes on when the
     learner dies."""
     stop_timeout: PositiveDuration = timedelta(seconds=30)
-    """Time in which SIGTERM stops the learner, its last cut and version included."""
+    """Time in which SIGTERM stops the learner, its last checkpoint and version included."""
     status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"
     """Address of the learner's `/metrics` and `/healthz`; off loopback `serving.tokens.read` is required."""
 
@@ -231,21 +231,21 @@ class VersionsSettings(Section):
     """Beyond those, the last version of each of so many hours."""
 
 
-class CutsSettings(Section):
+class CheckpointSettings(Section):
     """How often everything is saved that a restart resumes from."""
 
     every: PositiveDuration = timedelta(seconds=30)
-    """Time between cuts: what a crash costs at most is learning that long again."""
+    """Time between checkpoints: what a crash costs at most is learning that long again."""
     keep: Annotated[int, Field(ge=2)] = 3
-    """Newest cuts to keep."""
+    """Newest checkpoints to keep."""
 
 
 class GateSettings(Section):
     """The held-out events by which versions are judged."""
 
-    guard_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Fraction of the labelled events that is held out: never trained on, never replayed."""
-    guard_rows: Annotated[int, Field(ge=1)] = 2000
+    holdout_rows: Annotated[int, Field(ge=1)] = 2000
     """Held-out events to keep: a quarter are the youngest, and of the rest each class has its fair share."""
     max_drop_new: Annotated[float, Field(ge=0)] = 0.02
     """How much worse than the served version one may be on the youngest held-out events: of the accuracy, or as a part
@@ -253,19 +253,19 @@ class GateSettings(Section):
     max_drop_old: Annotated[float, Field(ge=0)] = 0.02
     """The same on older ones, and compared with the best version served within `max_hold` too."""
     min_rows: Annotated[int, Field(ge=1)] = 1000
-    """Held-out events that a verdict takes; with fewer a version is served, marked `abstain`."""
+    """Held-out events that a verdict takes; with fewer a version is served, marked `inconclusive`."""
     max_hold: PositiveDuration = timedelta(minutes=10)
     """How long versions may fail in a row before `on_hold` holds."""
     on_hold: Literal["alert", "serve"] = "alert"
-    """What is done then: `alert` goes on and is ill; `serve` serves the next one all the same, and it is from then on
-    what others are compared with."""
+    """What is done then: `alert` goes on and is unhealthy; `serve` serves the next one all the same, and it is from
+    then on what others are compared with."""
 
     def hold_out(self, seed: int) -> HoldOut:
         """Return which events of a pipeline are held out: a choice that is independent of what is kept."""
-        return HoldOut(fraction=self.guard_fraction, seed=seed ^ _GUARD_SALT)
+        return HoldOut(fraction=self.holdout_fraction, seed=seed ^ _HOLDOUT_SALT)
 
 
-class ShareSettings(Section):
+class DeviceSharingSettings(Section):
     """How serving borrows the device from the learner."""
 
     policy: Literal["inference-first", "fraction", "exclusive"] = "inference-first"

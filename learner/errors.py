@@ -3,10 +3,10 @@
 SettingsError
 |-- ModelError            the model's factory or its output does not fit (exit 2)
 |-- VersionError          a version directory cannot be used: missing, torn, or another schema's
-`-- CutError              a cut cannot be used: damaged
+`-- CheckpointError              a checkpoint cannot be used: damaged
     `-- MisfitError       ... or whole, and of another schema or release, or too old
 
-RankLostError             another rank is gone: end, and all ranks begin again from the newest cut
+RankLostError             another rank is gone: end, and all ranks begin again from the newest checkpoint
 RankTooLargeError         a device ran out of memory: the same, with fewer events at once on this host
 """
 
@@ -23,12 +23,13 @@ class VersionError(SettingsError):
     """A version is refused: no manifest, a file that does not have its digest, or weights that do not fit."""
 
 
-class CutError(SettingsError):
-    """A cut is refused: damaged, made under another schema, or of another model."""
+class CheckpointError(SettingsError):
+    """A checkpoint is refused: damaged, made under another schema, or of another model."""
 
 
-class MisfitError(CutError):
-    """A cut is whole, and of another schema or release, or too old: a person decides, and none takes its place."""
+class MisfitError(CheckpointError):
+    """A checkpoint is whole, and of another schema or release, or too old: a person decides, and none takes its
+    place."""
 
 
 class RankLostError(Exception):

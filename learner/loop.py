@@ -17,17 +17,17 @@ from ingest.reader.reader import Partition, Source
 from learner.adaptation.drift import Drift
 from learner.adaptation.forgetting_probe import Probe
 from learner.adaptation.replay_ratio import Tally, make_ratio
-from learner.checkpointing.checkpointer import Cutter, Moment
-from learner.checkpointing.erasure import Forgetting
+from learner.checkpointing.checkpointer import Checkpointer, Moment
+from learner.checkpointing.erasure import Erasure
 from learner.config import LearnerSettings
 from learner.evaluation.forgetting_metric import retention_of
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.prequential import Prequential, Scored
 from learner.metrics import LearnerMetrics
 from learner.model.faulty_events import Raised, RaisingEventsError
 from learner.publishing.publisher import Progress, Publisher, Snapshot
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import FORGOTTEN, Cut
+from learner.state_dir.checkpoint import ERASED, Checkpoint
 from learner.strategies.examples import OUTPUT, Examples, rehearsal
 from learner.stream.batches import Batch, Batches
 from learner.stream.lag import LagPolicy
@@ -57,10 +57,10 @@ class Parts:
     source: Source | Sources
     trainer: Trainer
     clerk: Clerk | None
-    guard: GuardSet
+    holdout: HoldoutSet
     publisher: Publisher
-    cutter: Cutter
-    forgetting: Forgetting
+    checkpointer: Checkpointer
+    erasure: Erasure
     lag: LagPolicy
 
 
@@ -99,7 +99,7 @@ class Loop:
         self.prequential = Prequential(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
         self.ratio = make_ratio(settings, bounded=bounded)
-        self._probe = Probe(self.ratio, parts.guard, parts.trainer, settings.batch_size)
+        self._probe = Probe(self.ratio, parts.holdout, parts.trainer, settings.batch_size)
         self.steps = 0
         self.rows_new = 0
         self.rows_replay = 0
@@ -108,7 +108,8 @@ class Loop:
         self._told_of_score = False
 
     def begin(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
-        """Have a cut say where each partition is begun, where there is no cut: called before `run`, once that is known.
+        """Have a checkpoint say where each partition is begun, where there is no checkpoint: called before `run`, once
+        that is known.
 
         Without it a restart would begin at `stream.start` again, which by then may be another place. `at_boundary` is
         called while this waits for the disk.
@@ -117,7 +118,7 @@ class Loop:
             DependencyError: it cannot be written.
         """
         self._meet_partitions()
-        self._parts.cutter.cut_first({"ledger": self.ledger.state()}, stop, at_boundary)
+        self._parts.checkpointer.checkpoint_first({"ledger": self.ledger.state()}, stop, at_boundary)
 
     def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
         """Learn until `stop` is set; `at_boundary` is called between steps.
@@ -126,7 +127,7 @@ class Loop:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
         """
         self._plan_ahead()
-        self._cut_if_due()  # the cut that this goes on from may have left too few slots for a step
+        self._checkpoint_if_due()  # the checkpoint that this goes on from may have left too few slots for a step
         while not stop.is_set():
             batch = self._batches.next(stop)
             self._meet_partitions()
@@ -134,46 +135,47 @@ class Loop:
                 self._settle(batch)
             else:
                 self.count()
-            self._parts.forgetting.look_if_due()
+            self._parts.erasure.look_if_due()
             self._parts.publisher.publish_if_due(self._progress, self._snapshot)
-            self._parts.publisher.watch_if_due(lambda: self._parts.guard.held)
+            self._parts.publisher.watch_if_due(lambda: self._parts.holdout.held)
             self._hold_out_no_more()
-            self._cut_if_due()
+            self._checkpoint_if_due()
             self._commit_if_due()
             at_boundary()
         self.count()
 
     def finish(self, deadline: Deadline) -> None:
-        """Publish what was learned since the last version, cut, and commit positions, before the deadline.
+        """Publish what was learned since the last version, checkpoint, and commit positions, before the deadline.
 
-        Weights that are spoiled are not cut: the next start goes on from before, and learns the events since again.
+        Weights that are spoiled are not checkpoint: the next start goes on from before, and learns the events since
+        again.
         """
-        self._parts.forgetting.look()
-        if self._parts.forgetting.settled and not self.spoiled and not self.raised.is_all:
-            self._parts.cutter.cut_last(self._moment, deadline, self._standing)
+        self._parts.erasure.look()
+        if self._parts.erasure.settled and not self.spoiled and not self.raised.is_all:
+            self._parts.checkpointer.checkpoint_last(self._moment, deadline, self._standing)
         else:
-            self._parts.cutter.wait(deadline)
+            self._parts.checkpointer.wait(deadline)
         self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
         self._next_commit = 0.0
         self._commit_if_due()
-        self._parts.forgetting.finish(deadline)
+        self._parts.erasure.finish(deadline)
 
     def _settle(self, batch: Batch) -> None:
         """Do all that a batch is about, in an order in which a crash costs nothing.
 
         Only the first is durable, and may be done again: a crash anywhere loses the batch whole, and a restart learns
-        it again from the cut.
+        it again from the checkpoint.
 
-        1. Write down what tombstones forget, which alone is durable, and leave out what is forgotten.
+        1. Write down what tombstones erase, which alone is durable, and leave out what is erased.
         2. Take the old events that were chosen some steps ago: no event is replayed in the step that learns it.
         3. Test, then train. A step that is not finite leaves the weights as they were; events on which the model raises
            are skipped, and the others learned.
         4. Offer the events to the store: after the step, and only if they were learned. Choose for a later step.
-        5. Put held-out events into the guard set.
+        5. Put held-out events into the holdout set.
         6. Settle outcomes and positions: from here on a version says that it has learned them.
         """
         names = [account.name for account in self.ledger.partitions]
-        batch = self._parts.forgetting.filter(batch, lambda: self.ledger.positions)
+        batch = self._parts.erasure.filter(batch, lambda: self.ledger.positions)
         outcome, reason = Outcome.TRAINED, SkipReason.NONE
         if len(batch):
             result = self._step(batch)
@@ -186,7 +188,7 @@ class Loop:
                 embedding = columns.get(_EMBEDDING)
                 self._parts.clerk.offer(columns, names, None if embedding is None else embedding.astype(np.float32))
             self._plan_ahead()
-        self._parts.guard.add(batch.held_out, names)
+        self._parts.holdout.add(batch.held_out, names)
         for span in batch.spans:
             self.ledger.advance(span, outcome, reason)
         if self.ledger.full:
@@ -266,7 +268,7 @@ class Loop:
         for found in (self._parts.publisher.raised, self._probe.raised):
             while found:
                 hashes, said = found.popleft()
-                left = self._parts.guard.remove(hashes)
+                left = self._parts.holdout.remove(hashes)
                 if left and (count := len(left["offset"])):
                     self._metrics.learner.raised.labels("held_out").inc(count)
                     self.raised.tell("which are held out no more", self._names(left), said)
@@ -278,7 +280,7 @@ class Loop:
         return [f"{accounts[at].name.topic}[{accounts[at].name.partition}]@{offset}" for at, offset in places]
 
     def _drawn(self, new: int) -> tuple[Sequence[Examples], Draw | None, Tally | None]:
-        """Draw what the step replays, and score some old events first in a step that measures how much is forgotten."""
+        """Draw what the step replays, and score some old events first in a step that measures how much is erased."""
         clerk, trainer, wanted = self._parts.clerk, self._parts.trainer, self._replayed(new)
         if clerk is None:
             return (), None, None
@@ -306,8 +308,8 @@ class Loop:
             )
         if self.drift.add(self.steps, new):
             self._metrics.learner.drifts.inc()
-            if self.drift.cuts:
-                self._parts.cutter.ask()
+            if self.drift.checkpoints:
+                self._parts.checkpointer.ask()
             else:
                 self._respond()
 
@@ -378,7 +380,7 @@ class Loop:
         partitions = self._parts.source.partitions
         if partitions is not self._met:
             self._met = partitions
-            self._parts.forgetting.meet(partitions, lambda: self.ledger.positions)
+            self._parts.erasure.meet(partitions, lambda: self.ledger.positions)
             for index, partition in enumerate(partitions):
                 if index == len(self.ledger.partitions):
                     self.ledger.take_up(partition.name, partition.start)
@@ -404,42 +406,43 @@ class Loop:
     @property
     def too_many_raised(self) -> str | None:
         """One sentence when the model raises on too many of the new events. Any thread may ask."""
-        return self.raised.ill(self.rows_new + self.raised.new)
+        return self.raised.problem(self.rows_new + self.raised.new)
 
     @property
-    def note(self) -> str | None:
-        """One sentence on what the learner did to go on, though it is not ill."""
-        return self._parts.trainer.note
+    def warning(self) -> str | None:
+        """One sentence on what the learner did to go on, though it is healthy."""
+        return self._parts.trainer.warning
 
-    def restore(self, cut: Cut) -> None:
-        """Take up a cut, before the first step, but for the store's part; raises CutError when it does not fit."""
-        parts, state = self._parts, cut.state
-        if cut.begins:
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take up a checkpoint, before the first step, but for the store's part; raises CheckpointError when it does
+        not fit."""
+        parts, state = self._parts, checkpoint.state
+        if checkpoint.begins:
             self.ledger.restore(state["ledger"])
             return
-        parts.trainer.restore(cut.tensors, state["trainer"])
-        parts.guard.restore(cut.tensors["guard"])
+        parts.trainer.restore(checkpoint.tensors, state["trainer"])
+        parts.holdout.restore(checkpoint.tensors["holdout"])
         self.ledger.restore(state["ledger"])
         self.rates.restore(state.get("rates", {}), self.ledger.partitions)
         self.prequential.restore(state["prequential"])
         self.drift.restore(state["drift"])
         self.ratio.restore(state["ratio"])
         parts.publisher.retention = retention_of(state["retention"])
-        self.steps, self.rows_new, self.rows_replay = cut.step, state["rows_new"], state["rows_replay"]
+        self.steps, self.rows_new, self.rows_replay = checkpoint.step, state["rows_new"], state["rows_replay"]
         self._replay_debt = state["replay_debt"]
         self._batches.restore(state.get("batches", {}))
         parts.lag.restore(state.get("lag", {}))
         parts.publisher.jury.restore(state.get("gate", {}))
         parts.publisher.go_on_from(self._progress(), self.ledger.trained_through)
-        parts.trainer.restore_generators(cut.tensors["rng"], state["rng"])
+        parts.trainer.restore_generators(checkpoint.tensors["rng"], state["rng"])
         if self.drift.pending:
             self._respond()
 
     def _moment(self, number: int) -> Moment:
-        """Copy all that cut `number` is made from; called between steps."""
+        """Copy all that checkpoint `number` is made from; called between steps."""
         parts = self._parts
         self.rates.measure(self.ledger.partitions)
-        tensors = parts.trainer.tensors() | {"guard": parts.guard.tensors()}
+        tensors = parts.trainer.tensors() | {"holdout": parts.holdout.tensors()}
         tensors["rng"], rng_values = parts.trainer.generators()
         state = {
             "trainer": parts.trainer.state(),
@@ -457,14 +460,14 @@ class Loop:
             "batches": self._batches.state(),
             "lag": parts.lag.state(),
             "gate": parts.publisher.jury.state(),
-            FORGOTTEN: parts.forgetting.looked,
+            ERASED: parts.erasure.looked,
         }
         return Moment(self.steps, tensors, state, parts.clerk.store.hold(number) if parts.clerk is not None else None)
 
     def _standing(self) -> object:
-        """What tells one cut from the next: a change of anything else comes with a change of these."""
+        """What tells one checkpoint from the next: a change of anything else comes with a change of these."""
         parts = self._parts
-        return self.steps, self.ledger.state(), self.drift.state(), parts.publisher.retention, parts.forgetting.records
+        return self.steps, self.ledger.state(), self.drift.state(), parts.publisher.retention, parts.erasure.records
 
     def _progress(self) -> Progress:
         """What tells one version from the next: steps, and positions, which held-out and bad events move as well."""
@@ -475,21 +478,22 @@ class Loop:
             step=self.steps,
             weights=self._parts.trainer.snapshot(),
             trained_through=self.ledger.trained_through,
-            guard=self._parts.guard.held,
+            holdout=self._parts.holdout.held,
             accuracy_now=self.prequential.mean,
             learned=self.ledger.take_learned(),
         )
 
-    def _cut_if_due(self) -> None:
-        """Cut when it is time, but not while steps are not finite: it may be the weights, and the good cuts go.
+    def _checkpoint_if_due(self) -> None:
+        """Write a checkpoint when it is due, but not while steps are not finite: it may be the weights, and the good
+        checkpoints go.
 
         Nor while the model raises on everything: when it was corrected, the events since are learned after all.
         """
-        if self._parts.forgetting.settled and not self.non_finite_in_a_row and not self.raised.is_all:
-            self._parts.cutter.cut_if_due(self._moment, self._standing)
+        if self._parts.erasure.settled and not self.non_finite_in_a_row and not self.raised.is_all:
+            self._parts.checkpointer.checkpoint_if_due(self._moment, self._standing)
         else:
-            self._parts.cutter.end_if_written()
-        if self.drift.pending and not self._parts.cutter.asked:
+            self._parts.checkpointer.end_if_written()
+        if self.drift.pending and not self._parts.checkpointer.asked:
             self._respond()
 
     def _commit_if_due(self) -> None:

@@ -70,24 +70,30 @@ class LearnerMetrics:
         self.publish_skipped = Counter(
             "anabranch_publish_skipped", "Versions that fell due while one was being written.", registry=registry
         )
-        self.cut = Histogram(
-            "anabranch_cut_duration_seconds",
-            "Time to write a cut, in the background.",
+        self.checkpoint = Histogram(
+            "anabranch_checkpoint_duration_seconds",
+            "Time to write a checkpoint, in the background.",
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
             registry=registry,
         )
-        self.cut_stall = Counter(
-            "anabranch_cut_stall_seconds", "Time that steps waited for a cut to be written.", registry=registry
+        self.checkpoint_stall = Counter(
+            "anabranch_checkpoint_stall_seconds",
+            "Time that steps waited for a checkpoint to be written.",
+            registry=registry,
         )
-        self.cut_number = Gauge("anabranch_cut_number", "The newest cut; 0 without one.", registry=registry)
-        self.cut_time = Gauge("anabranch_cut_time_seconds", "When it was made, since 1970.", registry=registry)
-        self.guard = Gauge("anabranch_guard_rows", "Held-out events in the guard set.", registry=registry)
+        self.checkpoint_number = Gauge(
+            "anabranch_checkpoint_number", "The newest checkpoint; 0 without one.", registry=registry
+        )
+        self.checkpoint_time = Gauge(
+            "anabranch_checkpoint_time_seconds", "When it was made, since 1970.", registry=registry
+        )
+        self.holdout = Gauge("anabranch_holdout_rows", "Held-out events in the holdout set.", registry=registry)
         self.heartbeat = Gauge(
             "anabranch_learner_heartbeat_time_seconds",
             "When the loop last passed a boundary between steps or idle polls, since 1970; 0 while it starts.",
             registry=registry,
         )
-        self.ill = Gauge("anabranch_learner_ill", "Parts that do not work as they should.", registry=registry)
+        self.problems = Gauge("anabranch_learner_problems", "Parts that do not work as they should.", registry=registry)
         self.trained_through = Gauge(
             "anabranch_learner_trained_through_offset",
             "Last offset up to which every event has its outcome.",
@@ -103,14 +109,14 @@ class LearnerMetrics:
         self.hold = Gauge(
             "anabranch_gate_hold_seconds", "Time for which versions have failed in a row; 0 if none.", registry=registry
         )
-        self.share_wait = Histogram(
-            "anabranch_share_wait_duration_seconds",
+        self.device_sharing_wait = Histogram(
+            "anabranch_device_sharing_wait_duration_seconds",
             "Time that training took to give way to a request.",
             buckets=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3),
             registry=registry,
         )
-        self.share_training = Gauge(
-            "anabranch_share_training_ratio",
+        self.device_sharing_training = Gauge(
+            "anabranch_device_sharing_training_ratio",
             "Part of the time of steps that was not given to requests.",
             registry=registry,
         )

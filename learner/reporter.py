@@ -8,14 +8,14 @@ from pathlib import Path
 
 from ingest.reader.multi_host import Sources
 from ingest.reader.reader import Source
-from learner.checkpointing.checkpointer import Cutter
-from learner.checkpointing.erasure import Forgetting
-from learner.device_sharing.sharing import Sharing
-from learner.evaluation.holdout import GuardSet
+from learner.checkpointing.checkpointer import Checkpointer
+from learner.checkpointing.erasure import Erasure
+from learner.device_sharing.sharing import DeviceSharing
+from learner.evaluation.holdout import HoldoutSet
 from learner.loop import Loop, Metrics
 from learner.publishing.publisher import Publisher
 from learner.runtime.heartbeat import Heartbeat
-from learner.state_dir.lock import check_epoch
+from learner.state_dir.lock import check_generation
 from learner.state_dir.report import LearnerReport, write_report
 from learner.stream.lag import LagPolicy
 from learner.stream.outcome_counters import LetterCounters
@@ -31,14 +31,14 @@ class Reporter:
     def __init__(
         self,
         state_dir: Path,
-        epoch: int,
+        generation: int,
         loop: Loop,
         source: Source | Sources,
         clerk: Clerk | None,
-        guard: GuardSet,
+        holdout: HoldoutSet,
         publisher: Publisher,
-        cutter: Cutter,
-        forgetting: Forgetting,
+        checkpointer: Checkpointer,
+        erasure: Erasure,
         lag: LagPolicy,
         metrics: Metrics,
         *,
@@ -46,17 +46,17 @@ class Reporter:
         classification: bool,
         launched: bool = False,
         absent: Sequence[int] = (),
-        sharing: Sharing | None = None,
+        sharing: DeviceSharing | None = None,
     ) -> None:
         self._state_dir = state_dir
-        self._epoch = epoch
+        self._generation = generation
         self._loop = loop
         self._source = source
         self._clerk = clerk
-        self._guard = guard
+        self._holdout = holdout
         self._publisher = publisher
-        self._cutter = cutter
-        self._forgetting = forgetting
+        self._checkpointer = checkpointer
+        self._erasure = erasure
         self._lag = lag
         self._resumed_at = loop.steps
         self._metrics = metrics
@@ -70,41 +70,41 @@ class Reporter:
         )
         self._launcher = os.getppid() if launched else None
         self._started = time.time()
-        self._ill: str | None = None
+        self._problem: str | None = None
         self._letters = LetterCounters(metrics.ingest.letters_dropped)
         self._due = 0.0
         self._heartbeat = Heartbeat(metrics.learner.heartbeat)
         self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
 
-    def ill(self) -> list[str]:
+    def problems(self) -> list[str]:
         """One sentence for each part that does not work as it should. Any thread may ask, also while the loop hangs."""
-        replay = self._clerk.ill if self._clerk is not None else None
+        replay = self._clerk.problem if self._clerk is not None else None
         parts = (
-            self._heartbeat.ill,
-            self._source.ill,
-            self._publisher.ill,
-            self._publisher.jury.ill,
-            self._cutter.ill,
-            self._forgetting.ill,
+            self._heartbeat.problem,
+            self._source.problem,
+            self._publisher.problem,
+            self._publisher.jury.problem,
+            self._checkpointer.problem,
+            self._erasure.problem,
             replay,
-            self._ill,
+            self._problem,
             self._spoiled(),
             self._loop.too_many_raised,
             self._absent,
         )
         return [sentence for sentence in parts if sentence]
 
-    def notes(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """One sentence for each thing that was done to go on, and that a person may want to change. Any thread."""
-        return [note for note in (self._loop.note, self._lag.note) if note]
+        return [each for each in (self._loop.warning, self._lag.warning) if each]
 
     def _spoiled(self) -> str | None:
         if not self._loop.spoiled:
             return None
         return (
             f"the last {self._loop.non_finite_in_a_row} steps were skipped because loss or gradient was not finite: "
-            "are the weights? No cut is made until a step is finite, so that a restart goes on from before"
+            "are the weights? No checkpoint is made until a step is finite, so that a restart goes on from before"
         )
 
     def report_if_due(self) -> None:
@@ -120,7 +120,7 @@ class Reporter:
         Raises:
             SecondLearnerError: another learner has taken this one's place, and reports where it would.
         """
-        check_epoch(self._state_dir, self._epoch)
+        check_generation(self._state_dir, self._generation)
         self._loop.count()
         loop, publisher, store = self._loop, self._publisher, None
         if self._clerk is not None:
@@ -130,16 +130,16 @@ class Reporter:
         report = LearnerReport(
             pid=os.getpid(),
             launcher=self._launcher,
-            epoch=self._epoch,
+            generation=self._generation,
             started=self._started,
             time=time.time(),
             strategy=self._strategy,
             steps=loop.steps,
             steps_since_start=loop.steps - self._resumed_at,
-            cut=self._cutter.number or None,
-            cut_time=self._cutter.time,
-            ill=self.ill(),
-            notes=self.notes(),
+            checkpoint=self._checkpointer.number or None,
+            checkpoint_time=self._checkpointer.time,
+            problems=self.problems(),
+            warnings=self.warnings(),
             outcomes=loop.ledger.outcomes,
             skipped=loop.ledger.skipped,
             unknown_fields=self._source.unknown_fields,
@@ -163,10 +163,10 @@ class Reporter:
             replay_capacity=store.capacity if store is not None else None,
             replay_bounds=store.bounds if store is not None else {},
             replay_lost=store.lost if store is not None else 0,
-            guard_rows=len(self._guard),
-            share=self._sharing.report if self._sharing is not None else None,
-            forgotten=self._forgetting.records,
-            forgotten_through=self._forgetting.through,
+            holdout_rows=len(self._holdout),
+            device_sharing=self._sharing.report if self._sharing is not None else None,
+            erased=self._erasure.records,
+            erased_through=self._erasure.through,
             version=publisher.number,
             verdict=publisher.verdict,
             held_since=publisher.jury.held_since,
@@ -181,12 +181,12 @@ class Reporter:
         try:
             write_report(self._state_dir, report)
         except OSError as exc:
-            self._ill = f"{self._state_dir} cannot be written to: {exc.strerror or exc}"
+            self._problem = f"{self._state_dir} cannot be written to: {exc.strerror or exc}"
         else:
-            self._ill = None
+            self._problem = None
 
     def _windows(self) -> dict[str, float]:
-        """Mean scores: of new events before training on them, and of the guard set."""
+        """Mean scores: of new events before training on them, and of the holdout set."""
         found, prequential = self._publisher.evaluation.windows, self._loop.prequential
         windows = {name: found[name] for name in ("worst", "worst_group", "old") if name in found}
         windows |= self._publisher.retention.windows
@@ -226,12 +226,12 @@ class Reporter:
             self._metrics.learner.error.labels(window).set(value)
         self._set_measures(report)
         self._metrics.learner.micro_batch.set(self._loop.micro_batch_size or 0)
-        self._metrics.learner.guard.set(report.guard_rows)
+        self._metrics.learner.holdout.set(report.holdout_rows)
         self._metrics.learner.version.set(report.version or 0)
         self._metrics.learner.hold.set(self._publisher.jury.held_seconds)
-        self._metrics.learner.cut_number.set(report.cut or 0)
-        self._metrics.learner.cut_time.set(report.cut_time or 0)
-        self._metrics.learner.ill.set(len(report.ill))
+        self._metrics.learner.checkpoint_number.set(report.checkpoint or 0)
+        self._metrics.learner.checkpoint_time.set(report.checkpoint_time or 0)
+        self._metrics.learner.problems.set(len(report.problems))
 
     def _set_measures(self, report: LearnerReport) -> None:
         """Set what is known of the model beside its windows; classes and groups that are told of no more disappear."""
@@ -239,8 +239,8 @@ class Reporter:
         for window, value in report.loss.items():
             metrics.loss.labels(window).set(value)
         metrics.window.set(report.window_rows)
-        if report.share is not None:
-            metrics.share_training.set(report.share.training)
+        if report.device_sharing is not None:
+            metrics.device_sharing_training.set(report.device_sharing.training)
         metrics.replay_ratio.set(report.replay_ratio)
         if report.forgetting is not None:
             metrics.forgetting.set(report.forgetting)

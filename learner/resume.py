@@ -1,4 +1,4 @@
-"""What a learner goes on from: the newest cut that is whole, without what was forgotten since."""
+"""What a learner goes on from: the newest checkpoint that is whole, without what was erased since."""
 
 import logging
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import check_age, remembered
 from learner.config import LearnerSettings
 from learner.loop import Loop
-from learner.state_dir.checkpoint import RANK, Cut, Cuts
+from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
 from learner.strategies.examples import OUTPUT, kept
 from learner.stream.batches import most_stored
 from learner.stream.round_robin import MOST_ROWS as MOST_WAITING
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erasure_log import ErasureLog
 from replay.snapshot import Contents
 from replay.store import Store
 from replay.tiers.disk_files import make_way
@@ -31,36 +31,43 @@ class Resumed:
     """What there is of an earlier life.
 
     Attributes:
-        cuts: where cuts lie.
-        found: the number of the cut that is gone on from, and the cut; None where learning begins anew.
+        checkpoints: where checkpoints lie.
+        found: the number of the checkpoint that is gone on from, and the checkpoint; None where learning begins anew.
         contents: what it has of the store.
         segments: the parts that those lie in.
-        less: events that it has and that are forgotten by now: of the store, and of the guard set.
-        first: whether no cut names anything that a store has left.
+        less: events that it has and that are erased by now: of the store, and of the holdout set.
+        first: whether no checkpoint names anything that a store has left.
     """
 
-    cuts: Cuts
-    found: tuple[int, Cut] | None
+    checkpoints: Checkpoints
+    found: tuple[int, Checkpoint] | None
     contents: Contents | None
     segments: Sequence[Segment]
     less: tuple[int, int]
     first: bool
 
     @classmethod
-    def newest(cls, cuts: Cuts, written: ForgottenLog) -> "Resumed":
-        """Read the newest cut that is whole; raises CutError where it cannot be used."""
-        cuts.clean()
-        found = cuts.newest()
+    def newest(cls, checkpoints: Checkpoints, written: ErasureLog) -> "Resumed":
+        """Read the newest checkpoint that is whole; raises CheckpointError where it cannot be used."""
+        checkpoints.clean()
+        found = checkpoints.newest()
         if found is None:
-            return cls(cuts, None, None, (), (0, 0), first=True)
+            return cls(checkpoints, None, None, (), (0, 0), first=True)
         number, whole = found
         check_age(number, whole, written)
-        cut, less = remembered(whole, written.forgotten)
-        contents, segments = unpack(cut) or (None, ())
-        return cls(cuts, (number, cut), contents, segments, less, first=cut.begins and cuts.numbers() == [number])
+        checkpoint, less = remembered(whole, written.erased)
+        contents, segments = unpack(checkpoint) or (None, ())
+        return cls(
+            checkpoints,
+            (number, checkpoint),
+            contents,
+            segments,
+            less,
+            first=checkpoint.begins and checkpoints.numbers() == [number],
+        )
 
     def store(self, deployment: Deployment, bench: Workbench, ranks: int) -> Store | None:
-        """Compose the store of so many ranks, with what the cut has of it; None where nothing is replayed.
+        """Compose the store of so many ranks, with what the checkpoint has of it; None where nothing is replayed.
 
         Raises:
             SettingsError: the stored events lack what the strategy wants of them, or the store cannot be had.
@@ -85,25 +92,30 @@ class Resumed:
         )
 
     def restore(self, loop: Loop) -> None:
-        """Have the loop go on from the cut, if there is one."""
+        """Have the loop go on from the checkpoint, if there is one."""
         if self.found is None:
-            log.info("there is no cut in %s: learning begins anew", self.cuts.path)
+            log.info("there is no checkpoint in %s: learning begins anew", self.checkpoints.path)
             return
-        number, cut = self.found
-        loop.restore(cut)
-        if cut.begins:
-            log.info("cut %d says where the stream is begun, and nothing is learned yet: learning begins there", number)
+        number, checkpoint = self.found
+        loop.restore(checkpoint)
+        if checkpoint.begins:
+            log.info(
+                "checkpoint %d says where the stream is begun, and nothing is learned yet: learning begins there",
+                number,
+            )
         else:
-            log.info("going on from cut %d at step %d", number, cut.step)
+            log.info("going on from checkpoint %d at step %d", number, checkpoint.step)
 
 
-def check_columns(number: int, cut: Cut, wanted: list[int] | None, strategy: str) -> None:
-    """Raise SettingsError unless the events that a cut has stored have the output that the strategy wants, or none."""
-    before = cut.state.get(OUTPUT)
+def check_columns(number: int, checkpoint: Checkpoint, wanted: list[int] | None, strategy: str) -> None:
+    """Raise SettingsError unless the events that a checkpoint has stored have the output that the strategy wants, or
+    none."""
+    before = checkpoint.state.get(OUTPUT)
     if before != wanted:
         raise SettingsError(
-            f'learner.strategy = "{strategy}" wants {_output(wanted)} kept with each stored event, and cut {number} '
-            f"has {_output(before)}; put back the strategy and model of the cut, or begin anew by moving the cuts away"
+            f'learner.strategy = "{strategy}" wants {_output(wanted)} kept with each stored event, and checkpoint '
+            f"{number} has {_output(before)}; put back the strategy and model of the checkpoint, or begin anew by "
+            "moving the checkpoints away"
         )
 
 

@@ -17,15 +17,15 @@ from ingest.metrics import IngestMetrics
 from ingest.reader.multi_host import Sources
 from ingest.reader.reader import Source
 from learner.build import Deployment, Workbench, prepare
-from learner.checkpointing.checkpointer import Cutter
-from learner.checkpointing.erasure import Forgetting
+from learner.checkpointing.checkpointer import Checkpointer
+from learner.checkpointing.erasure import Erasure
 from learner.device_sharing.cuda_limits import confined, limit_threads
-from learner.device_sharing.sharing import share
+from learner.device_sharing.sharing import device_sharing
 from learner.distributed.channel import Channel, lead
 from learner.distributed.data_parallel import Replicas
 from learner.distributed.leader import Leader
 from learner.distributed.process_group import Place
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
@@ -37,21 +37,22 @@ from learner.resume import Resumed
 from learner.runtime.profiler import Tracing
 from learner.runtime.shutdown import Deadline, bounded
 from learner.runtime.status_server import serve_status
-from learner.state_dir.checkpoint import RANK, Cuts
-from learner.state_dir.lock import check_epoch, hold_state_directory
+from learner.state_dir.checkpoint import RANK, Checkpoints
+from learner.state_dir.lock import check_generation, hold_state_directory
 from learner.state_dir.version import Versions, reference_to
 from learner.stream.lag import LagPolicy
-from learner.training.out_of_memory import note
+from learner.training.out_of_memory import oom_warning
 from learner.training.trainer import Trainer
 from replay.background_store import Clerk
 from replay.erasure.erasure_log import NAME as LOG
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erasure_log import ErasureLog
 from replay.metrics import ReplayMetrics
 
 _FINISHING_SHARE = 0.8
 _AWAY = (
-    "the cuts in {} cannot be read for now, and no older one takes the place of the newest; start again once its disk "
-    "answers, or move the folder of a cut away that it has lost"
+    "the checkpoints in {} cannot be read for now, and no older one takes the place of the newest; start again once "
+    "its disk "
+    "answers, or move the folder of a checkpoint away that it has lost"
 )
 
 log = logging.getLogger(__name__)
@@ -72,31 +73,36 @@ def learn(
     metrics = Metrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
     with contextlib.ExitStack() as stack:
         stack.enter_context(bounded(stop, deployment.learner.stop_timeout))
-        limit_threads(deployment.share.settings)
+        limit_threads(deployment.device_sharing.settings)
         channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
         device = channel.device if channel is not None else choose_device(deployment.learner.device)
         stack.enter_context(without_denormals(device))
         bench = prepare(deployment, device)
         schema = bench.schema
-        known = functools.partial(_latest_epoch, deployment.state_dir)
-        epoch = stack.enter_context(
+        known = functools.partial(_latest_generation, deployment.state_dir)
+        generation = stack.enter_context(
             hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout, known)
         )
-        alone = functools.partial(check_epoch, deployment.state_dir, epoch)
-        publisher = _publisher(deployment, bench, epoch, metrics, alone)
+        alone = functools.partial(check_generation, deployment.state_dir, generation)
+        publisher = _publisher(deployment, bench, generation, metrics, alone)
         # After the publisher has copied the model, which cannot be done once ranks have parts of it.
         trainer = _trainer(bench, channel, place.rows if place is not None else None)
-        trainer.lane = stack.enter_context(confined(deployment.share.settings, device))
+        trainer.lane = stack.enter_context(confined(deployment.device_sharing.settings, device))
         sharing = stack.enter_context(
-            share(deployment.share, deployment.state_dir, device, stop, metrics.learner.share_wait)
+            device_sharing(
+                deployment.device_sharing, deployment.state_dir, device, stop, metrics.learner.device_sharing_wait
+            )
         )
         source = source or _source(deployment, place)
-        guard = GuardSet(schema, deployment.gate.guard_rows)
-        written = ForgottenLog(deployment.state_dir / LOG)
+        holdout = HoldoutSet(schema, deployment.gate.holdout_rows)
+        written = ErasureLog(deployment.state_dir / LOG)
         written.refresh()
-        cuts, ranks = Cuts(deployment.state_dir / "cuts", schema.digest, epoch), place.size if place is not None else 1
-        with away_is_dependency(_AWAY.format(cuts.path)):
-            resumed = Resumed.newest(cuts, written)
+        checkpoints, ranks = (
+            Checkpoints(deployment.state_dir / "checkpoints", schema.digest, generation),
+            place.size if place is not None else 1,
+        )
+        with away_is_dependency(_AWAY.format(checkpoints.path)):
+            resumed = Resumed.newest(checkpoints, written)
         store = resumed.store(deployment, bench, ranks)
         # Metal does not bear that two threads give it work at once.
         clerk = Clerk(store, beside=device.type != "mps") if store is not None else None
@@ -104,17 +110,31 @@ def learn(
             stack.callback(clerk.close)
         if isinstance(trainer, Leader):
             trainer.listens = clerk is not None and clerk.listens
-        with away_is_dependency(_AWAY.format(cuts.path)):
-            cutter = Cutter(cuts, deployment.cuts, clerk, metrics.learner, resumed.segments, alone)
-        forgetting = Forgetting(written, cuts, deployment.state_dir / "replay" / RANK, clerk, guard, cutter)
-        forgetting.take_note(*resumed.less)
+        with away_is_dependency(_AWAY.format(checkpoints.path)):
+            checkpointer = Checkpointer(
+                checkpoints, deployment.checkpoints, clerk, metrics.learner, resumed.segments, alone
+            )
+        erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, clerk, holdout, checkpointer)
+        erasure.take_note(*resumed.less)
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
-        parts = Parts(source, trainer, clerk, guard, publisher, cutter, forgetting, lag)
+        parts = Parts(source, trainer, clerk, holdout, publisher, checkpointer, erasure, lag)
         bounded_scores = schema.label.classes is not None
         loop = Loop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
         resumed.restore(loop)
         reporter = Reporter(
-            *(deployment.state_dir, epoch, loop, source, clerk, guard, publisher, cutter, forgetting, lag, metrics),
+            *(
+                deployment.state_dir,
+                generation,
+                loop,
+                source,
+                clerk,
+                holdout,
+                publisher,
+                checkpointer,
+                erasure,
+                lag,
+                metrics,
+            ),
             strategy=deployment.learner.strategy.name,
             classification=bounded_scores,
             launched=place is not None,
@@ -125,7 +145,9 @@ def learn(
             sharing.attend(trainer, ranks)
             sharing.while_waiting = reporter.report_if_due
         port = stack.enter_context(
-            serve_status(deployment.learner.status, deployment.read_token, registry, reporter.ill, reporter.notes)
+            serve_status(
+                deployment.learner.status, deployment.read_token, registry, reporter.problems, reporter.warnings
+            )
         )
         stack.callback(source.close)
         if isinstance(source, Sources):
@@ -164,14 +186,17 @@ def learn(
         log.info("stopped after %d steps, version %s", loop.steps, publisher.number)
 
 
-def _latest_epoch(state_dir: Path) -> int:
-    """Return the latest epoch of a learner that wrote a version or a cut; 0 when there is none."""
+def _latest_generation(state_dir: Path) -> int:
+    """Return the latest generation of a learner that wrote a version or a checkpoint; 0 when there is none."""
     with away_is_dependency(f"what lies in {state_dir} cannot be read"):
-        return max(Versions(state_dir / "versions").epoch(), Cuts(state_dir / "cuts", schema="", epoch=0).epoch())
+        return max(
+            Versions(state_dir / "versions").generation(),
+            Checkpoints(state_dir / "checkpoints", schema="", generation=0).generation(),
+        )
 
 
 def _publisher(
-    deployment: Deployment, bench: Workbench, epoch: int, metrics: Metrics, alone: Callable[[], None]
+    deployment: Deployment, bench: Workbench, generation: int, metrics: Metrics, alone: Callable[[], None]
 ) -> Publisher:
     """Make what publishes, with the jury that judges what it publishes."""
     versions = Versions(deployment.state_dir / "versions")
@@ -180,7 +205,7 @@ def _publisher(
     scorer = Scorer(bench.model, bench.task, bench.schema, bench.device)
     jury = Jury(versions, deployment.gate, scorer, reference)
     settings = deployment.versions
-    return Publisher(*(versions, settings, reference, bench.schema, scorer, jury, epoch, metrics.learner, alone))
+    return Publisher(*(versions, settings, reference, bench.schema, scorer, jury, generation, metrics.learner, alone))
 
 
 def _source(deployment: Deployment, place: Place | None) -> Source | Sources:
@@ -195,11 +220,11 @@ def _trainer(bench: Workbench, channel: Channel | None, rows: int | None) -> Tra
         return Trainer(**bench.arguments)
     check_scaling(bench.precision, bench.settings.sharding, bench.settings.sync_every)
     trainer = Leader(channel, Replicas(bench.settings, search=bench.leaves_some_out), **bench.arguments)
-    trainer.note = note(bench.device, rows) if rows is not None else None
+    trainer.warning = oom_warning(bench.device, rows) if rows is not None else None
     return trainer
 
 
 def _finish(loop: Loop, reporter: Reporter, stop_timeout: timedelta) -> None:
-    """Publish, cut and tell what was learned; a part of the time is left for the parts to close."""
+    """Publish, checkpoint and tell what was learned; a part of the time is left for the parts to close."""
     loop.finish(Deadline(stop_timeout * _FINISHING_SHARE))
     reporter.report()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from learner.build import Deployment, prepare
 from learner.device_sharing.cuda_limits import confined, limit_threads
-from learner.device_sharing.sharing import share
+from learner.device_sharing.sharing import device_sharing
 from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import Replicas
 from learner.distributed.leader import follow
@@ -24,13 +24,13 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
     """
     if isinstance(place.meeting, Meeting) and place.first:
         deployment = _unshared(deployment)
-    limit_threads(deployment.share.settings)
+    limit_threads(deployment.device_sharing.settings)
     with (
         bounded(stop, deployment.learner.stop_timeout),
         join_group(place, deployment.learner) as device,
         without_denormals(device),
-        confined(deployment.share.settings, device) as lane,
-        share(deployment.share, deployment.state_dir, device, stop) as sharing,
+        confined(deployment.device_sharing.settings, device) as lane,
+        device_sharing(deployment.device_sharing, deployment.state_dir, device, stop) as sharing,
     ):
         channel = Channel(device)
 
@@ -49,6 +49,6 @@ def follow_leader(deployment: Deployment, stop: threading.Event, place: Place) -
 
 
 def _unshared(deployment: Deployment) -> Deployment:
-    """Return that of a host without servers: the lease of the share is of one host's memory and locks."""
-    settings = deployment.share.settings.model_copy(update={"policy": "exclusive"})
-    return replace(deployment, share=replace(deployment.share, settings=settings))
+    """Return that of a host without servers: the lease of device sharing is of one host's memory and locks."""
+    settings = deployment.device_sharing.settings.model_copy(update={"policy": "exclusive"})
+    return replace(deployment, device_sharing=replace(deployment.device_sharing, settings=settings))

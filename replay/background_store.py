@@ -74,9 +74,9 @@ class Clerk:
         return store
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on what does not work as it should; any thread may ask."""
-        return self._store.ill
+        return self._store.problem
 
     def offer(
         self,
@@ -133,7 +133,7 @@ class Clerk:
 
     @property
     def slots_waiting(self) -> int:
-        """Slots that wait for a cut to be gone."""
+        """Slots that wait for a checkpoint to be gone."""
         return self._at_rest().slots.waiting
 
     def contents(self, held: Held) -> tuple[Standing, Change]:
@@ -141,7 +141,7 @@ class Clerk:
         return self._store.contents(held)
 
     def mark_named(self) -> None:
-        """Have the store's files marked as named by a cut, as `Tiers.mark_named` does; in any thread."""
+        """Have the store's files marked as named by a checkpoint, as `Tiers.mark_named` does; in any thread."""
         self._store.tiers.mark_named()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from replay.tiers.tier import Kind, Site, SlowTier
 
 _EVENTS_A_CLUSTER = 64
 _ROOMY = 65_536
-"""Slots for events that are replaced between cuts, where a slower tier has them to give."""
+"""Slots for events that are replaced between checkpoints, where a slower tier has them to give."""
 _DRAWN_ALIKE = {"uniform"}
 """Samplers under which no event is drawn more often than another, so that a cache need not follow them."""
 
@@ -46,7 +46,7 @@ def build_store(
     first: bool = False,
     step: int = 0,
 ) -> Store:
-    """Return the store, with what a cut has of it.
+    """Return the store, with what a checkpoint has of it.
 
     Args:
         settings: `[replay]`.
@@ -54,12 +54,13 @@ def build_store(
         device: the learner's.
         seed: of what is kept and drawn.
         folder: of the files of tiers; needed where there is a tier with files, or `contents` is of one.
-        contents: of the cut to go on from; None begins empty.
+        contents: of the checkpoint to go on from; None begins empty.
         extra: further columns to keep of each event beside the schema's, such as logits: dtype and shape by name.
         dim: numbers of the model's embedding; None where there is none.
         keys: what its keys on servers begin with, and no other's do; needed where there is a tier on a server.
-        first: whether there is no cut that could name what earlier processes have left on servers.
-        step: events that a step may offer; `has_room` tells whether they find slots, which are there after some cuts.
+        first: whether there is no checkpoint that could name what earlier processes have left on servers.
+        step: events that a step may offer; `has_room` tells whether they find slots, which are there after some
+            checkpoints.
 
     Raises:
         SettingsError: the bytes cannot hold a single event or cannot be had, or the contents do not fit or are gone.
@@ -195,6 +196,6 @@ def _most_events(capacity: int, slots: int, row_bytes: int, setting: str, step: 
 
 
 def _spare(k: int, step: int) -> int:
-    """Slots beside k: the reservoir's slack, what a step brings, and what is replaced while a cut is written."""
+    """Slots beside k: the reservoir's slack, what a step brings, and what is replaced while a checkpoint is written."""
     quotas = Quotas(k)
     return quotas.limit - k + quotas.at_once + slots_for(step, quotas) + k // 16

@@ -69,7 +69,7 @@ class ReplaySettings(Section):
     redis: RedisSettings | None = None
     """The tier in Redis."""
     disk: DiskSettings | None = None
-    """The disk tier; without it and Redis, what is kept lies in memory and in cuts."""
+    """The disk tier; without it and Redis, what is kept lies in memory and in checkpoints."""
 
     @property
     def slower(self) -> dict[str, TierSettings]:

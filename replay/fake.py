@@ -1,4 +1,4 @@
-"""For tests: cuts of a store without files."""
+"""For tests: checkpoints of a store without files."""
 
 import numpy as np
 import torch
@@ -8,15 +8,15 @@ from replay.snapshot import Contents
 from replay.store import Store
 
 
-class FakeCuts:
-    """The cuts of one store, each told as a change of the one before, put together the plain way."""
+class FakeCheckpoints:
+    """The checkpoints of one store, each told as a change of the one before, put together the plain way."""
 
     def __init__(self, store: Store, before: Contents | None = None) -> None:
         self._store = store
         self._before = before
 
-    def cut(self, number: int, oldest: int | None = None) -> Contents:
-        """Cut the store, and let go of what only cuts before `oldest` need; all, when none is given."""
+    def checkpoint(self, number: int, oldest: int | None = None) -> Contents:
+        """Checkpoint the store, and let go of what only checkpoints before `oldest` need; all, when none is given."""
         contents = self.finish(self._store.hold(number))
         self._store.let_go(number if oldest is None else oldest)
         return contents
@@ -27,7 +27,7 @@ class FakeCuts:
         index, payload = change.index, change.payload
         if change.base is not None:
             assert self._before is not None
-            assert self._before.standing.cut == change.base
+            assert self._before.standing.checkpoint == change.base
             index = np.concatenate([self._before.index[change.alive], index])
             if payload is not None and self._before.payload is not None:
                 payload = torch.cat([self._before.payload[torch.from_numpy(change.alive)], payload])

@@ -105,10 +105,10 @@ def _ones(n: int, device: torch.device) -> Tensor:
 
 
 def planned_rows(plan: Plan) -> PlannedRows:
-    """Return a plan as a cut has it, once its rows are here; those that could not be had are left out.
+    """Return a plan as a checkpoint has it, once its rows are here; those that could not be had are left out.
 
-    The rows are copied: what is forgotten meanwhile is overwritten in those of the plan, and not in a file of which the
-    digest is reckoned at this moment. Whoever forgets looks through the cut after it is written.
+    The rows are copied: what is erased meanwhile is overwritten in those of the plan, and not in a file of which the
+    digest is reckoned at this moment. Whoever erases looks through the checkpoint after it is written.
     """
     plan.rows.wait()
     events = np.zeros(len(plan), PLANNED)
@@ -122,7 +122,7 @@ def planned_rows(plan: Plan) -> PlannedRows:
 
 
 def resumed(plan: PlannedRows, rows: Staged, slots: NDArray[np.int32], *, weighted: bool) -> Plan:
-    """Return a plan of a cut, whose events are in n slots now; -1 for those that are held no more."""
+    """Return a plan of a checkpoint, whose events are in n slots now; -1 for those that are held no more."""
     events = plan.events
     records = np.empty(len(events), RECORD)
     for name in FIELDS:

@@ -42,7 +42,8 @@ class _Field:
 class RowLayout:
     """Where each field of the payload lies in a row of `row_bytes`.
 
-    Fields lie in the order of their names: cuts hold rows, and a schema whose features change places is the same one.
+    Fields lie in the order of their names: checkpoints hold rows, and a schema whose features change places is the same
+    one.
     """
 
     def __init__(self, payload: Fields) -> None:

@@ -1,10 +1,11 @@
-"""What a cut holds of a store.
+"""What a checkpoint holds of a store.
 
-The events held stand in a logical order that depends only on what was offered. A cut tells it as what has changed since
-the cut before: which of that one's events are still held, in their order, and the new ones after them.
+The events held stand in a logical order that depends only on what was offered. A checkpoint tells it as what has
+changed since the checkpoint before: which of that one's events are still held, in their order, and the new ones after
+them.
 
-Legend: H events held, B of them at the cut before, A new ones, n events of a plan, R bytes of a row, P retired slots,
-G quota groups.
+Legend: H events held, B of them at the checkpoint before, A new ones, n events of a plan, R bytes of a row, P retired
+slots, G quota groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,10 +64,11 @@ class Standing:
     """All of a store at one moment but for its events and their payload.
 
     Attributes:
-        cut: the number of the cut.
+        checkpoint: the number of the checkpoint.
         policy: the name of the admission policy that priorities, groups and thresholds are of.
-        file: where the payload is; None where the cut has it.
-        retired: int64 `[P, 2]`, slots not to be written yet, each after the number of the last cut that may name it.
+        file: where the payload is; None where the checkpoint has it.
+        retired: int64 `[P, 2]`, slots not to be written yet, each after the number of the last checkpoint that may name
+        it.
         thresholds: of each group, float64 `[G]`; infinity while everything is admitted.
         offered: how many events of each group were offered, int64 `[G]`.
         weight: the sum of all weights that were offered.
@@ -78,7 +80,7 @@ class Standing:
         seed: that identities are of; None where an earlier release has not said so.
     """
 
-    cut: int
+    checkpoint: int
     policy: str
     file: TierFile | None
     retired: NDArray[np.int64]
@@ -95,10 +97,10 @@ class Standing:
 
 @dataclass(frozen=True)
 class Change:
-    """The events of a store as what has changed since an earlier cut.
+    """The events of a store as what has changed since an earlier checkpoint.
 
     Attributes:
-        base: the number of that cut; None where all events are new.
+        base: the number of that checkpoint; None where all events are new.
         alive: which of its events are still held, bool `[B]`, in order.
         index: ENTRY `[A]`, those that came after them.
         payload: their rows, uint8 `[A, R]` on the host; None where a tier's file has it.
@@ -124,25 +126,25 @@ class Contents:
 
 
 class Changes:
-    """Keeps, of the events held at the last cut, which are still held; those that came since stand after them.
+    """Keeps, of the events held at the last checkpoint, which are still held; those that came since stand after them.
 
-    Legend: B events held at that cut, H held now.
+    Legend: B events held at that checkpoint, H held now.
     """
 
     def __init__(self) -> None:
         self.base: int | None = None
-        """The number of the cut; None: there is none to tell a difference from."""
+        """The number of the checkpoint; None: there is none to tell a difference from."""
         self.alive: NDArray[np.bool_] = np.ones(0, np.bool_)
         """Which of its events are still held, bool `[B]`."""
         self.old = 0
         """How many those are: the first so many of the events held now."""
 
     def begin(self, number: int, held: int) -> None:
-        """From now on the difference is told from cut `number`, which has all that is held."""
+        """From now on the difference is told from checkpoint `number`, which has all that is held."""
         self.base, self.old, self.alive = number, held, np.ones(held, np.bool_)
 
-    def forget(self) -> None:
-        """Let the next cut tell all."""
+    def clear(self) -> None:
+        """Let the next checkpoint tell all."""
         self.base, self.old, self.alive = None, 0, np.ones(0, np.bool_)
 
     def keep(self, stays: NDArray[np.bool_]) -> None:

@@ -18,7 +18,7 @@ from replay.checkpoint.capture import Held
 from replay.checkpoint.restore import Resumption
 from replay.checkpoint.slot_allocator import Slots
 from replay.embedding_index.client import Neighbours
-from replay.erasure.erased_events import Forgotten
+from replay.erasure.erased_events import ErasedEvents
 from replay.holes import Holes
 from replay.plan import Draw, Plan, fetch, resumed
 from replay.policies import Policies
@@ -90,8 +90,8 @@ class Store:
         self._weighted = weighted
         self._plans: deque[Plan] = deque()
         self._held_through = -1
-        """The last step whose plan a cut is being written of."""
-        self._first_cut: int | None = None
+        """The last step whose plan a checkpoint is being written of."""
+        self._first_checkpoint: int | None = None
         self._leftovers: list[Callable[[], None]] = []
         self._waiting = Waiting()
         alone = not policies.sampler.divisible or policies.whereabouts is not None
@@ -157,7 +157,8 @@ class Store:
         partitions: Sequence[TopicPartition],
         embedding: NDArray[np.float32] | None = None,
     ) -> None:
-        """Offer N events, which wait for some more, but are in the store before it is planned from, cut or forgotten.
+        """Offer N events, which wait for some more, but are in the store before it is planned from, checkpoint or
+        erased.
 
         What is held is the same as if each had been taken in at once; what an offer costs beside copying is shared.
 
@@ -235,9 +236,9 @@ class Store:
         return None if self._whereabouts is None else self._whereabouts.neighbours
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on what does not work as it should."""
-        said = (self.tiers.ill, None if self.neighbours is None else self.neighbours.ill)
+        said = (self.tiers.problem, None if self.neighbours is None else self.neighbours.problem)
         return "; ".join(sentence for sentence in said if sentence is not None) or None
 
     @property
@@ -331,16 +332,16 @@ class Store:
             self._plans.popleft()
 
     def hold(self, number: int) -> Held:
-        """Copy what cut `number` needs, and keep what slots hold until `let_go`: only one hold at a time.
+        """Copy what checkpoint `number` needs, and keep what slots hold until `let_go`: only one hold at a time.
 
-        What is copied is what came since the cut before, and one bit for each event of that one.
+        What is copied is what came since the checkpoint before, and one bit for each event of that one.
         """
         self.take_in()
-        self._first_cut = self._first_cut or number
+        self._first_checkpoint = self._first_checkpoint or number
         self._held_through = self._plans[-1].step if self._plans else -1
         change, rolled = self.roll.hold(number)
         standing = Standing(
-            cut=number,
+            checkpoint=number,
             file=self.tiers.file,
             retired=self.slots.hold(number),
             plans=(),
@@ -362,27 +363,27 @@ class Store:
         """End a hold.
 
         Args:
-            oldest: the number of the oldest cut that may be resumed; None: there is none.
-            written: whether the cut that was held for exists; if not, the next has to tell all.
+            oldest: the number of the oldest checkpoint that may be resumed; None: there is none.
+            written: whether the checkpoint that was held for exists; if not, the next has to tell all.
         """
         self._held_through = -1
         if not written:
-            self.roll.changes.forget()
+            self.roll.changes.clear()
         self.slots.let_go(oldest)
-        if oldest is None or (self._first_cut is not None and oldest >= self._first_cut):
+        if oldest is None or (self._first_checkpoint is not None and oldest >= self._first_checkpoint):
             for discard in self._leftovers:
                 discard()
             self._leftovers = []
 
     def discard_later(self, leftovers: list[Callable[[], None]]) -> None:
-        """Call what removes things that only cuts of earlier processes can name, once those are gone."""
+        """Call what removes things that only checkpoints of earlier processes can name, once those are gone."""
         self._leftovers = leftovers
 
     def restore(self, contents: Contents, source: Tier | None = None) -> None:
-        """Take up what a cut has in place of what is held.
+        """Take up what a checkpoint has in place of what is held.
 
         Args:
-            contents: of the cut; if a tier has the payload, its slots are those of this store's own tiers ...
+            contents: of the checkpoint; if a tier has the payload, its slots are those of this store's own tiers ...
             source: ... or of this tier, from which the rows are copied.
 
         Raises:
@@ -403,27 +404,27 @@ class Store:
         if len(index) == len(contents.index) and not contents.lost:
             self._sampler.restore(standing.sampler)
             if resumption.goes_on:
-                self.roll.changes.begin(standing.cut, len(self))
+                self.roll.changes.begin(standing.checkpoint, len(self))
         self._plans.clear()
         for plan in standing.plans:
-            # A cut that has the payload may name slots of several lives.
+            # A checkpoint that has the payload may name slots of several lives.
             slots = self.entries.find(plan.events) if resumption.moves else plan.events["slot"].copy()
             self._plans.append(resumed(plan, self.tiers.staged(plan.rows), slots, weighted=self._weighted))
 
-    def forget(self, forgotten: Forgotten) -> int:
-        """Let forgotten events leave, overwrite their payload in all tiers, and plan anew what names one.
+    def erase(self, erased: ErasedEvents) -> int:
+        """Let erased events leave, overwrite their payload in all tiers, and plan anew what names one.
 
-        Also that of events which have left already. Returns how many of the events held were forgotten.
+        Also that of events which have left already. Returns how many of the events held were erased.
         """
         self.take_in()
-        covered, left = self.entries.covered(forgotten)
+        covered, left = self.entries.covered(erased)
         slots = np.concatenate([self.entries.slots[covered], left])
         self.tiers.erase(slots.astype(np.int64))
         if covered.any():
             self._keep(~covered)
         self.entries.erase(slots)
         for place, plan in enumerate(self._plans):
-            if forgotten.covers(self.entries.bases, columns_of(plan.records)).any():
+            if erased.covers(self.entries.bases, columns_of(plan.records)).any():
                 plan.rows.clear()
                 self._plans[place] = self.plan(plan.step, len(plan))
         return int(np.count_nonzero(covered))
@@ -432,7 +433,7 @@ class Store:
         """Erase up to `most` slots of which it is not known who has left them, and return whether there were any.
 
         Args:
-            named: which slots a cut names, bool by slot; they stay.
+            named: which slots a checkpoint names, bool by slot; they stay.
             most: at once.
         """
         if not self.tiers.durable:
@@ -499,9 +500,9 @@ class Store:
 
 
 def slots_for(n: int, quotas: Quotas) -> int:
-    """Return how many free slots n events need at most that are offered between two cuts.
+    """Return how many free slots n events need at most that are offered between two checkpoints.
 
-    No more than are held at any moment: what came since the last cut leaves slots that are free at once.
+    No more than are held at any moment: what came since the last checkpoint leaves slots that are free at once.
     """
     return max(quotas.at_once, min(n, quotas.limit + quotas.at_once))
 

@@ -69,7 +69,7 @@ def _deployment(config: "Config") -> "Deployment":
         folder=config.folder,
         state_dir=config.state_dir,
         device=pick_device(pipeline.serving.device),
-        stream_priority=pipeline.share.stream_priority,
+        stream_priority=pipeline.device_sharing.stream_priority,
     )
 
 

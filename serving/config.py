@@ -64,7 +64,7 @@ class ServingSettings(Section):
     """Device to answer on; `auto` takes CUDA where there is one, else the CPU."""
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the requests that the newest version that is not served answers too, to be compared; 0: none."""
-    twin: str = ""
+    baseline: str = ""
     """State directory, seen from this file's, of a pipeline whose accuracy the dashboard draws beside this one's."""
     request_log: RequestLogLevel = "errors"
     """Of which requests the log tells, one JSON object a line, at most a hundred a second: `none`, `errors` (statuses

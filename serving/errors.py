@@ -2,7 +2,7 @@
 
 AnabranchError
 `-- RequestError             status, sentence
-    |-- BadRequestError      400  mend the request
+    |-- BadRequestError      400  fix the request
     |   `-- FramingError     400  say in one way alone where the body ends
     |-- TokenError           401  send a token that this server knows
     |-- ForbiddenError       403  send the admin token, or ask from where the sentence says

@@ -57,8 +57,8 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
-        self.ill = Gauge(
-            "anabranch_serving_ill",
+        self.problems = Gauge(
+            "anabranch_serving_problems",
             "Parts that do not work as they should",
             registry=registry,
             multiprocess_mode="livemax",

@@ -83,7 +83,7 @@ class _Process:
         self._metrics = worker.metrics() if worker else Metrics(CollectorRegistry())
         self._started = time.time()
         self._bugs: list[BaseException] = []
-        self._report_ill: list[str] = []
+        self._report_problems: list[str] = []
 
     async def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set, then stop in this order, within the time that a request may take:
@@ -112,7 +112,7 @@ class _Process:
                 is_idle=lambda: batcher.is_idle,
             )
             self._service = Service(self._deployment, self._settings, self._swap, batcher, self._shadow, self._worker)
-            self._overview = Overview(self._deployment, self._swap, self._settings.twin, self._worker)
+            self._overview = Overview(self._deployment, self._swap, self._settings.baseline, self._worker)
             app = build_app(self._service, self._settings, self._metrics, self._overview, self._report)
             http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)
             http.load()
@@ -122,7 +122,7 @@ class _Process:
             stack.enter_context(self._shadow)
             log.info("serving %s on %s/v2/models/%s", self._deployment.name, self._address, self._deployment.name)
             await asyncio.gather(self._answer(stop, http), self._until(stop, http))
-        self._write(msgspec.structs.replace(self._report(), ready=False, ill=[STOPPED]))
+        self._write(msgspec.structs.replace(self._report(), ready=False, problems=[STOPPED]))
         if self._bugs:
             raise self._bugs[0]
 
@@ -154,8 +154,12 @@ class _Process:
         version = self._service.version
         request_p50, request_p99 = self._metrics.request_percentiles()
         freshness_p50, freshness_p99 = self._metrics.freshness_percentiles()
-        ill = [*([] if version else ["no version can be served yet"]), *self._swap.ill, *self._report_ill]
-        self._metrics.ill.set(len(ill))
+        problems = [
+            *([] if version else ["no version can be served yet"]),
+            *self._swap.problems,
+            *self._report_problems,
+        ]
+        self._metrics.problems.set(len(problems))
         return ServingReport(
             pid=os.getpid(),
             started=self._started,
@@ -175,7 +179,7 @@ class _Process:
             request_p50_seconds=request_p50,
             request_p99_seconds=request_p99,
             shadow=self._shadow.report,
-            ill=ill,
+            problems=problems,
         )
 
     def _write(self, report: ServingReport) -> None:
@@ -184,8 +188,8 @@ class _Process:
                 self._worker.write(report)
             else:
                 write_report(self._deployment.state_dir, report)
-            self._report_ill = []
+            self._report_problems = []
         except OSError as exc:
-            if not self._report_ill:
+            if not self._report_problems:
                 log.warning("cannot write %s: %s", self._deployment.state_dir, exc)
-            self._report_ill = [f"cannot write the report into {self._deployment.state_dir}: {exc.strerror}"]
+            self._report_problems = [f"cannot write the report into {self._deployment.state_dir}: {exc.strerror}"]

@@ -1,4 +1,5 @@
-"""A storage of cuts and versions in memory: what an object store has to do, and what tests of long times write to."""
+"""A storage of checkpoints and versions in memory: what an object store has to do, and what tests of long times write
+to."""
 
 import contextlib
 import itertools
@@ -66,7 +67,7 @@ class MemoryStorage:
         return MemoryFolder(self._folders.get(number, {}), self._stamps, self._fetched)
 
     @contextlib.contextmanager
-    def publish(self, number: int, epoch: int) -> Iterator[Folder]:
+    def publish(self, number: int, generation: int) -> Iterator[Folder]:
         if number in self._folders:
             raise FileExistsError(str(number))
         objects: Objects = {}

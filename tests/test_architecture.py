@@ -67,9 +67,9 @@ WALL_CLOCK = {
     "ingest/worker/block_builder.py": "compares with the record times of the stream",
     "ingest/kafka/confluent.py": "the time of records that cannot be read",
     "ingest/kafka/kafka_records.py": "the time of records that cannot be read",
-    "learner/checkpointing/checkpointer.py": "a cut's time, for display",
+    "learner/checkpointing/checkpointer.py": "a checkpoint's time, for display",
     "learner/publishing/gatekeeper.py": "since when nothing has passed, for display",
-    "learner/stream/lag.py": "a cut keeps since when events wait, and they waited while no learner ran",
+    "learner/stream/lag.py": "a checkpoint keeps since when events wait, and they waited while no learner ran",
     "learner/publishing/publisher.py": "a version's time, for display",
     "learner/reporter.py": "a report's time",
     "replay/erasure/erasure_log.py": "a record's time, for display",
@@ -96,10 +96,10 @@ KEYS_OF_THE_DESIGN = words("""
     replay.admission replay.sampling replay.capacity replay.device_bytes replay.redis.url replay.redis.bytes
     replay.disk.bytes
     versions.publish_every versions.keep versions.keep_hourly
-    cuts.every cuts.keep gate.guard_fraction gate.guard_rows
+    checkpoints.every checkpoints.keep gate.holdout_fraction gate.holdout_rows
     gate.max_drop_new gate.max_drop_old gate.min_rows gate.max_hold gate.on_hold
     serving.host serving.port serving.max_batch serving.max_delay
-    serving.slo share.policy
+    serving.slo device_sharing.policy
     serving.tokens.read serving.tokens.admin serving.tls.cert serving.tls.key
 """)
 KEYS_ADDED = words("""
@@ -113,9 +113,9 @@ KEYS_ADDED = words("""
     learner.hosts learner.host_rank learner.rendezvous learner.interface learner.join_timeout
     learner.standby
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
-    serving.twin serving.request_log serving.workers serving.shadow
-    share.fraction share.yield_at
-    share.stream_priority share.mps_percentage share.sms
+    serving.baseline serving.request_log serving.workers serving.shadow
+    device_sharing.fraction device_sharing.yield_at
+    device_sharing.stream_priority device_sharing.mps_percentage device_sharing.sms
     replay.half_life replay.device_memory
 """)
 
@@ -127,14 +127,14 @@ METRICS_OF_THE_DESIGN = words("""
     anabranch_replay_stall_seconds_total
     anabranch_serving_requests_total anabranch_serving_request_duration_seconds anabranch_serving_version
     anabranch_serving_freshness_duration_seconds anabranch_serving_swaps_total
-    anabranch_cut_duration_seconds anabranch_cut_stall_seconds_total
-    anabranch_share_wait_duration_seconds anabranch_share_training_ratio
+    anabranch_checkpoint_duration_seconds anabranch_checkpoint_stall_seconds_total
+    anabranch_device_sharing_wait_duration_seconds anabranch_device_sharing_training_ratio
 """)
 METRICS_ADDED = words("""
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
     anabranch_learner_raised_rows_total
-    anabranch_learner_ill anabranch_learner_trained_through_offset anabranch_learner_version
-    anabranch_ingest_skipped_rows anabranch_replay_bound_bytes anabranch_replay_capacity_rows anabranch_guard_rows
+    anabranch_learner_problems anabranch_learner_trained_through_offset anabranch_learner_version
+    anabranch_ingest_skipped_rows anabranch_replay_bound_bytes anabranch_replay_capacity_rows anabranch_holdout_rows
     anabranch_replay_read_rows_total anabranch_replay_lost_rows_total
     anabranch_replay_missed_rows_total anabranch_replay_moved_bytes_total anabranch_replay_demoted_rows_total
     anabranch_replay_index_rows anabranch_replay_index_tombstone_rows anabranch_replay_index_trained_rows
@@ -142,7 +142,8 @@ METRICS_ADDED = words("""
     anabranch_replay_index_bytes anabranch_replay_index_waiting_requests anabranch_replay_index_answer_seconds
     anabranch_replay_index_declined_total anabranch_replay_index_left_out_rows_total
     anabranch_replay_index_restarts_total
-    anabranch_cut_number anabranch_cut_time_seconds anabranch_serving_ill anabranch_learner_heartbeat_time_seconds
+    anabranch_checkpoint_number anabranch_checkpoint_time_seconds
+    anabranch_serving_problems anabranch_learner_heartbeat_time_seconds
     anabranch_learner_loss anabranch_learner_window_rows anabranch_learner_class_accuracy_ratio
     anabranch_learner_group_accuracy_ratio anabranch_learner_forgetting_ratio anabranch_learner_drifts_total
     anabranch_learner_replay_ratio
@@ -156,7 +157,7 @@ METRICS_ADDED = words("""
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
 COMMANDS |= {"versions promote", "versions rollback", "versions pin", "versions unpin"}
-COMMANDS |= {"replay stats", "replay sample", "replay forget"}
+COMMANDS |= {"replay stats", "replay sample", "replay erase"}
 
 
 def in_a_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -221,15 +221,15 @@ class TestCompose:
         assert {(it["image"], it["build"]["args"]["TORCH"]) for it in override.values()} == {("anabranch:cuda", "cuda")}
 
 
-@pytest.mark.parametrize(("ill", "code"), [([], 0), (["the broker is gone"], 1)])
+@pytest.mark.parametrize(("problems", "code"), [([], 0), (["the broker is gone"], 1)])
 @pytest.mark.process
-def test_the_probe_tells_health_and_says_what_is_ill(ill, code):
+def test_the_probe_tells_health_and_says_what_is_unhealthy(problems, code):
     *command, path = SERVICES["learner"]["healthcheck"]["test"]
-    with serve_status("127.0.0.1:0", "token", CollectorRegistry(), lambda: ill) as port:
+    with serve_status("127.0.0.1:0", "token", CollectorRegistry(), lambda: problems) as port:
         command = [sys.executable, *command[2:-1], str(port), path]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "no_proxy": "*"})
     assert (done.returncode, done.stderr) == (code, "")
-    assert json.loads(done.stdout)["ill"] == ill
+    assert json.loads(done.stdout)["problems"] == problems
 
 
 class TestMonitoring:

@@ -216,10 +216,10 @@ def test_no_metric_is_named_that_does_not_exist(page):
 
 
 def test_sentences_are_those_of_the_code():
-    """Those that begin the rows of the tables of what is ill, of exit codes and of what is checked at start."""
+    """Those that begin the rows of the tables of what is unhealthy, of exit codes and of what is checked at start."""
     joined = re.sub(r'"\s*\n\s*f?"', "", SOURCES).replace('\\"', '"')
     sections = [
-        *sections_of("docs/operations.md", "What is ill", "Exit codes"),
+        *sections_of("docs/operations.md", "What is unhealthy", "Exit codes"),
         *sections_of("docs/model.md", "What is checked at start"),
     ]
     sentences = [match[1] for text in sections for match in re.finditer(r"^\| `([^`]{9,})` \|", text, re.MULTILINE)]

@@ -1,7 +1,7 @@
 """What a pipeline holds after a year: no more than after half of it.
 
 A year is some hundred ticks on a simulated clock. In each, all that could leave something behind happens: events are
-learned and held out, versions published, judged, withdrawn, refused and served, keys forgotten, reports written. Each
+learned and held out, versions published, judged, withdrawn, refused and served, keys erased, reports written. Each
 part that lives as long as its process is asked for the most that it held, in the first half and in the second.
 """
 
@@ -37,14 +37,14 @@ from learner.adaptation.drift import Drift
 from learner.adaptation.replay_ratio import MeasuredRatio, Tally
 from learner.checkpointing.tombstones import Tombstones
 from learner.config import DriftSettings, GateSettings, ModelSettings, VersionsSettings
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.prequential import Prequential, Scored
 from learner.metrics import LearnerMetrics
 from learner.model.faulty_events import Raised
 from learner.publishing.gatekeeper import Jury
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.reporter import Reporter
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.trained_through import Learned, Trained
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
 from learner.stream.batches import Batches
@@ -52,7 +52,7 @@ from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger
 from learner.stream.outcome_counters import LetterCounters, OutcomeCounters
 from learner.stream.record_times import RecordTimes
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
 from serving.dashboard.time_series import History
 from serving.http.log_limit import RateLimit
@@ -137,8 +137,8 @@ def measured_ratio(year: Year) -> Driven:
 
     def learn(tick: int) -> None:
         for step in range(20 * tick, 20 * tick + 20):
-            forgotten = 0.3 if ratio.now > 0.5 else 0.9
-            old = Tally(64, 64 * (1 - forgotten) + float(year.dice.random())) if ratio.probes(step) else None
+            erased = 0.3 if ratio.now > 0.5 else 0.9
+            old = Tally(64, 64 * (1 - erased) + float(year.dice.random())) if ratio.probes(step) else None
             ratio.learned(Tally(64, 60.0), old)
 
     return Driven(ratio, learn)
@@ -185,7 +185,7 @@ def raised_and_stalled(year: Year) -> Driven:
         raised.add(5 * tick, 2, f"ValueError: {tick}")
         for _ in range(3):
             raised.tell("which are skipped", [f"events[0]@{tick}"], f"ValueError: {tick}")
-        raised.ill(5 * tick)
+        raised.problem(5 * tick)
         topic = TopicPartition("events", tick % 5)
         stalls.look({topic: Position(tick // 50)}, {topic: 10**6}, 2.0)
         silence.look()
@@ -213,38 +213,38 @@ class RandomScorer:
 
 
 def publisher(year: Year, *, holds_out: bool) -> Driven:
-    """The guard set, the publisher and its gate; one version of ten is bad. Serving is away."""
+    """The holdout set, the publisher and its gate; one version of ten is bad. Serving is away."""
     versions, scorer = Versions(year.folder, year.storage("versions")), RandomScorer(year.schema, year.dice)
-    reference, gate = reference_to(MODEL), GateSettings(guard_rows=80, min_rows=40)
+    reference, gate = reference_to(MODEL), GateSettings(holdout_rows=80, min_rows=40)
     jury = Jury(versions, gate, scorer, reference)  # type: ignore[arg-type]
-    guard, made_by = GuardSet(year.schema, 80), LearnerMetrics(CollectorRegistry())
+    holdout, made_by = HoldoutSet(year.schema, 80), LearnerMetrics(CollectorRegistry())
     settings = VersionsSettings(keep=4, keep_hourly=6)
     publishes = Publisher(versions, settings, reference, year.schema, scorer, jury, 1, made_by)  # type: ignore[arg-type]
 
     def publish(tick: int) -> None:
         if holds_out:
-            guard.add(fake_columns(year.schema, range(7 * tick, 7 * tick + 7), label=(0, 1, 2)), [EVENTS])
+            holdout.add(fake_columns(year.schema, range(7 * tick, 7 * tick + 7), label=(0, 1, 2)), [EVENTS])
         learned = RecordTimes()
         learned.add(np.full(40, int(year.now * 1000)))
         weights = {"right": torch.tensor(0.1 if tick % 10 == 9 else 0.8)}
-        snapshot = Snapshot(tick + 1, weights, {"events:0": Trained(tick)}, guard.held, 0.5, learned)
+        snapshot = Snapshot(tick + 1, weights, {"events:0": Trained(tick)}, holdout.held, 0.5, learned)
         publishes._publish(snapshot)
-        publishes._watch(guard.held)
+        publishes._watch(holdout.held)
 
-    return Driven((publishes, jury, guard), publish)
+    return Driven((publishes, jury, holdout), publish)
 
 
 def checkpoints(year: Year) -> Driven:
-    cuts = Cuts(year.folder / "cuts", year.schema.digest, 1, year.storage("fetched"))
+    checkpoints = Checkpoints(year.folder / "checkpoints", year.schema.digest, 1, year.storage("fetched"))
 
-    def cut(tick: int) -> None:
-        cuts.write(tick + 1, Cut(tick, {"model": {"w": torch.zeros(3)}}, {"step": tick}), year.now)
+    def checkpoint(tick: int) -> None:
+        checkpoints.write(tick + 1, Checkpoint(tick, {"model": {"w": torch.zeros(3)}}, {"step": tick}), year.now)
         if tick % 3 == 2:
-            cuts._storage.folder(tick + 1).write("rank-0/model.safetensors", b"damaged")
-            cuts.newest()
-        cuts.prune(2)
+            checkpoints._storage.folder(tick + 1).write("rank-0/model.safetensors", b"damaged")
+            checkpoints.newest()
+        checkpoints.prune(2)
 
-    return Driven(cuts, cut)
+    return Driven(checkpoints, checkpoint)
 
 
 def reporter(year: Year) -> Driven:
@@ -260,7 +260,7 @@ def reporter(year: Year) -> Driven:
         loop.steps, loop.rows_new = tick, 64 * tick
         reports._rates()
         told: Any = SimpleNamespace(
-            accuracy={}, error={}, loss={"now": 0.1}, window_rows=tick, share=None, replay_ratio=0.5,
+            accuracy={}, error={}, loss={"now": 0.1}, window_rows=tick, device_sharing=None, replay_ratio=0.5,
             forgetting=0.1, classes={"a": 0.5},
             groups={f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()},
         )  # fmt: skip
@@ -269,23 +269,23 @@ def reporter(year: Year) -> Driven:
     return Driven((reports, collectors), report)
 
 
-def forgetting(year: Year) -> Driven:
-    """The same 40 keys are forgotten over and over, each by a tombstone of the stream."""
-    log, tombstones = ForgottenLog(year.folder / "forgotten.log"), Tombstones()
+def erasure(year: Year) -> Driven:
+    """The same 40 keys are erased over and over, each by a tombstone of the stream."""
+    log, tombstones = ErasureLog(year.folder / "erasures.log"), Tombstones()
     tombstones.meet([EVENTS])
 
-    def forget(tick: int) -> None:
+    def erase(tick: int) -> None:
         columns = fake_columns(year.schema, range(10 * tick, 10 * tick + 10))
         columns["key_hash"] = np.arange(10, dtype=np.uint64) + np.uint64(tick % 40)
         columns["reason"][5] = SkipReason.TOMBSTONE
         spans: Any = [SimpleNamespace(columns=columns, positions={0: Position(10 * tick + 10)})]
         log.append(list(tombstones.records(spans, lambda: {EVENTS: Position(10 * tick)})))
-        log.append(Applied(time=year.now, through=log.count, store=1, guard=0))
+        log.append(Applied(time=year.now, through=log.count, store=1, holdout=0))
         if log.is_long:
-            ForgottenLog(log.path).compact()
+            ErasureLog(log.path).compact()
             log.refresh()
 
-    return Driven((log, tombstones), forget, (log.path,))
+    return Driven((log, tombstones), erase, (log.path,))
 
 
 def serving(year: Year) -> Driven:
@@ -299,7 +299,7 @@ def serving(year: Year) -> Driven:
 
     def publish(number: int, verdict: str = "pass", **changes: Any) -> None:
         members: dict[str, Any] = {
-            "number": number, "epoch": 1, "parent": None, "time": year.now, "step": number,
+            "number": number, "generation": 1, "parent": None, "time": year.now, "step": number,
             "trained_through": {"events:0": Trained(number)}, "metrics": {"old": 0.5}, "schema": year.schema.digest,
             "encoders": {}, "model": ModelReference("m:build", {}, "regression"), "files": {},
             "learned": Learned(1, [int(year.now * 1000)]),
@@ -311,7 +311,7 @@ def serving(year: Year) -> Driven:
         publish(first)
         swap.look()
         publish(first + 1, schema=f"another {first}")
-        publish(first + 2, epoch=0)
+        publish(first + 2, generation=0)
         publish(first + 3, trained_through={"events:0": Trained(0)})
         publish(first + 4, "fail")
         swap.look()
@@ -341,7 +341,7 @@ PARTS: dict[str, Callable[[Year], Driven]] = {
     "publisher of a stream that holds nothing out": lambda year: publisher(year, holds_out=False),
     "checkpoints": checkpoints,
     "reporter": reporter,
-    "forgetting": forgetting,
+    "erasure": erasure,
     "serving": serving,
 }
 

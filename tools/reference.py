@@ -87,18 +87,18 @@ _TAIL = """\
 | `versions/<number>/verdict.json` | whether serving may take it; replaced atomically |
 | `versions/state.json` | what serving serves; replaced atomically |
 | `versions/state.lock` | held while `state.json` is read and written |
-| `cuts/<number>/rank-0/` | training state: weights, optimizer, replay, guard set, generators, ledger and positions |
-| `cuts/<number>/manifest.json` | what the cut is, and the digest of every file; without it the cut does not exist |
-| `replay/rank-0/<number>.rows` | the disk tier: the events that cuts name |
-| `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those cuts were not there |
-| `forgotten.log` | what was forgotten, up to which offsets, and what that removed; packed when it is long |
-| `forgotten.key` | the secret under which hashes of keys lie in `forgotten.log` |
+| `checkpoints/<number>/rank-0/` | training state: weights, optimizer, replay, holdout set, generators, ledger and positions |
+| `checkpoints/<number>/manifest.json` | what the checkpoint is, and the digest of every file; without it the checkpoint does not exist |
+| `replay/rank-0/<number>.rows` | the disk tier: the events that checkpoints name |
+| `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those checkpoints were not there |
+| `erasures.log` | what was erased, up to which offsets, and what that removed; packed when it is long |
+| `erasures.key` | the secret under which hashes of keys lie in `erasures.log` |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
-| `epoch` | how many learners have held the lock |
+| `generation` | how many learners have held the lock |
 | `traces/steps-<first>-<last>.json` | a trace of some steps, by `learner.profile` |
-| `share/server-<n>`, `share/learner-<n>` | by which a server says that it needs the device, a rank that it gives way |
+| `device_sharing/server-<n>`, `device_sharing/learner-<n>` | by which a server says that it needs the device, a rank that it gives way |
 
 ## Variables of the environment
 
@@ -126,14 +126,14 @@ The design fixes the names that users build on. These were added to it:
   `learner.hosts`, `learner.host_rank`, `learner.rendezvous`, `learner.interface`, `learner.join_timeout`,
   `learner.standby`,
   `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
-  `serving.twin`, `serving.request_log`, `serving.workers`, `serving.shadow`,
+  `serving.baseline`, `serving.request_log`, `serving.workers`, `serving.shadow`,
   `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
   `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
-  `learner.profile.steps`, `share.fraction`, `share.yield_at`, `share.stream_priority`,
-  `share.mps_percentage`, `share.sms`
+  `learner.profile.steps`, `device_sharing.fraction`, `device_sharing.yield_at`, `device_sharing.stream_priority`,
+  `device_sharing.mps_percentage`, `device_sharing.sms`
 - metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
   `anabranch_learner_raised_rows_total`,
-  `anabranch_versions_published_total`, `anabranch_learner_ill`, `anabranch_learner_trained_through_offset`,
+  `anabranch_versions_published_total`, `anabranch_learner_problems`, `anabranch_learner_trained_through_offset`,
   `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
   `anabranch_replay_capacity_rows`, `anabranch_replay_read_rows_total`, `anabranch_replay_lost_rows_total`,
   `anabranch_replay_missed_rows_total`, `anabranch_replay_moved_bytes_total`, `anabranch_replay_demoted_rows_total`,
@@ -142,7 +142,7 @@ The design fixes the names that users build on. These were added to it:
   `anabranch_replay_index_bytes`, `anabranch_replay_index_waiting_requests`, `anabranch_replay_index_answer_seconds`,
   `anabranch_replay_index_declined_total`, `anabranch_replay_index_left_out_rows_total`,
   `anabranch_replay_index_restarts_total`,
-  `anabranch_guard_rows`, `anabranch_cut_number`, `anabranch_cut_time_seconds`, `anabranch_serving_ill`,
+  `anabranch_holdout_rows`, `anabranch_checkpoint_number`, `anabranch_checkpoint_time_seconds`, `anabranch_serving_problems`,
   `anabranch_learner_heartbeat_time_seconds`, `anabranch_learner_loss`, `anabranch_learner_window_rows`,
   `anabranch_learner_class_accuracy_ratio`, `anabranch_learner_group_accuracy_ratio`,
   `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`,
@@ -155,8 +155,8 @@ The design fixes the names that users build on. These were added to it:
 - `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
 - the command `versions unpin` and the order `unpin`; `promoted` in `versions/state.json`
 - `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
-- files `learner.json`, `serving.json`, `learner.lock`, `versions/state.lock`, `epoch`, `share/server-<n>`,
-  `share/learner-<n>`
+- files `learner.json`, `serving.json`, `learner.lock`, `versions/state.lock`, `generation`, `device_sharing/server-<n>`,
+  `device_sharing/learner-<n>`
 """
 
 

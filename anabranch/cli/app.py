@@ -64,7 +64,9 @@ def demo(
     bootstrap: Annotated[
         str | None, typer.Option(help="Use this Kafka broker; topics are made there, and removed.", metavar="HOST:PORT")
     ] = None,
-    no_twin: Annotated[bool, typer.Option("--no-twin", help="Leave out the twin that learns without replay.")] = False,
+    no_baseline: Annotated[
+        bool, typer.Option("--no-baseline", help="Leave out the baseline that learns without replay.")
+    ] = False,
     rate: Annotated[float, typer.Option(min=1, help="Events a second.")] = 600.0,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of serving; by default 8000 or a free one.")
@@ -76,7 +78,7 @@ def demo(
     def start() -> Exit:
         from anabranch.demo.run import Options, run_demo
 
-        return run_demo(Options(events, headless, report, bootstrap, not no_twin, rate, port=port, seed=seed))
+        return run_demo(Options(events, headless, report, bootstrap, not no_baseline, rate, port=port, seed=seed))
 
     sys.stderr.write("anabranch demo: starting\n")
     return run_command(start)
@@ -225,7 +227,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
 ) -> int:
-    """Show how the pipeline is: lag, rates, accuracy, replay, version, requests, and what is ill."""
+    """Show how the pipeline is: lag, rates, accuracy, replay, version, requests, and what is unhealthy."""
 
     def start() -> None:
         from anabranch.commands.status import read_status, render, watch_status
@@ -248,7 +250,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time that each check may take.")] = 30.0,
 ) -> int:
-    """Look for what keeps the pipeline from running, and say how to mend it; nothing is changed."""
+    """Look for what keeps the pipeline from running, and say how to fix it; nothing is changed."""
 
     def start() -> Exit:
         from anabranch.doctor.runner import report

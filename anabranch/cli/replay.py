@@ -7,7 +7,7 @@ import typer
 from anabranch.cli.common import PIPELINE, ConfigPath, run_command, say, show
 
 replay = typer.Typer(
-    help="Look into what is kept for rehearsal, and forget some of it.",
+    help="Look into what is kept for rehearsal, and erase some of it.",
     epilog="Example: anabranch replay stats",
     no_args_is_help=True,
 )
@@ -18,7 +18,8 @@ def replay_stats(
     config: ConfigPath = PIPELINE,
     as_json: Annotated[bool, typer.Option("--json", help="Print them as a JSON object.")] = False,
 ) -> int:
-    """Show what the newest cut holds: events by tier, class and age, how they are kept and drawn, what is forgotten."""
+    """Show what the newest checkpoint holds: events by tier, class and age, how they are kept and drawn, what is
+    erased."""
 
     def start() -> None:
         from anabranch.commands.replay_store import read_stats, render_stats
@@ -40,7 +41,7 @@ def replay_sample(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Draw the same events again.")] = None,
 ) -> int:
-    """Print stored events of the newest cut, drawn uniformly, as JSON lines."""
+    """Print stored events of the newest checkpoint, drawn uniformly, as JSON lines."""
 
     def start() -> None:
         import json
@@ -54,36 +55,36 @@ def replay_sample(
     return run_command(start)
 
 
-@replay.command("forget", epilog="Example: anabranch replay forget --key customer-17")
-def replay_forget(
+@replay.command("erase", epilog="Example: anabranch replay erase --key customer-17")
+def replay_erase(
     config: ConfigPath = PIPELINE,
     key: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="Forget the events of this \\[schema.key] so far; repeatable."),
+        typer.Option(metavar="KEY", help="Erase the events of this \\[schema.key] so far; repeatable."),
     ] = None,
     offsets: Annotated[
         list[str] | None,
-        typer.Option(metavar="RANGE", help="Forget these offsets, such as events[3]@100..200; repeatable."),
+        typer.Option(metavar="RANGE", help="Erase these offsets, such as events[3]@100..200; repeatable."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for the learner to say that it is done.")
     ] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as a JSON object.")] = False,
 ) -> int:
-    """Forget events: they leave store, guard set and cuts, and do not come back. Weights are not unlearned."""
+    """Erase events: they leave store, holdout set and checkpoints, and do not come back. Weights are not unlearned."""
     if not key and not offsets:
-        raise typer.BadParameter("name what to forget by --key or --offsets")
+        raise typer.BadParameter("name what to erase by --key or --offsets")
 
     def start() -> None:
         from datetime import timedelta
 
-        from anabranch.commands.erase import forget
+        from anabranch.commands.erase import erase_events
         from anabranch.config.loader import load_config
         from anabranch.runtime.private_state import private_state
 
         loaded = load_config(config)
         with private_state(loaded):
-            answer = forget(loaded, key or [], offsets or [], timedelta(seconds=timeout))
+            answer = erase_events(loaded, key or [], offsets or [], timedelta(seconds=timeout))
         if as_json:
             import json
 

@@ -1,4 +1,4 @@
-"""`anabranch replay forget`: writes down what is to be forgotten, and sees that nothing of it is left."""
+"""`anabranch replay erase`: writes down what is to be erased, and sees that nothing of it is left."""
 
 import os
 import re
@@ -17,11 +17,11 @@ from ingest.events.schema import Schema
 from learner.state_dir.lock import hold_state_directory, is_held
 from learner.state_dir.report import PartitionReport, read_report
 from replay.erasure.erased_events import ByKey, ByRange, Record, hash_of_key
-from replay.erasure.erasure_log import COMMAND, NAME, ForgottenLog, now
+from replay.erasure.erasure_log import COMMAND, NAME, ErasureLog, now
 
 _RANGE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:#(\d+))?\[(\d+)\]@(\d+)(?:\.\.(\d+))?")
 _PAUSE_SECONDS = 0.05
-_COMMAND = "anabranch replay forget"
+_COMMAND = "anabranch replay erase"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Answer:
         up_to: for each partition, the first offset that forgetting by key does not cover.
         missing: what is not done yet; None when nothing of it is left anywhere.
         store: events that were in the store.
-        guard: held-out events that were in the guard set.
+        holdout: held-out events that were in the holdout set.
     """
 
     log: str
@@ -42,7 +42,7 @@ class Answer:
     up_to: dict[str, int]
     missing: str | None
     store: int
-    guard: int
+    holdout: int
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -57,19 +57,19 @@ class Answer:
         """Return it for a person."""
         noted = f"record {self.records[-1]}" if len(self.records) == 1 else f"records up to {self.records[-1]}"
         said = [] if self.missing is None else [self.missing]
-        if self.applied or self.store or self.guard:
-            said.insert(0, f"forgot {self.store:,} events of the store and {self.guard:,} of the guard set")
+        if self.applied or self.store or self.holdout:
+            said.insert(0, f"erased {self.store:,} events of the store and {self.holdout:,} of the holdout set")
         if self.up_to:
             ends = ", ".join(f"{name}@{end}" for name, end in self.up_to.items())
             said.append(f"later events of the key are new: those from {ends} on")
         return [*said, f"written down as {noted} in {self.log}; weights that have learned from it are not changed"]
 
 
-def forget(config: Config, keys: Sequence[str], ranges: Sequence[str], patience: timedelta) -> Answer:
-    """Forget the events of some keys and of some ranges of offsets.
+def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], patience: timedelta) -> Answer:
+    """Erase the events of some keys and of some ranges of offsets.
 
-    1. Append to the log: from here on it is forgotten, whatever crashes.
-    2. A learner at work applies it, which this waits for. Without one, cuts and disk tier are rewritten here.
+    1. Append to the log: from here on it is erased, whatever crashes.
+    2. A learner at work applies it, which this waits for. Without one, checkpoints and disk tier are rewritten here.
 
     Raises:
         SettingsError: a range or a key cannot be meant, or something cannot be written.
@@ -77,13 +77,13 @@ def forget(config: Config, keys: Sequence[str], ranges: Sequence[str], patience:
     known = _known(config)
     records = [*_by_key(config, keys, known), *(_by_range(text, known) for text in ranges)]
     if not config.state_dir.is_dir():
-        raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be forgotten")
-    log = ForgottenLog(config.state_dir / NAME)
+        raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be erased")
+    log = ErasureLog(config.state_dir / NAME)
     try:
         numbers = [record.number for record in log.append(records)]
     except OSError as exc:
-        raise SettingsError(f"{log.path} cannot be written: {exc.strerror}; nothing is forgotten") from exc
-    store, guard = log.store, log.guard
+        raise SettingsError(f"{log.path} cannot be written: {exc.strerror}; nothing is erased") from exc
+    store, holdout = log.store, log.holdout
     missing = _missing(config, log, numbers[-1], patience)
     return Answer(
         log=str(log.path),
@@ -91,11 +91,11 @@ def forget(config: Config, keys: Sequence[str], ranges: Sequence[str], patience:
         up_to=next((dict(record.up_to) for record in records if isinstance(record, ByKey)), {}),
         missing=missing,
         store=log.store - store,
-        guard=log.guard - guard,
+        holdout=log.holdout - holdout,
     )
 
 
-def _missing(config: Config, log: ForgottenLog, through: int, patience: timedelta) -> str | None:
+def _missing(config: Config, log: ErasureLog, through: int, patience: timedelta) -> str | None:
     """Wait until a learner has applied a record, or do it where there is none; return what is not done in time."""
     deadline = time.monotonic() + patience.total_seconds()
     while log.through < through:
@@ -111,7 +111,7 @@ def _missing(config: Config, log: ForgottenLog, through: int, patience: timedelt
     return None
 
 
-def _erase(config: Config, log: ForgottenLog, through: int) -> str | None:
+def _erase(config: Config, log: ErasureLog, through: int) -> str | None:
     """Erase what is left of all up to a record, under the lock; return what is not done."""
     # Loads torch, which takes seconds: before the lock, for which a learner that starts meanwhile waits.
     from learner.checkpointing.erase_offline import ERASED, erase
@@ -147,7 +147,7 @@ def _by_key(config: Config, keys: Sequence[str], known: Mapping[TopicPartition, 
             "--key needs [schema.key], without which events have none; name them by --offsets, such as events[0]@7..9"
         )
     if not known:
-        raise SettingsError(f"no learner has read anything yet in {config.state_dir}: there is nothing to forget")
+        raise SettingsError(f"no learner has read anything yet in {config.state_dir}: there is nothing to erase")
     up_to = {partition_name(name): each.end for name, each in known.items()}
     return [ByKey(time=now(), by=COMMAND, key_hash=hash_of_key(os.fsencode(key)), up_to=up_to) for key in keys]
 

@@ -1,4 +1,5 @@
-"""`anabranch replay stats` and `sample`: what the newest cut holds for rehearsal. Reads only, also beside a learner.
+"""`anabranch replay stats` and `sample`: what the newest checkpoint holds for rehearsal. Reads only, also beside a
+learner.
 
 Legend: H events held, n events that are asked for.
 """
@@ -22,45 +23,47 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import check_age, remembered
-from learner.errors import CutError, MisfitError
-from learner.state_dir.checkpoint import RANK, Cut, Cuts
+from learner.errors import CheckpointError, MisfitError
+from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
 from learner.state_dir.report import read_report
 from learner.strategies.examples import OUTPUT, kept
 from replay.erasure.erased_events import hash_of_key
-from replay.erasure.erasure_log import NAME, ForgottenLog
+from replay.erasure.erasure_log import NAME, ErasureLog
 from replay.row_layout import RowLayout
 from replay.snapshot import Contents
 from replay.tiers.registry import kind_with, kinds_of
 from replay.tiers.tier import Site, Tier
 
 _ATTEMPTS = 3
-"""A learner at work may delete every cut that was there when a look at them began."""
+"""A learner at work may delete every checkpoint that was there when a look at them began."""
 _AT_ONCE = 64
 _WHAT = ("label", "topic", "partition", "key")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a cut has of the store."""
+    """What a checkpoint has of the store."""
 
     number: int
-    cut: Cut
+    checkpoint: Checkpoint
     contents: Contents
-    log: ForgottenLog
+    log: ErasureLog
 
     @property
     def names(self) -> list[TopicPartition]:
         """The partitions, by their index."""
         return [
-            TopicPartition(each["topic"], each["partition"], each["incarnation"]) for each in self.cut.state["ledger"]
+            TopicPartition(each["topic"], each["partition"], each["incarnation"])
+            for each in self.checkpoint.state["ledger"]
         ]
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Numbers on the store: what it holds is of the newest cut, tiers and bounds of the learner's last report."""
+    """Numbers on the store: what it holds is of the newest checkpoint, tiers and bounds of the learner's last
+    report."""
 
-    cut: int
+    checkpoint: int
     step: int
     events: int
     capacity: int | None
@@ -72,10 +75,10 @@ class Stats:
     by_label: dict[str, int]
     record_times: dict[str, str]
     """Of the oldest, the median and the newest event, in ISO 8601."""
-    guard_rows: int
-    forgotten: int
+    holdout_rows: int
+    erased: int
     """Records in the log."""
-    forgotten_through: int
+    erased_through: int
     """The last of them of which nothing is left anywhere."""
 
     def document(self) -> dict[str, Any]:
@@ -84,13 +87,14 @@ class Stats:
 
 
 def read_stats(config: Config) -> Stats:
-    """Read the newest cut and the learner's report; raises SettingsError when there is no cut with a store."""
+    """Read the newest checkpoint and the learner's report; raises SettingsError when there is no checkpoint with a
+    store."""
     stored, report = _stored(config), read_report(config.state_dir)
     index = stored.contents.index
     rows = report.replay_rows if report is not None else {}
     return Stats(
-        cut=stored.number,
-        step=stored.cut.step,
+        checkpoint=stored.number,
+        step=stored.checkpoint.step,
         events=len(index),
         capacity=report.replay_capacity if report is not None else None,
         offered=int(stored.contents.standing.offered.sum()),
@@ -103,9 +107,9 @@ def read_stats(config: Config) -> Stats:
         },
         by_label=_by_label(Schema(config.pipeline.events), index),
         record_times=_record_times(index),
-        guard_rows=len(stored.cut.tensors["guard"].get("label", ())),
-        forgotten=stored.log.count,
-        forgotten_through=stored.log.through,
+        holdout_rows=len(stored.checkpoint.tensors["holdout"].get("label", ())),
+        erased=stored.log.count,
+        erased_through=stored.log.through,
     )
 
 
@@ -116,7 +120,7 @@ def render_stats(stats: Stats) -> Table:
     table.add_column(overflow="fold")
     of = "" if stats.capacity is None else f" of {stats.capacity:,}"
     table.add_row("events", f"{stats.events:,}{of}, of {stats.offered:,} that were offered")
-    table.add_row("cut", f"{stats.cut}, at step {stats.step:,}")
+    table.add_row("checkpoint", f"{stats.checkpoint}, at step {stats.step:,}")
     for tier, numbers in stats.tiers.items():
         used, bound = numbers["bytes"] / 1e6, numbers["bound_bytes"] / 1e6
         table.add_row(tier, f"{numbers['rows']:,} events, {used:.1f} of {bound:.1f} MB")
@@ -125,11 +129,9 @@ def render_stats(stats: Stats) -> Table:
         table.add_row("by label", ", ".join(f"{label}: {rows:,}" for label, rows in stats.by_label.items()))
     for what, moment in stats.record_times.items():
         table.add_row(what, moment)
-    table.add_row("guard set", f"{stats.guard_rows:,} events")
-    left = stats.forgotten - stats.forgotten_through
-    table.add_row(
-        "forgotten", f"{stats.forgotten:,} records" + (f", {left:,} not erased everywhere yet" if left else "")
-    )
+    table.add_row("holdout set", f"{stats.holdout_rows:,} events")
+    left = stats.erased - stats.erased_through
+    table.add_row("erased", f"{stats.erased:,} records" + (f", {left:,} not erased everywhere yet" if left else ""))
     return table
 
 
@@ -139,7 +141,7 @@ def draw_sample(config: Config, n: int, where: Sequence[str], seed: int | None) 
     Events that are overwritten at this moment are left out, and others drawn in their place.
 
     Raises:
-        SettingsError: there is no cut with a store, a condition cannot be meant, or the payload cannot be had.
+        SettingsError: there is no checkpoint with a store, a condition cannot be meant, or the payload cannot be had.
     """
     stored, schema = _stored(config), Schema(config.pipeline.events)
     index = stored.contents.index
@@ -147,7 +149,7 @@ def draw_sample(config: Config, n: int, where: Sequence[str], seed: int | None) 
     for condition in where:
         fits &= _fits(condition, schema, stored.names, index)
     places = np.random.default_rng(seed).permutation(np.flatnonzero(fits))
-    shape = stored.cut.state.get(OUTPUT)
+    shape = stored.checkpoint.state.get(OUTPUT)
     layout = RowLayout({**schema.payload(), **({} if shape is None else kept(tuple(shape)))})
     for begin in range(0, len(places), _AT_ONCE):
         for place, row in _rows(config, stored, layout, places[begin : begin + _AT_ONCE]):
@@ -159,31 +161,34 @@ def draw_sample(config: Config, n: int, where: Sequence[str], seed: int | None) 
 
 def _stored(config: Config) -> Stored:
     schema = Schema(config.pipeline.events)
-    log = ForgottenLog(config.state_dir / NAME)
+    log = ErasureLog(config.state_dir / NAME)
     log.refresh()
-    cuts = Cuts(config.state_dir / "cuts", schema.digest, 0)
+    checkpoints = Checkpoints(config.state_dir / "checkpoints", schema.digest, 0)
     for attempt in range(_ATTEMPTS):
         try:
-            with away_is_dependency(f"the cuts in {cuts.path} cannot be read"):
-                found = cuts.newest()
+            with away_is_dependency(f"the checkpoints in {checkpoints.path} cannot be read"):
+                found = checkpoints.newest()
         except MisfitError:
             raise
-        except CutError:  # the learner may have replaced them meanwhile
+        except CheckpointError:  # the learner may have replaced them meanwhile
             if attempt == _ATTEMPTS - 1:
                 raise
             continue
         if found is not None:
             check_age(*found, log)
-            number, cut = found[0], remembered(found[1], log.forgotten)[0]
-            unpacked = unpack(cut)
-            if cut.begins:
+            number, checkpoint = found[0], remembered(found[1], log.erased)[0]
+            unpacked = unpack(checkpoint)
+            if checkpoint.begins:
                 break
             if unpacked is None:
-                raise SettingsError(f"cut {number} has no store: learner.strategy is one without replay")
-            return Stored(number, cut, unpacked[0], log)
-        if not cuts.numbers():
+                raise SettingsError(f"checkpoint {number} has no store: learner.strategy is one without replay")
+            return Stored(number, checkpoint, unpacked[0], log)
+        if not checkpoints.numbers():
             break
-    raise SettingsError(f"there is no cut in {cuts.path} yet; the first one is made after cuts.every, or when it stops")
+    raise SettingsError(
+        f"there is no checkpoint in {checkpoints.path} yet; the first one is made after checkpoints.every, or when it "
+        f"stops"
+    )
 
 
 def _rows(
@@ -212,7 +217,7 @@ def _rows(
 
 @contextlib.contextmanager
 def _home(config: Config, contents: Contents, row_bytes: int) -> Iterator[Tier]:
-    """Open the tier that has the payload of a cut."""
+    """Open the tier that has the payload of a checkpoint."""
     folder = config.state_dir / "replay" / RANK
     site = Site(folder, f"{config.pipeline.name}:{RANK}", row_bytes, writable=False)
     kind = kind_with(contents, kinds_of(config.pipeline.replay, site).values())

@@ -64,7 +64,7 @@ def order(config: Config, action: str, number: int | None) -> Obeyed:
         what = "no version is pinned" if action == "unpin" else "serving has taken no version yet"
         raise SettingsError(f"{what} in {versions.path}")
     report = read_report(config.state_dir)
-    if report is not None and time.time() - report.time < SILENT.total_seconds() and report.ill != [STOPPED]:
+    if report is not None and time.time() - report.time < SILENT.total_seconds() and report.problems != [STOPPED]:
         return Obeyed(_ask(config, report, action, chosen), running=True)
     try:
         with versions.changing_state():

@@ -14,7 +14,7 @@ from rich.text import Text
 from anabranch.config.loader import Config
 from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import stop_on_signals
-from learner.state_dir.report import LAG_STALE, LearnerReport, ShareReport
+from learner.state_dir.report import LAG_STALE, DeviceSharingReport, LearnerReport
 from learner.state_dir.report import read_report as read_learner
 from serving.reporting.health import SILENT
 from serving.reporting.report import ServingReport, ShadowReport
@@ -69,7 +69,7 @@ def render(status: Status) -> RenderableType:
     table.add_row("pipeline", f"{status.name}, state in {status.state_dir}")
     for part, report in (("learner", status.learner), ("serving", status.serving)):
         table.add_row(part, _condition(status, report))
-        for sentence in report.ill if report else ():
+        for sentence in report.problems if report else ():
             table.add_row("", Text(sentence, style="yellow"))
     return Group(
         table,
@@ -122,11 +122,11 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     table.add_row("replay", _pairs(tiers) or "empty")
     if report.replay_lost:
         table.add_row("", Text(f"{report.replay_lost:,} events were lost by a tier", style="yellow"))
-    table.add_row("held out", f"{report.guard_rows:,}")
-    if report.share is not None:
-        table.add_row("share", _share(report.share))
-    made = "" if report.cut_time is None else f", made {_age(time.time() - report.cut_time)} ago"
-    table.add_row("cut", "none yet" if report.cut is None else f"{report.cut}{made}")
+    table.add_row("held out", f"{report.holdout_rows:,}")
+    if report.device_sharing is not None:
+        table.add_row("device sharing", _sharing(report.device_sharing))
+    made = "" if report.checkpoint_time is None else f", made {_age(time.time() - report.checkpoint_time)} ago"
+    table.add_row("checkpoint", "none yet" if report.checkpoint is None else f"{report.checkpoint}{made}")
     newest = "none yet" if report.version is None else str(report.version)
     table.add_row("version", f"{newest}, {report.versions_published:,} published, {report.publish_skipped:,} skipped")
     table.add_row("gate", _gate(report))
@@ -152,10 +152,10 @@ def _gate(report: LearnerReport) -> Text:
     return Text(f"versions are held back, for {age}: {why}", style="yellow")
 
 
-def _share(share: ShareReport) -> str:
-    wait = "" if share.wait_p99_seconds is None else f", p99 {share.wait_p99_seconds * 1000:.1f} ms to give way"
-    size = "" if share.micro_batch_size is None else f", micro-batches of {share.micro_batch_size:,}"
-    return f"{share.policy}: {share.training:.0%} training, {_count(share.servers, 'server')}{wait}{size}"
+def _sharing(sharing: DeviceSharingReport) -> str:
+    wait = "" if sharing.wait_p99_seconds is None else f", p99 {sharing.wait_p99_seconds * 1000:.1f} ms to yield"
+    size = "" if sharing.micro_batch_size is None else f", micro-batches of {sharing.micro_batch_size:,}"
+    return f"{sharing.policy}: {sharing.training:.0%} training, {_count(sharing.servers, 'server')}{wait}{size}"
 
 
 def _count(count: int, noun: str) -> str:

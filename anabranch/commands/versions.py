@@ -24,7 +24,7 @@ from learner.state_dir.version import (
     reference_to,
 )
 
-_STYLES = {"pass": "green", "fail": "red", "abstain": "yellow"}
+_STYLES = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
 
 Which = int | str
 """A number, `latest` or `served`."""
@@ -139,7 +139,7 @@ def render_one(one: Listed) -> RenderableType:
     if manifest is not None:
         model = manifest.model
         table.add_row("time", _time(manifest.time))
-        table.add_row("step", f"{manifest.step:,}, by the learner of epoch {manifest.epoch}")
+        table.add_row("step", f"{manifest.step:,}, by the learner of generation {manifest.generation}")
         table.add_row("parent", "none" if manifest.parent is None else str(manifest.parent))
         table.add_row("learned", _trained(manifest) or "nothing")
         table.add_row("metrics", _metrics(manifest) or "none")

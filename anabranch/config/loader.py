@@ -21,7 +21,14 @@ from anabranch.core.net import is_loopback
 from anabranch.core.settings import Section, written
 from ingest.config import SchemaSettings, StreamSettings
 from learner.compatibility import point, refused
-from learner.config import CutsSettings, GateSettings, LearnerSettings, ModelSettings, ShareSettings, VersionsSettings
+from learner.config import (
+    CheckpointSettings,
+    DeviceSharingSettings,
+    GateSettings,
+    LearnerSettings,
+    ModelSettings,
+    VersionsSettings,
+)
 from replay.config import ReplaySettings
 from serving.config import ServingSettings
 
@@ -42,7 +49,7 @@ class Pipeline(Section):
     ]
     """Model name in URLs."""
     state_dir: Path = Path("var")
-    """Versions, cuts, the disk tier and reports lie below it; relative to the config's folder."""
+    """Versions, checkpoints, the disk tier and reports lie below it; relative to the config's folder."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, and of which events are held out, kept and drawn."""
     stream: StreamSettings
@@ -57,13 +64,13 @@ class Pipeline(Section):
     """What is kept for rehearsal."""
     versions: VersionsSettings = VersionsSettings()
     """What is published."""
-    cuts: CutsSettings = CutsSettings()
+    checkpoints: CheckpointSettings = CheckpointSettings()
     """What a restart resumes from."""
     gate: GateSettings = GateSettings()
     """The held-out events."""
     serving: ServingSettings = ServingSettings()
     """Predictions over HTTP."""
-    share: ShareSettings = ShareSettings()
+    device_sharing: DeviceSharingSettings = DeviceSharingSettings()
     """How serving borrows the device from the learner."""
 
 
@@ -149,7 +156,7 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
         place = ("learner", "status")
         sentence = f'learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
         faults.append(Fault(place, f"{_origin(path, place, overrides)}: {sentence}"))
-    for key, sentence in refused(point(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.share)):
+    for key, sentence in refused(point(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing)):
         place = tuple(key.split("."))
         faults.append(Fault(place, f"{_origin(path, place, overrides)}: {sentence}"))
     return Examined(Config(pipeline, path), faults, set(secrets.values()))

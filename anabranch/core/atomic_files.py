@@ -12,7 +12,7 @@ _AT_ONCE = 4_000_000
 def write_durably(path: Path, *pieces: bytes | memoryview) -> None:
     """Write a file and fsync it, now and then on the way: what others sync meanwhile may wait for all that is unsynced.
 
-    On file systems that order data before their journal, a version would wait for the megabytes of a cut.
+    On file systems that order data before their journal, a version would wait for the megabytes of a checkpoint.
     """
     with path.open("wb") as file:
         unsynced = 0

@@ -68,7 +68,7 @@ class LivePanel:
         self._try = f"curl -s {url}/v2/models/{model}/infer -d @{request}"
         self._live = Live(console=console, auto_refresh=False)
         self._old: deque[float] = deque(maxlen=30)
-        self._twin_old: deque[float] = deque(maxlen=30)
+        self._baseline_old: deque[float] = deque(maxlen=30)
         self._next_history = 0.0
 
     def __enter__(self) -> Self:
@@ -84,8 +84,8 @@ class LivePanel:
         """Draw the panel."""
         if time.monotonic() >= self._next_history:
             self._next_history = time.monotonic() + _HISTORY_SECONDS
-            for history, twin in ((self._old, False), (self._twin_old, True)):
-                old = figures.accuracy("old", twin=twin)
+            for history, baseline in ((self._old, False), (self._baseline_old, True)):
+                old = figures.accuracy("old", baseline=baseline)
                 if old is not None:
                     history.append(old)
         self._live.update(self._render(figures), refresh=True)
@@ -98,8 +98,8 @@ class LivePanel:
         rows.add_row("outcomes", _outcomes(figures))
         rows.add_row("accuracy", _bar("now", figures.accuracy("now"), "cyan"))
         rows.add_row("", _bar("old classes", figures.accuracy("old"), "green", self._old))
-        if figures.twin is not None:
-            rows.add_row("", _bar("no replay", figures.accuracy("old", twin=True), "red", self._twin_old))
+        if figures.baseline is not None:
+            rows.add_row("", _bar("no replay", figures.accuracy("old", baseline=True), "red", self._baseline_old))
         rows.add_row("replay", _replay(figures))
         rows.add_row("serving", _serving(figures))
         rows.add_row("requests", _requests(figures))
@@ -108,8 +108,8 @@ class LivePanel:
             f"p50 {seconds(figures.freshness_p50_seconds)}  p99 {seconds(figures.freshness_p99_seconds)}  "
             "from an event's sending to a reply that has learned it",
         )
-        for sentence in figures.ill:
-            rows.add_row("[yellow]ill[/]", Text(sentence, style="yellow"))
+        for sentence in figures.problems:
+            rows.add_row("[yellow]problem[/]", Text(sentence, style="yellow"))
         hints = Table.grid(padding=(0, 2))
         hints.add_column(style="dim", no_wrap=True)
         hints.add_column(overflow="fold")
@@ -123,15 +123,15 @@ class LivePanel:
 def plain_line(figures: Figures) -> str:
     """Return everything that matters in one line."""
     version = figures.serving.version if figures.serving else None
-    twin = f" (no replay {percent(figures.accuracy('old', twin=True))})" if figures.twin else ""
+    baseline = f" (no replay {percent(figures.accuracy('old', baseline=True))})" if figures.baseline else ""
     line = (
         f"{figures.seconds:4.0f} s  {figures.sent:,} events, class {figures.phase}  {_outcomes(figures)}  "
-        f"accuracy now {percent(figures.accuracy('now'))}, old {percent(figures.accuracy('old'))}{twin}  "
+        f"accuracy now {percent(figures.accuracy('now'))}, old {percent(figures.accuracy('old'))}{baseline}  "
         f"version {'-' if version is None else version}  "
         f"freshness p99 {seconds(figures.freshness_p99_seconds)}  "
         f"{figures.requests:,} requests, {figures.failures} failed"
     )
-    return "; ".join([line, *figures.ill])
+    return "; ".join([line, *figures.problems])
 
 
 def sparkline(values: deque[float]) -> str:

@@ -29,7 +29,7 @@ class DemoPipeline:
     parts: tuple[Part, ...]
     topics: Mapping[str, int]
     """Topics that the demo makes, with their numbers of partitions."""
-    twin_state_dir: Path | None
+    baseline_state_dir: Path | None
 
     @property
     def url(self) -> str:
@@ -37,14 +37,14 @@ class DemoPipeline:
         return f"http://127.0.0.1:{self.config.pipeline.serving.port}"
 
 
-def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, twin: bool) -> DemoPipeline:
+def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, baseline: bool) -> DemoPipeline:
     """Write the example into `folder`, and return what is to run there.
 
     On a broker of the user's own (`own_broker`) the topics get names that nobody else has.
     """
     write_example(folder)
     stem = f"anabranch-demo-{uuid.uuid4().hex[:8]}." if own_broker else ""
-    events, dead, twin_dead = f"{stem}events", f"{stem}events.dead", f"{stem}events.twin.dead"
+    events, dead, baseline_dead = f"{stem}events", f"{stem}events.dead", f"{stem}events.baseline.dead"
     overrides = {
         "STREAM__BOOTSTRAP_SERVERS": bootstrap,
         "STREAM__TOPICS": [events],
@@ -55,9 +55,9 @@ def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, twin: 
         "LEARNER__STATUS": f"127.0.0.1:{_free_port_beside(port)}",
         "STATE_DIR": str(folder / "var"),
     }
-    twin_state_dir = folder / "twin" if twin else None
-    if twin_state_dir is not None:
-        overrides["SERVING__TWIN"] = str(twin_state_dir)
+    baseline_state_dir = folder / "baseline" if baseline else None
+    if baseline_state_dir is not None:
+        overrides["SERVING__BASELINE"] = str(baseline_state_dir)
     # torch leaves a cache among the temporary files; here it goes with the folder.
     environment = {**os.environ, **_THREADS, "TMPDIR": str(folder), **_variables(overrides)}
     config = load_config(folder / "pipeline.toml", environment)
@@ -68,29 +68,29 @@ def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, twin: 
         for part in pipeline_parts(config, environment)
     ]
     topics = {events: 2, dead: 1}
-    if twin_state_dir is not None:
-        twin_state_dir.mkdir()
+    if baseline_state_dir is not None:
+        baseline_state_dir.mkdir()
         changes = {
-            "STREAM__DEAD_LETTER_TOPIC": twin_dead,
-            "STREAM__GROUP_ID": f"{stem}anabranch-demo-twin",
+            "STREAM__DEAD_LETTER_TOPIC": baseline_dead,
+            "STREAM__GROUP_ID": f"{stem}anabranch-demo-baseline",
             "LEARNER__STRATEGY": "none",
             "LEARNER__STATUS": "127.0.0.1:0",
             "VERSIONS__PUBLISH_EVERY": "5s",
-            "STATE_DIR": str(twin_state_dir),
+            "STATE_DIR": str(baseline_state_dir),
         }
-        topics[twin_dead] = 1
+        topics[baseline_dead] = 1
         withheld = without_admin_token(config.pipeline.serving.tokens, environment)
-        parts.append(_twin(config, twin_state_dir, {**environment, **_variables(changes), **withheld}))
-    return DemoPipeline(config, environment, tuple(parts), topics, twin_state_dir)
+        parts.append(_baseline(config, baseline_state_dir, {**environment, **_variables(changes), **withheld}))
+    return DemoPipeline(config, environment, tuple(parts), topics, baseline_state_dir)
 
 
-def _twin(config: Config, state_dir: Path, environment: Mapping[str, str | None]) -> Part:
+def _baseline(config: Config, state_dir: Path, environment: Mapping[str, str | None]) -> Part:
     return Part(
-        "twin",
+        "baseline",
         (sys.executable, "-P", "-m", "learner", "-c", str(config.path), "--supervised"),
         state_dir / LEARNER_REPORT,
         environment,
-        config.folder / "logs" / "twin.log",
+        config.folder / "logs" / "baseline.log",
     )
 
 

@@ -42,7 +42,7 @@ def make_report(figures: Figures) -> DemoReport:
         events_skipped=outcomes.get("skipped", 0),
         accuracy_now=figures.accuracy("now"),
         accuracy_old=figures.accuracy("old"),
-        accuracy_old_without_replay=figures.accuracy("old", twin=True),
+        accuracy_old_without_replay=figures.accuracy("old", baseline=True),
         versions_published=learner.versions_published if learner else 0,
         swaps=serving.swaps.get("swapped", 0) if serving else 0,
         http_requests=figures.requests,
@@ -65,10 +65,11 @@ def summary(figures: Figures) -> str:
     """Return the closing words, in a few lines."""
     outcomes = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in figures.outcomes.items() if count)
     swaps = figures.serving.swaps.get("swapped", 0) if figures.serving else 0
-    twin = f" (without replay: {percent(figures.accuracy('old', twin=True))})" if figures.twin else ""
+    baseline = f" (without replay: {percent(figures.accuracy('old', baseline=True))})" if figures.baseline else ""
     return (
         f"{figures.sent:,} events in {figures.seconds:.0f} s: {outcomes or 'none with an outcome'}\n"
-        f"accuracy now {percent(figures.accuracy('now'))}, on old classes {percent(figures.accuracy('old'))}{twin}\n"
+        f"accuracy now {percent(figures.accuracy('now'))}, on old classes "
+        f"{percent(figures.accuracy('old'))}{baseline}\n"
         f"{figures.requests:,} requests, {figures.failures} failed, answered by {swaps} versions in turn; "
         f"freshness p50 {seconds(figures.freshness_p50_seconds)}, p99 {seconds(figures.freshness_p99_seconds)}\n"
     )

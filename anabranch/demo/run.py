@@ -43,7 +43,7 @@ class Options:
     headless: bool = False
     report: Path | None = None
     bootstrap: str | None = None
-    twin: bool = True
+    baseline: bool = True
     rate: float = 600.0
     requests: float = 50.0
     port: int | None = None
@@ -66,7 +66,7 @@ def run_demo(options: Options) -> Exit:
     with stop_on_signals() as stop, contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anabranch-demo-")))
         bootstrap = options.bootstrap or stack.enter_context(_embedded_broker())
-        pipeline = lay_out(folder, bootstrap, port, own_broker=options.bootstrap is not None, twin=options.twin)
+        pipeline = lay_out(folder, bootstrap, port, own_broker=options.bootstrap is not None, baseline=options.baseline)
         stack.enter_context(_topics(pipeline, keep=options.bootstrap is None))
         request = folder / "request.json"
         request.write_bytes(request_body(digits.request_pixels[0]))
@@ -101,15 +101,18 @@ class _Demo:
         )
         address = ("127.0.0.1", config.pipeline.serving.port)
         self._prober = Prober(*address, config.pipeline.name, digits, freshness, options.requests, options.seed)
-        self._sources = Sources(begin, config.state_dir, pipeline.twin_state_dir, self._feed, self._prober, freshness)
-        self._completion = Completion(twin=pipeline.twin_state_dir is not None)
+        self._sources = Sources(
+            begin, config.state_dir, pipeline.baseline_state_dir, self._feed, self._prober, freshness
+        )
+        self._completion = Completion(baseline=pipeline.baseline_state_dir is not None)
 
     def figures(self) -> Figures:
         """Return the figures of this moment."""
         return self._sources.look(self._supervisor.restarts)
 
     def run(self, display: Display, stop: threading.Event) -> Exit:
-        """Start all, watch until the end, stop all: requests, stream, learner with twin and serving, in this order."""
+        """Start all, watch until the end, stop all: requests, stream, learner with baseline and serving, in this
+        order."""
         with contextlib.ExitStack() as stack:
             _say(f"starting {', '.join(part.name for part in self._pipeline.parts)}")
             stack.callback(self._supervisor.stop)

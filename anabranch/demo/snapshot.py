@@ -27,7 +27,7 @@ class Figures:
     last_offsets: dict[str, int] | None
     """By `topic:partition`, once everything is sent."""
     learner: LearnerReport | None
-    twin: LearnerReport | None
+    baseline: LearnerReport | None
     serving: ServingReport | None
     trained_through: dict[str, int]
     """Of the last reply."""
@@ -46,16 +46,16 @@ class Figures:
         return self.learner.outcomes if self.learner else {}
 
     @property
-    def ill(self) -> list[str]:
+    def problems(self) -> list[str]:
         """What does not work, in sentences."""
-        parts = (("learner", self.learner), ("twin", self.twin), ("serving", self.serving))
-        said = [f"{name}: {sentence}" for name, report in parts if report for sentence in report.ill]
+        parts = (("learner", self.learner), ("baseline", self.baseline), ("serving", self.serving))
+        said = [f"{name}: {sentence}" for name, report in parts if report for sentence in report.problems]
         said += [f"{name} was started again {count} times" for name, count in self.restarts.items() if count]
         return [*said, f"the last request failed: {self.last_failure}"] if self.last_failure else said
 
-    def accuracy(self, window: str, *, twin: bool = False) -> float | None:
-        """Return an accuracy of the learner or of its twin."""
-        report = self.twin if twin else self.learner
+    def accuracy(self, window: str, *, baseline: bool = False) -> float | None:
+        """Return an accuracy of the learner or of its baseline."""
+        report = self.baseline if baseline else self.learner
         return report.accuracy.get(window) if report else None
 
 
@@ -66,7 +66,7 @@ class Sources:
     begin: float
     """In seconds of the monotonic clock."""
     state_dir: Path
-    twin_state_dir: Path | None
+    baseline_state_dir: Path | None
     feed: Feed
     prober: Prober
     freshness: Freshness
@@ -81,7 +81,7 @@ class Sources:
             phase=feed.phase,
             last_offsets=feed.done.last_offsets if feed.done else None,
             learner=read_learner(self.state_dir),
-            twin=read_learner(self.twin_state_dir) if self.twin_state_dir else None,
+            baseline=read_learner(self.baseline_state_dir) if self.baseline_state_dir else None,
             serving=read_serving(self.state_dir),
             trained_through=prober.trained_through,
             requests=prober.requests,
@@ -98,8 +98,8 @@ class Sources:
 class Completion:
     """Whether everything that was sent has its outcome and has reached the served model."""
 
-    def __init__(self, *, twin: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._twin = twin
+    def __init__(self, *, baseline: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._baseline = baseline
         self._clock = clock
         self._progress: object = None
         self._since = clock()
@@ -115,15 +115,15 @@ class Completion:
             learned = figures.trained_through.get(partition, -1)
             if learned < offset:
                 return f"the last reply's model has learned {partition} up to {learned}, not {offset}"
-        twins = sum(figures.twin.outcomes.values()) if figures.twin else 0
-        if self._twin and twins != figures.sent:
-            return f"{figures.sent} events were sent, but only {twins} have an outcome in the twin"
+        baselines = sum(figures.baseline.outcomes.values()) if figures.baseline else 0
+        if self._baseline and baselines != figures.sent:
+            return f"{figures.sent} events were sent, but only {baselines} have an outcome in the baseline"
         return None
 
     def is_overdue(self, figures: Figures) -> bool:
         """Whether nothing has moved for a minute."""
-        twins = sum(figures.twin.outcomes.values()) if figures.twin else 0
-        progress = (figures.sent, sum(figures.outcomes.values()), twins, figures.trained_through)
+        baselines = sum(figures.baseline.outcomes.values()) if figures.baseline else 0
+        progress = (figures.sent, sum(figures.outcomes.values()), baselines, figures.trained_through)
         if progress != self._progress:
             self._progress, self._since = progress, self._clock()
         return self._clock() - self._since > _PATIENCE_SECONDS

@@ -1,4 +1,5 @@
-"""The newest cut and version: whole, and of this schema. Their files are read as bytes, so that torch is not needed."""
+"""The newest checkpoint and version: whole, and of this schema. Their files are read as bytes, so that torch is not
+needed."""
 
 import hashlib
 import os
@@ -17,7 +18,7 @@ _MANIFEST = "manifest.json"
 
 
 class _Manifest(msgspec.Struct):
-    """What the manifests of cuts and of versions have in common."""
+    """What the manifests of checkpoints and of versions have in common."""
 
     schema: str
     files: dict[str, str]
@@ -27,9 +28,9 @@ class _VersionManifest(msgspec.Struct):
     model: ModelReference
 
 
-def check_cuts(patient: Patient) -> Iterator[Finding]:
-    """Whether the newest cut can be resumed from."""
-    yield from _check_newest(patient, "cut", "made")
+def check_checkpoints(patient: Patient) -> Iterator[Finding]:
+    """Whether the newest checkpoint can be resumed from."""
+    yield from _check_newest(patient, "checkpoint", "made")
 
 
 def check_versions(patient: Patient) -> Iterator[Finding]:
@@ -45,7 +46,7 @@ def _check_newest(patient: Patient, what: str, made: str) -> Iterator[Finding]:
         yield ok(f"There is no {what} yet.")
         return
     number = max(numbers)
-    damage, schema = _damage(folder / str(number), "rank-0/" if what == "cut" else "")
+    damage, schema = _damage(folder / str(number), "rank-0/" if what == "checkpoint" else "")
     if damage and not (folder / str(number)).exists():
         yield ok(f"The learner has just replaced {what} {number}.")
     elif damage:
@@ -73,7 +74,8 @@ def _other_model(patient: Patient, version: Path) -> str | None:
 def _damage(directory: Path, below: str) -> tuple[str | None, str | None]:
     """Return what is wrong with a directory's files, and the schema's digest that its manifest names.
 
-    All files lie in the folder `below` of the directory, "" for none. A cut that has no tensors is of any schema.
+    All files lie in the folder `below` of the directory, "" for none. A checkpoint that has no tensors is of any
+    schema.
     """
     try:
         manifest = decoded(read_file(directory / _MANIFEST, MOST_BYTES), _Manifest)

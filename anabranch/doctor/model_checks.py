@@ -16,12 +16,12 @@ from learner.build import hear
 from learner.config import LearnerSettings, ModelSettings
 from learner.distributed.process_group import Place, device_of
 from learner.distributed.rendezvous import meet_hosts
-from learner.errors import CutError
+from learner.errors import CheckpointError
 from learner.model.device import Precision, check_scaling, choose_device, choose_precision
 from learner.model.embedding import Embedding
 from learner.model.factory import build_model, check_model, check_task, make_task
 from learner.resume import check_columns
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.strategies.examples import kept
 from learner.strategies.registry import build_strategy
 from learner.training.activation_checkpointing import checkpoint_activations
@@ -68,7 +68,7 @@ def _check_interface(learner: LearnerSettings) -> None:
 
 
 def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | Size], None]) -> Fields:
-    """Build the model and all that learns with it, up to going on from the newest cut.
+    """Build the model and all that learns with it, up to going on from the newest checkpoint.
 
     Returns:
         What the store keeps of an event.
@@ -109,10 +109,12 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | S
         # From here on beside the device, whose memory a learner at work may have taken.
         plain = learner.model_copy(update={"compile": False, "activation_checkpointing": False})
         trainer = Trainer(model.cpu(), task, strategy, schema, plain, torch.device("cpu"), _FULL, embedding)
-        say(Step("going on from the newest cut"))
-        kind = "cut.misfit"
-        cuts = Cuts(Path(asked.state_dir) / "cuts", schema.digest, 0)
-        _go_on(cuts, schema.digest, trainer, list(shape) if strategy.keeps_output else None, learner.strategy.name)
+        say(Step("going on from the newest checkpoint"))
+        kind = "checkpoint.misfit"
+        checkpoints = Checkpoints(Path(asked.state_dir) / "checkpoints", schema.digest, 0)
+        _go_on(
+            checkpoints, schema.digest, trainer, list(shape) if strategy.keeps_output else None, learner.strategy.name
+        )
     except SettingsError as exc:
         say(Said(kind, f"{exc}."))
     else:
@@ -125,23 +127,26 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | Said | S
     return columns
 
 
-def _go_on(cuts: Cuts, digest: str, trainer: Trainer, output: list[int] | None, strategy: str) -> None:
-    """Raise SettingsError where the newest cut is not of this model, optimizer or strategy, or of another release.
+def _go_on(checkpoints: Checkpoints, digest: str, trainer: Trainer, output: list[int] | None, strategy: str) -> None:
+    """Raise SettingsError where the newest checkpoint is not of this model, optimizer or strategy, or of another
+    release.
 
-    One of another schema, or with a file that cannot be read, is a finding of the check of cuts.
+    One of another schema, or with a file that cannot be read, is a finding of the check of checkpoints.
     """
     try:
-        manifest = cuts.latest()
+        manifest = checkpoints.latest()
         if manifest is None or manifest.begins or manifest.schema != digest:
             return
-        cut = Cut(manifest.step, *cuts.open(manifest))
-    except (CutError, OSError):
+        checkpoint = Checkpoint(manifest.step, *checkpoints.open(manifest))
+    except (CheckpointError, OSError):
         return
-    cuts.check(manifest)
-    if trainer.strategy.replays and "replay" in cut.tensors:
-        check_columns(manifest.number, cut, output, strategy)
-    with contextlib.suppress(OSError, DamagedError):  # a learner has just replaced it, or it is the check of cuts
-        trainer.restore(cut.tensors, cut.state["trainer"])
+    checkpoints.check(manifest)
+    if trainer.strategy.replays and "replay" in checkpoint.tensors:
+        check_columns(manifest.number, checkpoint, output, strategy)
+    with contextlib.suppress(
+        OSError, DamagedError
+    ):  # a learner has just replaced it, or it is the check of checkpoints
+        trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
 
 
 def _parameters(model: nn.Module) -> int:

@@ -45,7 +45,7 @@ class Asked(msgspec.Struct):
     learner: str
     replay: str
     serving_device: str
-    share: str
+    device_sharing: str
     folder: str
     state_dir: str
 
@@ -113,7 +113,7 @@ def in_a_process(asked: Asked, seconds: float) -> Told:
 
 
 def check_model(patient: Patient, launch: Launcher = in_a_process) -> Iterator[Finding]:
-    """Import torch, find the device, build the model and what learns with it, and go on from the newest cut."""
+    """Import torch, find the device, build the model and what learns with it, and go on from the newest checkpoint."""
     pipeline, seconds = patient.config.pipeline, patient.timeout * _SHARE
     asked = Asked(
         pipeline.events.model_dump_json(),
@@ -121,7 +121,7 @@ def check_model(patient: Patient, launch: Launcher = in_a_process) -> Iterator[F
         pipeline.learner.model_dump_json(),
         _without_secret(pipeline.replay),
         pipeline.serving.device,
-        pipeline.share.model_dump_json(),
+        pipeline.device_sharing.model_dump_json(),
         str(patient.config.folder),
         str(patient.config.state_dir),
     )

@@ -10,7 +10,7 @@ import msgspec
 
 from anabranch.core.errors import SettingsError
 from anabranch.doctor.model_process import Asked, Said, Size, Step
-from learner.config import LearnerSettings, ShareSettings
+from learner.config import DeviceSharingSettings, LearnerSettings
 from replay.config import ReplaySettings
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def look(asked: Asked, say: Callable[[Step | Said | Size], None]) -> None:
         pick_device(asked.serving_device)
     except SettingsError as exc:
         say(Said("device.missing", f"{exc}.", "serving.device"))
-    for said in _share(ShareSettings.model_validate_json(asked.share), device):
+    for said in _share(DeviceSharingSettings.model_validate_json(asked.device_sharing), device):
         say(said)
     replay = ReplaySettings.model_validate_json(asked.replay)
     near = torch.device("cpu") if replay.device_memory == "host" else device
@@ -66,28 +66,28 @@ def look(asked: Asked, say: Callable[[Step | Said | Size], None]) -> None:
         say(Said("device.memory", matter))
 
 
-def _share(share: ShareSettings, device: "torch.device") -> Iterator[Said]:
+def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[Said]:
     """Say how the device is shared, and which refinements it lacks."""
     from learner.device_sharing.cuda_limits import lacks_green_contexts, lacks_mps
 
-    also = ["; its threads run at a lower priority"] if device.type == "cpu" and share.policy != "exclusive" else []
-    if device.type == "cuda" and share.stream_priority:
+    also = ["; its threads run at a lower priority"] if device.type == "cpu" and sharing.policy != "exclusive" else []
+    if device.type == "cuda" and sharing.stream_priority:
         also.append("; serving's kernels are taken first")
-    if share.sms is not None:
+    if sharing.sms is not None:
         if fault := lacks_green_contexts(device):
-            yield Said("share.refinement", f"share.sms = {share.sms} {fault}.")
+            yield Said("device_sharing.refinement", f"device_sharing.sms = {sharing.sms} {fault}.")
         else:
-            also.append(f"; steps keep to {share.sms} multiprocessors")
-    if share.mps_percentage is not None:
+            also.append(f"; steps keep to {sharing.sms} multiprocessors")
+    if sharing.mps_percentage is not None:
         if fault := lacks_mps(device):
-            yield Said("share.mps", f"share.mps_percentage = {share.mps_percentage} {fault}.")
+            yield Said("device_sharing.mps", f"device_sharing.mps_percentage = {sharing.mps_percentage} {fault}.")
         else:
-            also.append(f"; training takes at most {share.mps_percentage} % of the device's threads")
+            also.append(f"; training takes at most {sharing.mps_percentage} % of the device's threads")
     how = {
         "inference-first": f"Training gives way to requests on {device}",
-        "fraction": f"Training gives way to requests on {device}, and gets at least {share.fraction:.0%} of it",
+        "fraction": f"Training gives way to requests on {device}, and gets at least {sharing.fraction:.0%} of it",
         "exclusive": "Training and serving do not share a device",
-    }[share.policy]
+    }[sharing.policy]
     yield Said("", f"{how}{''.join(also)}.")
 
 

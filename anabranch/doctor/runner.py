@@ -17,7 +17,7 @@ from rich.text import Text
 
 from anabranch.config.loader import examine_config
 from anabranch.core.errors import SettingsError
-from anabranch.doctor.artifact_checks import check_cuts, check_versions
+from anabranch.doctor.artifact_checks import check_checkpoints, check_versions
 from anabranch.doctor.environment_checks import check_install, check_limits
 from anabranch.doctor.findings import Finding, Patient, found, ok
 from anabranch.doctor.kafka_checks import check_broker
@@ -30,7 +30,7 @@ from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit
 from learner.runtime.shutdown import Deadline
 
-_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
+_STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "problem": "bold red"}
 _SHORTEST_SECRET = 3
 
 
@@ -50,8 +50,8 @@ CHECKS: Sequence[Check] = (
     Check("replicas", check_alone, ("learner",)),
     Check("broker", check_broker, ("stream", "schema")),
     Check("redis", check_redis, ("replay", "name")),
-    Check("state", check_state, ("state_dir", "learner", "replay", "cuts", "versions", "schema")),
-    Check("cuts", check_cuts, ("state_dir", "schema")),
+    Check("state", check_state, ("state_dir", "learner", "replay", "checkpoints", "versions", "schema")),
+    Check("checkpoints", check_checkpoints, ("state_dir", "schema")),
     Check("versions", check_versions, ("state_dir", "schema")),
     Check("ports", check_ports, ("serving", "learner", "state_dir")),
     Check("tls", check_tls, ("serving",)),
@@ -123,8 +123,8 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
     check, finding = diagnosis
     line = Text.assemble((f"{finding.level:<8}", _STYLES[finding.level]), f" {check:<9} {finding.matter}")
     console.print(line, soft_wrap=True)
-    if finding.mend:
-        console.print(Text(f"{'':<18} {finding.mend}", style="dim"), soft_wrap=True)
+    if finding.fix:
+        console.print(Text(f"{'':<18} {finding.fix}", style="dim"), soft_wrap=True)
 
 
 def summary(diagnoses: Sequence[Diagnosis]) -> str:

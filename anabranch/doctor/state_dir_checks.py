@@ -20,9 +20,9 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "
 _SKEW_SECONDS = 5.0
 _OPTIMIZER_TENSORS = 3
 _OUTPUT_BYTES = 4
-"""Weights and two moments: what a cut holds of a model with AdamW."""
+"""Weights and two moments: what a checkpoint holds of a model with AdamW."""
 _ROW_BYTES = 56
-"""What a cut holds of each event beside its fields."""
+"""What a checkpoint holds of each event beside its fields."""
 
 
 def check_state(patient: Patient) -> Iterator[Finding]:
@@ -70,7 +70,9 @@ def _check_kind(folder: Path) -> Iterator[Finding]:
     if kind in _MEMORY:
         yield found("state.memory", f"{folder} lies in memory ({kind}): a restart of the machine loses everything.")
     elif kind in _NETWORK:
-        yield found("state.network", f"{folder} lies on a network ({kind}): cuts take longer, and locks may not hold.")
+        yield found(
+            "state.network", f"{folder} lies on a network ({kind}): checkpoints take longer, and locks may not hold."
+        )
 
 
 def _file_system(folder: Path) -> str | None:
@@ -87,7 +89,7 @@ def _file_system(folder: Path) -> str | None:
 
 
 def _check_space(patient: Patient, folder: Path) -> Iterator[Finding]:
-    """Compare what is free with what one more cut and version need, and with all that are to be kept."""
+    """Compare what is free with what one more checkpoint and version need, and with all that are to be kept."""
     pipeline, state_dir = patient.config.pipeline, patient.config.state_dir
     schema = Schema(pipeline.events)
     row = sum(dtype.itemsize * _product(shape) for dtype, shape in schema.payload().values())
@@ -103,15 +105,15 @@ def _check_space(patient: Patient, folder: Path) -> Iterator[Finding]:
         replay = min(capacity, int(disk.bytes) // row) * _ROW_BYTES
     else:
         replay = min(int(pipeline.replay.device_bytes), capacity * (row + _ROW_BYTES))
-    version, cut = patient.model_bytes, replay + _OPTIMIZER_TENSORS * patient.model_bytes
+    version, checkpoint = patient.model_bytes, replay + _OPTIMIZER_TENSORS * patient.model_bytes
     kept = pipeline.versions.keep + pipeline.versions.keep_hourly + 2
-    everything = file + (pipeline.cuts.keep + 1) * cut + kept * version
-    used = sum(_used(state_dir / name) for name in ("cuts", "versions"))
+    everything = file + (pipeline.checkpoints.keep + 1) * checkpoint + kept * version
+    used = sum(_used(state_dir / name) for name in ("checkpoints", "versions"))
     free = shutil.disk_usage(folder).free
-    if free < file + cut + version:
+    if free < file + checkpoint + version:
         matter = (
-            f"{folder} has {_megabytes(free)} free, but a full cut and a version need {_megabytes(cut + version)}"
-            + (f", and the disk tier {_megabytes(file)}." if file else ".")
+            f"{folder} has {_megabytes(free)} free, but a full checkpoint and a version need "
+            f"{_megabytes(checkpoint + version)}" + (f", and the disk tier {_megabytes(file)}." if file else ".")
         )
         yield found("state.full", matter)
     elif free + used < everything:

@@ -28,7 +28,7 @@ log = logging.getLogger("anabranch.serving")
 
 
 def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
-    """Keep the workers alive until `stop` is set (DONE), or one of them ends in a way that a restart cannot mend.
+    """Keep the workers alive until `stop` is set (DONE), or one of them ends in a way that a restart cannot fix.
 
     Raises:
         SettingsError: certificate and key cannot be used, the address or the port cannot be taken, or this user may
@@ -99,7 +99,9 @@ class _Desk:
     def close(self) -> None:
         """Say that it has stopped."""
         if self._last is not None:
-            self._write(msgspec.structs.replace(self._last, time=time.time(), ready=False, workers=0, ill=[STOPPED]))
+            self._write(
+                msgspec.structs.replace(self._last, time=time.time(), ready=False, workers=0, problems=[STOPPED])
+            )
 
     def _write(self, report: ServingReport) -> None:
         self._last = report

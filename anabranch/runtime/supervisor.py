@@ -95,7 +95,7 @@ class _Child:
     """Deaths in a row after progress that did not last."""
     began: float = 0.0
     """When it was started, in seconds of the clock."""
-    cut: int | None = None
+    checkpoint: int | None = None
     """The newest checkpoint when it died last."""
     due: float = 0.0
     """When to start it again, in seconds of the clock."""
@@ -106,7 +106,7 @@ class _Child:
 
 
 class Supervisor:
-    """Keeps parts alive until it is told to stop or one of them ends in a way that a restart cannot mend.
+    """Keeps parts alive until it is told to stop or one of them ends in a way that a restart cannot fix.
 
     Used by one thread.
     """
@@ -220,7 +220,7 @@ class Supervisor:
         is_first = child.starts == 1 and not progress and not part.has_run_before
         if code == Exit.SETTINGS or (code == Exit.DEPENDENCY and is_first):
             self.ended = part
-            log.error("%s ended with exit code %d, which starting it again cannot mend", part.name, code)
+            log.error("%s ended with exit code %d, which starting it again cannot fix", part.name, code)
             return Exit(code)
         child.deaths = self._deaths(child, report)
         delay = self._backoff.seconds(child.deaths)
@@ -234,8 +234,8 @@ class Supervisor:
         if report is None or not report.is_any:
             return child.deaths + 1
         ran = self._clock() - child.began
-        lasts = report.cut not in (None, child.cut) or ran >= self._backoff.lasting.total_seconds()
-        child.cut = report.cut
+        lasts = report.checkpoint not in (None, child.checkpoint) or ran >= self._backoff.lasting.total_seconds()
+        child.checkpoint = report.checkpoint
         child.brief = 0 if lasts else child.brief + 1
         return max(1, child.brief - _FREE_DEATHS + 1)
 
@@ -321,7 +321,7 @@ class _Progress(msgspec.Struct):
     steps_since_start: int | None = None
     """Of a learner; its version may be one of an earlier life."""
     version: int | None = None
-    cut: int | None = None
+    checkpoint: int | None = None
     """The newest checkpoint."""
 
     @property

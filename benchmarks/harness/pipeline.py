@@ -240,7 +240,7 @@ def run_through(stream: Stream, folder: Path, document: Mapping[str, Any]) -> Ou
 
 
 def pipeline(stream: Stream, model: Mapping[str, Any], seed: int, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pipeline file that reads the stream: no event is held out, and it publishes and cuts rarely.
+    """Return a pipeline file that reads the stream: no event is held out, and it publishes and checkpoints rarely.
 
     `sections` are laid over these settings.
     """
@@ -253,8 +253,8 @@ def pipeline(stream: Stream, model: Mapping[str, Any], seed: int, sections: Mapp
         "learner": {"device": "cpu", "precision": "fp32", "max_delay": "10s", "status": f"127.0.0.1:{free_port()}"},
         "replay": {},
         "versions": {"publish_every": "1h", "keep": 2},
-        "cuts": {"every": "1h"},
-        "gate": {"guard_fraction": 0.0},
+        "checkpoints": {"every": "1h"},
+        "gate": {"holdout_fraction": 0.0},
     }
     for name, section in sections.items():
         document[name] = {**document[name], **section}

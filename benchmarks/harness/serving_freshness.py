@@ -113,8 +113,8 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:
         sections = {
             "learner": {"max_delay": "50ms"},
             "versions": {"publish_every": "250ms", "keep": 20},
-            "cuts": {"every": "30s"},
-            "gate": {"guard_fraction": 0.01},
+            "checkpoints": {"every": "30s"},
+            "gate": {"holdout_fraction": 0.01},
         }
         document = pipeline(stream, MLP, 0, sections) | {"serving": {"port": 0, "device": "cpu"}}
         with (

@@ -1,4 +1,4 @@
-"""The share: learner and serving on one core, the load generator and all else on the others.
+"""Device sharing: learner and serving on one core, the load generator and all else on the others.
 
 Serving takes some 20 % of the core. Turns, in each of which every other arm is stopped by a signal or sends nothing:
 
@@ -8,7 +8,7 @@ Serving takes some 20 % of the core. Turns, in each of which every other arm is 
 
 `p99_training_over_alone` is the 99th percentile of `shared` over that of `alone`, `training_kept_over_free` the
 learner's steps a second in `shared` over 0.8 times those of `free`. Another learner and server, with
-`share.policy = "exclusive"`, show what comes without the share; their figures end in `_off`.
+`device_sharing.policy = "exclusive"`, show what comes without device sharing; their figures end in `_off`.
 
 What feeds the learner has a lower priority than the generator, which would else wait for it and count that as the
 server's. `yield_p99_seconds` is how late a process of serving's priority gets the core when it wakes, while the learner
@@ -158,11 +158,11 @@ def document(stream: Stream, model: dict[str, Any], policy: str) -> dict[str, An
         "learner": {"batch_size": BATCH, "max_grad_norm": float("inf")},
         "replay": {"capacity": _STORED},
         "versions": {"publish_every": "1s", "keep": 20},
-        "cuts": {"every": "30s"},
-        "gate": {"guard_fraction": 0.01},
+        "checkpoints": {"every": "30s"},
+        "gate": {"holdout_fraction": 0.01},
     }
     serving = {"port": 0, "max_delay": "1ms", "device": "cpu"}
-    return pipeline(stream, model, 0, sections) | {"serving": serving, "share": {"policy": policy}}
+    return pipeline(stream, model, 0, sections) | {"serving": serving, "device_sharing": {"policy": policy}}
 
 
 @contextlib.contextmanager
@@ -244,7 +244,9 @@ def _measure(results: Results, key: str, model: dict[str, Any], sizes: Sizes, bo
     results.add(f"{key}yield_p99_seconds", late, f"a micro-batch takes {micro_batch:.0f} ms")
     results.add(f"{key}yield_p99_alone_seconds", late_alone)
     results.add(
-        f"{key}p99_training_over_alone_off", _over([a.percentile(99) for a, _ in off], p99_alone), "without the share"
+        f"{key}p99_training_over_alone_off",
+        _over([a.percentile(99) for a, _ in off], p99_alone),
+        "without device sharing",
     )
     results.add(f"{key}training_kept_over_free_off", _over([s for _, s in off], [(1 - USED) * steps for steps in free]))
     arms = {"alone": alone, "training": [a for a, _ in shared], "training_off": [a for a, _ in off]}

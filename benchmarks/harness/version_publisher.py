@@ -51,7 +51,7 @@ class VersionPublisher:
             next(iter(self._weights.values())).mul_(0.999)
         manifest = Manifest(
             number=self.number,
-            epoch=1,
+            generation=1,
             parent=self.number - 1 or None,
             time=time.time(),
             step=self.number,

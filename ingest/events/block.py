@@ -41,7 +41,7 @@ class SkipReason(IntEnum):
     NONE = 0
     UNLABELLED = 1
     NON_FINITE = 2
-    FORGOTTEN = 3
+    ERASED = 3
     TOMBSTONE = 4
     BEHIND = 5
     MODEL = 6

@@ -109,7 +109,7 @@ class Lag:
     """How far the broker is: the end offset of each partition, and what is wrong with reaching it."""
 
     ends: dict[TopicPartition, int] = field(default_factory=dict)
-    ill: str | None = None
+    problem: str | None = None
     log_starts: dict[TopicPartition, int] = field(default_factory=dict)
     """The first offset that each partition still has; empty unless it was asked for."""
 

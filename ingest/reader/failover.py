@@ -32,7 +32,7 @@ class Absent:
         self._trial: _Trial | None = None
         self._pause = 0.0
         self._failed_at = self._try_at = float("-inf")
-        self.ill: str | None = None
+        self.problem: str | None = None
         """Why the last one was left out, while any is."""
 
     @property
@@ -47,8 +47,8 @@ class Absent:
 
     def add(self, reader: Source, why: str) -> None:
         """Leave a reader out."""
-        self.ill = f"another host does not read its part of the stream: {why}"
-        log.warning("%s", self.ill)
+        self.problem = f"another host does not read its part of the stream: {why}"
+        log.warning("%s", self.problem)
         self._readers.append(reader)
         self._wait()
 
@@ -68,7 +68,7 @@ class Absent:
             self._wait()
             return None
         if not self._readers:
-            self.ill = None
+            self.problem = None
         return reader
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ class Sources:
 
         Not while the broker is away: nobody would read the sooner.
         """
-        if self._first.ill or (self._stop and self._stop.is_set()):
+        if self._first.problem or (self._stop and self._stop.is_set()):
             return
         back = self._absent.back(self._received)
         if back is None and (rates is self.rates or not self._others):
@@ -151,9 +151,9 @@ class Sources:
         self._close()
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence when the broker cannot be reached, or an ingest process is gone."""
-        return next((each.ill for each in self._readers if each.ill), self._absent.ill)
+        return next((each.problem for each in self._readers if each.problem), self._absent.problem)
 
     @property
     def told(self) -> float | None:
@@ -244,7 +244,7 @@ class Sources:
     def _go_on_without(self, dead: Sequence[Source]) -> None:
         received = self._end()
         for each in dead:
-            self._leave_out(each, str(each.ill))
+            self._leave_out(each, str(each.problem))
         self._begin(received)
 
     def _leave_out(self, reader: Source, why: str) -> None:

@@ -114,7 +114,7 @@ class Source:
         self._restart_at = 0.0
         self._backoff = 0.0
         self._silence = Silence()
-        self.ill: str | None = None
+        self.problem: str | None = None
         """One sentence when the broker cannot be reached or the process had to be started again."""
         self.told: float | None = None
         """When the broker was last asked for the ends of partitions that it told, by `time.monotonic`."""
@@ -264,7 +264,7 @@ class Source:
                 self._note_broker(message)
                 continue
             if isinstance(message, Opened):
-                self.ill = None
+                self.problem = None
             self._waiting.append(message)
 
     @property
@@ -329,7 +329,7 @@ class Source:
         return None
 
     def _note_broker(self, report: Broker) -> None:
-        self.ill = report.ill
+        self.problem = report.problem
         if report.ends:
             self.told, self._partitions = report.time, None
         self._ends.update(report.ends)
@@ -340,7 +340,9 @@ class Source:
         if told is Told.ASK:
             self._say(Pause() if self._paused else Resume())  # as it is: any word makes it report again
         elif told is Told.SILENT:
-            self.ill = self.ill or f"ingest has reported nothing for {SILENT_SECONDS / 2 + ANSWER_SECONDS:.0f} s"
+            self.problem = (
+                self.problem or f"ingest has reported nothing for {SILENT_SECONDS / 2 + ANSWER_SECONDS:.0f} s"
+            )
         elif told is Told.HANGS:
             here = "the ingest process hangs; another one is started"
             self._restart_later(f"the ingest process at {self._address} hangs" if self._address else here)
@@ -391,9 +393,9 @@ class Source:
             self._drop(_STOP_SECONDS)
             raise kind(sentence)
 
-    def _restart_later(self, ill: str) -> None:
-        log.warning("%s", ill)
-        self.ill = ill
+    def _restart_later(self, problem: str) -> None:
+        log.warning("%s", problem)
+        self.problem = problem
         self._drop(0)
         if not self._opened:
             raise BrokerError("the ingest process died before it had found the topics; its own words stand above")

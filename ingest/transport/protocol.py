@@ -76,7 +76,7 @@ class Broker(msgspec.Struct, frozen=True, tag=True):
     """How far the broker is, by index of the partition, and what is wrong with reaching it."""
 
     ends: list[tuple[int, int]]
-    ill: str | None
+    problem: str | None
     time: float
     """When the broker was asked, by `time.monotonic` of the host on which the learner is."""
     log_starts: list[tuple[int, int]] = []

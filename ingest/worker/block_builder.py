@@ -191,10 +191,10 @@ class Assembler:
             columns["reason"][skipped] = np.uint8(SkipReason.UNLABELLED)
         if self._hold_out.fraction > 0:
             bases = np.array([partition_base(each.messages.partition) for each in incoming], np.uint64)
-            held_out = pending & labelled & (self._guard_hash(columns, bases[part]) < self._threshold())
+            held_out = pending & labelled & (self._holdout_hash(columns, bases[part]) < self._threshold())
             columns["outcome"][held_out] = np.uint8(Outcome.HELD_OUT)
 
-    def _guard_hash(self, columns: dict[str, Array], base: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _holdout_hash(self, columns: dict[str, Array], base: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Hash by group, else by key, else by identity, so that what belongs together is held out together."""
         seed = self._hold_out.seed
         own = identity_hash(base, columns["offset"].astype(np.int64), columns["row"].astype(np.int32), seed)
@@ -207,7 +207,7 @@ class Assembler:
 
 
 def _bury(columns: dict[str, Array], message: NDArray[np.int32], tombstones: Mapping[int, bytes]) -> None:
-    """Settle the rows of tombstones, and give them the hash of their key: whoever reads them knows what to forget."""
+    """Settle the rows of tombstones, and give them the hash of their key: whoever reads them knows what to erase."""
     if tombstones:
         rows = np.flatnonzero(np.isin(message, list(tombstones)))
         columns["outcome"][rows] = np.uint8(Outcome.SKIPPED)

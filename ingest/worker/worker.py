@@ -97,7 +97,7 @@ class Worker:
         self._marks: list[Mark] = []
         self._index: dict[TopicPartition, int] = {}
         self._read: list[int] = []
-        self._ill: str | None = None
+        self._problem: str | None = None
         self._fault: str | None = None
         self._fault_until = 0.0
         self._next_lag = self._next_log_starts = 0.0
@@ -160,7 +160,7 @@ class Worker:
             if brought_little:
                 self._ring.clear_one(self._free)  # on a thin stream nothing else would overwrite old events for long
                 time.sleep(_PAUSE_SECONDS)
-            if time.monotonic() >= next_partitions and not self._ill:
+            if time.monotonic() >= next_partitions and not self._problem:
                 self._take_up("earliest")
                 next_partitions = time.monotonic() + _PARTITIONS_SECONDS
 
@@ -314,12 +314,12 @@ class Worker:
     def _send_letters(self, letters: Sequence[DeadLetter]) -> None:
         """Send until all are acknowledged: no block is handed over before its dead letters are safe."""
         dropped = self._client.letters_dropped
-        backoff, ill = 0.0, f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
+        backoff, problem = 0.0, f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
         while letters:
             letters = letters[self._client.send_dead_letters(letters, _LETTER_TIMEOUT) :]
             if letters:
-                backoff = self._back_off(backoff, ill)
-            elif self._ill == ill:
+                backoff = self._back_off(backoff, problem)
+            elif self._problem == problem:
                 self._report(Lag())
         self._dropped["refused"] += self._client.letters_dropped - dropped
 
@@ -376,12 +376,12 @@ class Worker:
                 self._next[each.partition] = Position(stop, row)
             low = high
 
-    def _back_off(self, seconds: float, ill: str) -> float:
-        """Say what is ill, wait while listening to the learner, and return the next waiting time."""
+    def _back_off(self, seconds: float, problem: str) -> float:
+        """Say what is unhealthy, wait while listening to the learner, and return the next waiting time."""
         seconds = min(_LONGEST_BACKOFF_SECONDS, max(0.1, seconds * 2))
         until = time.monotonic() + jittered(seconds)
         while (left := until - time.monotonic()) > 0:
-            self._report(Lag(ill=ill))
+            self._report(Lag(problem=problem))
             if self._connection.poll(min(left, _LAG_SECONDS)):
                 self._listen(wait=False)
         return seconds
@@ -391,7 +391,7 @@ class Worker:
         if time.monotonic() >= self._next_lag:
             asked = time.monotonic()
             lag = self._client.lag(log_starts=asked >= self._next_log_starts)
-            if not lag.ill:
+            if not lag.problem:
                 self._stall = self._stalled(lag.ends)
             if lag.log_starts:
                 self._next_log_starts = asked + _LOG_STARTS_SECONDS
@@ -410,11 +410,11 @@ class Worker:
         return self._stalls.look({self._table[place]: self._next[place] for place in self._read}, ends, seconds)
 
     def _report(self, lag: Lag, asked: float | None = None) -> None:
-        if lag.ill != self._ill and lag.ill is None:
+        if lag.problem != self._problem and lag.problem is None:
             log.info("the Kafka broker answers again")
-        elif lag.ill != self._ill:
-            log.warning("%s", lag.ill)
-        self._ill = lag.ill
+        elif lag.problem != self._problem:
+            log.warning("%s", lag.problem)
+        self._problem = lag.problem
         if self._unheard >= _MOST_UNHEARD:
             return
         self._unheard += 1
@@ -423,7 +423,7 @@ class Worker:
         fault = self._fault if time.monotonic() < self._fault_until else None
         send(
             self._connection,
-            Broker(ends, lag.ill or self._stall or fault, time.monotonic() if asked is None else asked, starts),
+            Broker(ends, lag.problem or self._stall or fault, time.monotonic() if asked is None else asked, starts),
         )
 
 

@@ -53,9 +53,9 @@ class Drift:
         self.pending, self._left = False, self._settings.steps
 
     @property
-    def cuts(self) -> bool:
-        """Whether a drift is to begin a cut before anything else changes."""
-        return "cut" in self._settings.actions
+    def checkpoints(self) -> bool:
+        """Whether a drift is to begin a checkpoint before anything else changes."""
+        return "checkpoint" in self._settings.actions
 
     @property
     def lr_factor(self) -> float:
@@ -68,7 +68,7 @@ class Drift:
         return self._factor(self._settings.replay_factor) if "raise-replay" in self._settings.actions else 1.0
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a cut."""
+        """Plain values, for a checkpoint."""
         return {
             "window": self._window.state(),
             "left": self._left,
@@ -78,7 +78,7 @@ class Drift:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of a cut."""
+        """Take up the state of a checkpoint."""
         self._window.restore(state["window"])
         self._left, self.count, self.step = state["left"], state["count"], state["step"]
         self.pending = state.get("pending", False)

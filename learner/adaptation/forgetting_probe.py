@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ingest.events.block import Array
 from learner.adaptation.replay_ratio import Ratio, Tally
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.model.faulty_events import RaisingEventsError
 from learner.strategies.examples import rehearsal
 from learner.training.trainer import Trainer
@@ -27,10 +27,10 @@ class Probe:
     Those of a small store are soon known by heart: they go on doing well while what they stand for is forgotten.
     """
 
-    def __init__(self, ratio: Ratio, guard: GuardSet, trainer: Trainer, rows: int) -> None:
+    def __init__(self, ratio: Ratio, holdout: HoldoutSet, trainer: Trainer, rows: int) -> None:
         """`ratio` says which steps measure; `rows` events are scored in each."""
         self._ratio = ratio
-        self._guard = guard
+        self._holdout = holdout
         self._trainer = trainer
         self._rows = rows
         self._chance = Chance(_SEED)
@@ -39,7 +39,7 @@ class Probe:
 
     def drawn(self, step: int) -> int:
         """Return how many events a step has to draw for it: none where held-out ones are scored, or nothing is."""
-        return self._rows if self._ratio.probes(step) and self._guard.older < ENOUGH else 0
+        return self._rows if self._ratio.probes(step) and self._holdout.older < ENOUGH else 0
 
     def score(self, step: int, draw: Draw | None) -> Tally | None:
         """Score old events if the step measures; None: there are none, the model raises on one, or the scores
@@ -47,8 +47,8 @@ class Probe:
         if not self._ratio.probes(step):
             return None
         held: Mapping[str, Array] = {}
-        if (older := self._guard.older) >= ENOUGH:
-            held = self._guard.take(self._chance.of(step).integers(older, size=self._rows))
+        if (older := self._holdout.older) >= ENOUGH:
+            held = self._holdout.take(self._chance.of(step).integers(older, size=self._rows))
             examples = self._trainer.examples(held)
         elif draw is not None and len(draw):
             examples = rehearsal(draw.first(self._rows), (self._rows,))[0]

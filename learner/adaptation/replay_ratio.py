@@ -22,7 +22,7 @@ class Tally:
 
 
 class Ratio(Protocol):
-    """Asked before a step and told after it. A function of what it is told: the same again from the same cut."""
+    """Asked before a step and told after it. A function of what it is told: the same again from the same checkpoint."""
 
     @property
     def now(self) -> float:
@@ -38,11 +38,11 @@ class Ratio(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a cut."""
+        """Plain values, for a checkpoint."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of a cut, unless that was made under another kind of ratio."""
+        """Take up the state of a checkpoint, unless that was made under another kind of ratio."""
         ...
 
 
@@ -201,7 +201,7 @@ class MeasuredRatio:
         self._phase, self._bar, self.now, self._full_for = "off", bar, 0.0, 0
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a cut."""
+        """Plain values, for a checkpoint."""
         return {
             "new": self._new.state(),
             "old": self._old.state(),
@@ -216,7 +216,7 @@ class MeasuredRatio:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of a cut; one of a fixed ratio says nothing, and measuring begins anew."""
+        """Take up the state of a checkpoint; one of a fixed ratio says nothing, and measuring begins anew."""
         if not state:
             return
         self._new, self._old = _Fading(*state["new"]), _Fading(*state["old"])

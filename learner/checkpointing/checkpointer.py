@@ -1,4 +1,4 @@
-"""Makes cuts: a snapshot at a step boundary, everything else in the background."""
+"""Makes checkpoints: a snapshot at a step boundary, everything else in the background."""
 
 import contextlib
 import logging
@@ -14,24 +14,25 @@ from torch import Tensor
 
 from anabranch.core.errors import DependencyError
 from learner.checkpointing.replay_state import pack
-from learner.config import CutsSettings
-from learner.errors import CutError
+from learner.config import CheckpointSettings
+from learner.errors import CheckpointError
 from learner.metrics import LearnerMetrics
 from learner.runtime.background_worker import Background
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from replay.background_store import Clerk
 from replay.checkpoint.capture import Held
 from replay.checkpoint.segments import Segment
 
-_FIRST_CUT_LOOK = timedelta(milliseconds=100)
+_FIRST_CHECKPOINT_LOOK = timedelta(milliseconds=100)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """All that a cut is made from, copied at one step boundary; `held` is the store's part, read in the background."""
+    """All that a checkpoint is made from, copied at one step boundary; `held` is the store's part, read in the
+    background."""
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -40,57 +41,61 @@ class Moment:
     held: Held | None
 
 
-class Cutter:
-    """Writes cuts in a thread of its own, one at a time. Its methods are called by the loop's thread."""
+class Checkpointer:
+    """Writes checkpoints in a thread of its own, one at a time. Its methods are called by the loop's thread."""
 
     def __init__(
         self,
-        cuts: Cuts,
-        settings: CutsSettings,
+        checkpoints: Checkpoints,
+        settings: CheckpointSettings,
         clerk: Clerk | None,
         metrics: LearnerMetrics,
         segments: Sequence[Segment] = (),
         check: Callable[[], object] = bool,
     ) -> None:
-        """Take the segments of the cut that the store went on from, if it did, and what is called before each cut."""
-        self._cuts = cuts
+        """Take the segments of the checkpoint that the store went on from, if it did, and what is called before each
+        checkpoint."""
+        self._checkpoints = checkpoints
         self._every = settings.every.total_seconds()
         self._keep = settings.keep
         self._clerk = clerk
         self._metrics = metrics
         self._due = time.monotonic() + self._every
-        self._background = Background("cutter", check)
+        self._background = Background("checkpointer", check)
         self._holding = False
         self._segments = self._next_segments = segments
         self._written: object = None
-        numbers = cuts.numbers()
+        numbers = checkpoints.numbers()
         self._oldest = min(numbers, default=None)
-        """The oldest cut that may be there: an older one does not come back, and one that cannot be listed may stay."""
+        """The oldest checkpoint that may be there: an older one does not come back, and one that cannot be listed may
+        stay."""
         self.number = self._highest = max(numbers, default=0)
-        """The newest cut; numbers only grow."""
-        self.time = _time_of(cuts, self.number)
+        """The newest checkpoint; numbers only grow."""
+        self.time = _time_of(checkpoints, self.number)
         """When it was made, in seconds since 1970; None when there is none, or it does not say."""
         self.asked = False
-        """Whether a cut that was asked for has not begun yet."""
-        self._ill: str | None = None
+        """Whether a checkpoint that was asked for has not begun yet."""
+        self._problem: str | None = None
 
     @property
-    def ill(self) -> str | None:
-        """One sentence when the last cut could not be written, or this one takes too long. Any thread may ask."""
-        return self._background.overdue(self._cuts.path, self._every) or self._ill
+    def problem(self) -> str | None:
+        """One sentence when the last checkpoint could not be written, or this one takes too long. Any thread may
+        ask."""
+        return self._background.overdue(self._checkpoints.path, self._every) or self._problem
 
     def ask(self) -> None:
-        """Let the next `cut_if_due` begin a cut, or as soon as the one that is being written is done."""
+        """Let the next `checkpoint_if_due` begin a checkpoint, or as soon as the one that is being written is done."""
         self._due, self.asked = time.monotonic(), True
 
-    def cut_if_due(self, take: Callable[[int], Moment], standing: Callable[[], object] = object) -> None:
-        """Begin a cut when one is due; one that falls due while another is written waits for it.
+    def checkpoint_if_due(self, take: Callable[[int], Moment], standing: Callable[[], object] = object) -> None:
+        """Begin a checkpoint when one is due; one that falls due while another is written waits for it.
 
-        `standing` returns what tells one moment from the next: while it equals that of the last cut that this learner
-        wrote, none is begun.
+        `standing` returns what tells one moment from the next: while it equals that of the last checkpoint that this
+        learner wrote, none is begun.
 
-        A store whose slots wait for cuts gets one early when many do. When it runs out of slots to fill, this waits
-        for cuts, and says so in the metrics, unless they cannot be written: then the store declines events.
+        A store whose slots wait for checkpoints gets one early when many do. When it runs out of slots to fill, this
+        waits for checkpoints, and says so in the metrics, unless they cannot be written: then the store declines
+        events.
         """
         self.end_if_written()
         if not self._background.busy and (time.monotonic() >= self._due or self._many_slots_wait()):
@@ -100,26 +105,29 @@ class Cutter:
         if self._clerk is not None and not self._clerk.has_room():
             begin = time.perf_counter()
             self._free_slots(self._clerk, take, standing)
-            self._metrics.cut_stall.inc(time.perf_counter() - begin)
+            self._metrics.checkpoint_stall.inc(time.perf_counter() - begin)
 
     def _many_slots_wait(self) -> bool:
-        """Whether it is time for a cut that lets the store write slots again, after `keep` more."""
+        """Whether it is time for a checkpoint that lets the store write slots again, after `keep` more."""
         return self._clerk is not None and self._clerk.slots_waiting * (self._keep + 2) > self._clerk.spare
 
     def _free_slots(self, clerk: Clerk, take: Callable[[int], Moment], standing: Callable[[], object]) -> None:
-        """Cut until the store has slots to fill; `keep` cuts free all that can be freed."""
+        """Write checkpoints until the store has slots to fill; `keep` checkpoints free all that can be freed."""
         for _ in range(self._keep + 1):
             self._background.wait()
             self.end_if_written()
-            if clerk.has_room() or self._ill is not None:
+            if clerk.has_room() or self._problem is not None:
                 return
             self._begin(take, standing())
 
-    def cut_first(self, state: Mapping[str, Any], stop: threading.Event, at_boundary: Callable[[], object]) -> None:
-        """Write a cut that only says where the stream is begun, where there is no cut, and wait until it is durable.
+    def checkpoint_first(
+        self, state: Mapping[str, Any], stop: threading.Event, at_boundary: Callable[[], object]
+    ) -> None:
+        """Write a checkpoint that only says where the stream is begun, where there is no checkpoint, and wait until it
+        is durable.
 
         Args:
-            state: of the cut.
+            state: of the checkpoint.
             stop: ends the waiting.
             at_boundary: called while this waits.
 
@@ -132,16 +140,16 @@ class Cutter:
         moment = _encoded(Moment(0, {}, state, None))
         self._background.start(lambda: self._write(number, moment, None))
         while self._background.busy and not stop.is_set():
-            self._background.wait(Deadline(_FIRST_CUT_LOOK))
+            self._background.wait(Deadline(_FIRST_CHECKPOINT_LOOK))
             at_boundary()
         self._background.raise_bug()
         if not self._background.busy and self.number != number:
-            raise DependencyError(f"{self._ill}; nothing is learned before it is, or a crash would lose it")
+            raise DependencyError(f"{self._problem}; nothing is learned before it is, or a crash would lose it")
 
-    def cut_last(
+    def checkpoint_last(
         self, take: Callable[[int], Moment], deadline: Deadline, standing: Callable[[], object] = object
     ) -> None:
-        """Cut once more, unless nothing has changed, and wait until it is written."""
+        """Write one more checkpoint, unless nothing has changed, and wait until it is written."""
         self._background.wait(deadline)
         self.end_if_written()
         if not self._background.busy and (now := standing()) != self._written:
@@ -150,7 +158,7 @@ class Cutter:
             self.end_if_written()
 
     def run(self, work: Callable[[], object]) -> bool:
-        """Begin to do something else with the cuts, in the thread that writes them; False while it is busy."""
+        """Begin to do something else with the checkpoints, in the thread that writes them; False while it is busy."""
         self.end_if_written()
         if self._background.busy:
             return False
@@ -164,7 +172,7 @@ class Cutter:
 
     @property
     def busy(self) -> bool:
-        """Whether a cut is written, or what `run` was given is done."""
+        """Whether a checkpoint is written, or what `run` was given is done."""
         return self._background.busy
 
     def _begin(self, take: Callable[[int], Moment], standing: object) -> None:
@@ -175,44 +183,49 @@ class Cutter:
         self._background.start(lambda: self._write(number, moment, standing))
 
     def end_if_written(self) -> None:
-        """Let the store write slots again once the cut is written, or has failed; looks at no file."""
+        """Let the store write slots again once the checkpoint is written, or has failed; looks at no file."""
         if not self._background.busy and self._holding and self._clerk is not None:
             self._holding = False
             self._clerk.store.let_go(self._oldest, written=self.number == self._highest)
         self._background.raise_bug()
 
     def _write(self, number: int, moment: Moment, standing: object) -> None:
-        """Write and prune. A full or read-only disk costs this cut, never the training nor the cuts before."""
+        """Write and prune. A full or read-only disk costs this checkpoint, never the training nor the checkpoints
+        before."""
         try:
             begin, now = time.perf_counter(), time.time()
-            self._cuts.write(number, self._cut(moment), now)
-            self._metrics.cut.observe(time.perf_counter() - begin)  # not of one that failed: the count is of whole cuts
+            self._checkpoints.write(number, self._checkpoint(moment), now)
+            self._metrics.checkpoint.observe(
+                time.perf_counter() - begin
+            )  # not of one that failed: the count is of whole checkpoints
             self.number, self.time, self._written = number, now, standing
             self._segments = self._next_segments
             if self._oldest is None:
                 self._oldest = number
             if self._clerk is not None and moment.held is not None:
-                with contextlib.suppress(OSError):  # the tier says so, and the next cut tries again
+                with contextlib.suppress(OSError):  # the tier says so, and the next checkpoint tries again
                     self._clerk.mark_named()
-            self._cuts.prune(self._keep)
-            self._oldest = min(self._cuts.numbers(), default=None)
-        except (OSError, CutError) as exc:
+            self._checkpoints.prune(self._keep)
+            self._oldest = min(self._checkpoints.numbers(), default=None)
+        except (OSError, CheckpointError) as exc:
             what = (
-                f"cut {number} could not be written to" if self.number != number else "old cuts cannot be deleted from"
+                f"checkpoint {number} could not be written to"
+                if self.number != number
+                else "old checkpoints cannot be deleted from"
             )
-            self._ill = f"{what} {self._cuts.path}: {getattr(exc, 'strerror', None) or exc}"
-            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
+            self._problem = f"{what} {self._checkpoints.path}: {getattr(exc, 'strerror', None) or exc}"
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
         else:
-            self._ill = None
+            self._problem = None
 
-    def _cut(self, moment: Moment) -> Cut:
+    def _checkpoint(self, moment: Moment) -> Checkpoint:
         if self._clerk is None or moment.held is None:
-            return Cut(moment.step, moment.tensors, moment.state)
+            return Checkpoint(moment.step, moment.tensors, moment.state)
         standing, change = self._clerk.contents(moment.held)
-        part = pack(standing, change, self._segments, self._cuts.part)
+        part = pack(standing, change, self._segments, self._checkpoints.part)
         self._next_segments = part.segments
         tensors, state = {**moment.tensors, **part.tensors}, {**moment.state, "replay": part.state}
-        return Cut(moment.step, tensors, state, part.carried)
+        return Checkpoint(moment.step, tensors, state, part.carried)
 
 
 def _encoded(moment: Moment) -> Moment:
@@ -221,8 +234,8 @@ def _encoded(moment: Moment) -> Moment:
     return replace(moment, state=state)
 
 
-def _time_of(cuts: Cuts, number: int) -> float | None:
+def _time_of(checkpoints: Checkpoints, number: int) -> float | None:
     try:
-        return cuts.manifest(number).time
-    except (OSError, CutError):
+        return checkpoints.manifest(number).time
+    except (OSError, CheckpointError):
         return None

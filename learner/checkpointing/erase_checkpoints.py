@@ -1,4 +1,4 @@
-"""Takes what is forgotten out of all cuts that lie on the disk, and out of the disk tier's files."""
+"""Takes what is erased out of all checkpoints that lie on the disk, and out of the disk tier's files."""
 
 import logging
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError
 from learner.checkpointing.without_erased import Tensors, named_slots, without
-from learner.errors import CutError
-from learner.state_dir.checkpoint import FORMAT, SEGMENT, CutManifest, Cuts, part_of
-from replay.erasure.erased_events import Forgotten
+from learner.errors import CheckpointError
+from learner.state_dir.checkpoint import FORMAT, SEGMENT, CheckpointManifest, Checkpoints, part_of
+from replay.erasure.erased_events import ErasedEvents
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import all_files, is_aside
 
@@ -25,92 +25,96 @@ class Erased:
     """What was done.
 
     Attributes:
-        cuts: how many were rewritten.
-        named: the slots that cuts name afterwards, by the id of the tier's file.
+        checkpoints: how many were rewritten.
+        named: the slots that checkpoints name afterwards, by the id of the tier's file.
     """
 
-    cuts: int = 0
+    checkpoints: int = 0
     named: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
 
 class Eraser:
-    """Used while no cut is written or deleted, by whoever holds the state directory."""
+    """Used while no checkpoint is written or deleted, by whoever holds the state directory."""
 
-    def __init__(self, cuts: Cuts, folder: Path, forgotten: Forgotten) -> None:
-        """Take the cuts, the folder of the disk tier's files, and what is forgotten."""
-        self._cuts = cuts
+    def __init__(self, checkpoints: Checkpoints, folder: Path, erased: ErasedEvents) -> None:
+        """Take the checkpoints, the folder of the disk tier's files, and what is erased."""
+        self._checkpoints = checkpoints
         self._folder = folder
-        self._forgotten = forgotten
+        self._erased = erased
         self._known: dict[str, tuple[int, str, str]] = {}
 
     def run(self, current: str | None = None) -> Erased:
-        """Rewrite all cuts that have forgotten events; a cut of which that cannot be told is deleted.
+        """Rewrite all checkpoints that have erased events; a checkpoint of which that cannot be told is deleted.
 
         Done again after a crash it does what is left.
 
         Args:
-            current: id of the file that a store is at work in, which erases there itself what no cut names.
+            current: id of the file that a store is at work in, which erases there itself what no checkpoint names.
 
         Raises:
-            OSError: something cannot be read or written, or all cuts are damaged: one of them may be put back by a
-                person, and without any the next start would begin anew.
+            OSError: something cannot be read or written, or all checkpoints are damaged: one of them may be put back by
+                a person, and without any the next start would begin anew.
         """
         done, damaged, whole = Erased(), dict[int, Exception](), 0
-        for number in self._cuts.numbers():
+        for number in self._checkpoints.numbers():
             try:
-                self._rewrite(self._cuts.manifest(number), done)
+                self._rewrite(self._checkpoints.manifest(number), done)
                 whole += 1
-            except (CutError, DamagedError) as exc:
+            except (CheckpointError, DamagedError) as exc:
                 damaged[number] = exc
         if damaged and not whole:
-            raise OSError(f"all cuts are damaged, and are deleted once there is a whole one: {max(damaged.items())[1]}")
+            raise OSError(
+                f"all checkpoints are damaged, and are deleted once there is a whole one: {max(damaged.items())[1]}"
+            )
         for number, damage in damaged.items():
-            log.error("%s; it is deleted, since what was forgotten may be in it", damage)
-            self._cuts.delete(number)
+            log.error("%s; it is deleted, since what was erased may be in it", damage)
+            self._checkpoints.delete(number)
         for path in all_files(self._folder):
             _erase_unnamed(path, done.named, current)
         return done
 
-    def _rewrite(self, manifest: CutManifest, done: Erased) -> None:
+    def _rewrite(self, manifest: CheckpointManifest, done: Erased) -> None:
         if manifest.format != FORMAT:
-            log.error("cut %d is of another release, and what was forgotten may be in it; delete it", manifest.number)
+            log.error(
+                "checkpoint %d is of another release, and what was erased may be in it; delete it", manifest.number
+            )
             return
-        self._cuts.sweep(manifest)
-        tensors, state = self._cuts.open(manifest)
+        self._checkpoints.sweep(manifest)
+        tensors, state = self._checkpoints.open(manifest)
         for name in manifest.files:
             if part_of(name).startswith(SEGMENT) and part_of(name) not in tensors:
-                self._cuts.remove(manifest.number, name)
-        changed = without(tensors, state, self._forgotten)
+                self._checkpoints.remove(manifest.number, name)
+        changed = without(tensors, state, self._erased)
         file = state.get("replay", {}).get("file")
         if changed:
             whole = {part: self._whole(manifest, part) for part in changed}
             lost = {part for part, each in whole.items() if each is None}
             tensors = {part: each for part, each in tensors.items() if part not in lost}
             verified = {**tensors, **{part: each for part, each in whole.items() if each is not None}}
-            changed = without(verified, state, self._forgotten)
-            self._cuts.replace(manifest, changed, self._known)
+            changed = without(verified, state, self._erased)
+            self._checkpoints.replace(manifest, changed, self._known)
             tensors = {**tensors, **changed}
-            done.cuts += 1
+            done.checkpoints += 1
         if file is not None:
             before = done.named.get(file[1], np.empty(0, np.int64))
             done.named[file[1]] = np.union1d(before, named_slots(tensors, state))
 
-    def _whole(self, manifest: CutManifest, part: str) -> Tensors | None:
-        """Read a part that has its digest; a segment without it is deleted, since a cut can do without: None."""
+    def _whole(self, manifest: CheckpointManifest, part: str) -> Tensors | None:
+        """Read a part that has its digest; a segment without it is deleted, since a checkpoint can do without: None."""
         try:
-            return self._cuts.part(manifest.number, part)
-        except CutError as exc:
+            return self._checkpoints.part(manifest.number, part)
+        except CheckpointError as exc:
             if not part.startswith(SEGMENT):
                 raise
-            log.error("%s; it is deleted, since what was forgotten is in it", exc)  # noqa: TRY400
-            self._cuts.remove(manifest.number, self._cuts.name(manifest.number, part))
+            log.error("%s; it is deleted, since what was erased is in it", exc)  # noqa: TRY400
+            self._checkpoints.remove(manifest.number, self._checkpoints.name(manifest.number, part))
             return None
 
 
 def _erase_unnamed(path: Path, named: Mapping[str, NDArray[np.int64]], current: str | None) -> None:
-    """Overwrite all slots of a disk tier's file that no cut names, but for the file with the id `current`.
+    """Overwrite all slots of a disk tier's file that no checkpoint names, but for the file with the id `current`.
 
-    What is aside stays as it is, as cuts do that were moved away, unless its cuts are back.
+    What is aside stays as it is, as checkpoints do that were moved away, unless its checkpoints are back.
     """
     try:
         tier = DiskTier.open(path)

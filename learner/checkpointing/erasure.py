@@ -1,4 +1,4 @@
-"""Forgetting in a learner at work: what the log says is applied to everything that it holds.
+"""Erasure in a learner at work: what the log says is applied to everything that it holds.
 
 Tombstones are written into the log before the batch that has them is learned. From then on nothing that a record covers
 is trained on or stored; between steps, a few times a second, what is held is looked through.
@@ -18,16 +18,16 @@ from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.identity import partition_base, partition_name
 from ingest.events.partition import TopicPartition, current
 from ingest.reader.reader import Partition
-from learner.checkpointing.checkpointer import Cutter
+from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.tombstones import Positions, Tombstones
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import Cuts
+from learner.state_dir.checkpoint import Checkpoints
 from learner.stream.batches import Batch, Span
 from replay.background_store import Clerk
-from replay.erasure.erased_events import Forgotten, Record
-from replay.erasure.erasure_log import ForgottenLog, now
+from replay.erasure.erased_events import ErasedEvents, Record
+from replay.erasure.erasure_log import ErasureLog, now
 from replay.erasure.log_file import Applied
 from replay.tiers.hierarchy import Tiers
 
@@ -45,31 +45,37 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Count:
     store: int = 0
-    guard: int = 0
+    holdout: int = 0
 
 
-class Forgetting:
+class Erasure:
     """What the log covers, kept out of a learner. Used by the loop's thread, between steps."""
 
     def __init__(
-        self, written: ForgottenLog, cuts: Cuts, folder: Path, clerk: Clerk | None, guard: GuardSet, cutter: Cutter
+        self,
+        written: ErasureLog,
+        checkpoints: Checkpoints,
+        folder: Path,
+        clerk: Clerk | None,
+        holdout: HoldoutSet,
+        checkpointer: Checkpointer,
     ) -> None:
         """Take a log that was read, and parts that hold nothing of what it covers.
 
         Args:
             written: the log.
-            cuts: of the learner.
+            checkpoints: of the learner.
             folder: where the disk tier's files lie.
             clerk: of the learner's store.
-            guard: of the learner.
-            cutter: whose thread rewrites cuts.
+            holdout: of the learner.
+            checkpointer: whose thread rewrites checkpoints.
         """
         self._log = written
-        self._cuts = cuts
+        self._checkpoints = checkpoints
         self._folder = folder
         self._clerk = clerk
-        self._guard = guard
-        self._cutter = cutter
+        self._holdout = holdout
+        self._checkpointer = checkpointer
         self._looked = written.count
         self._erased = written.through
         self._count = _Count()
@@ -80,14 +86,14 @@ class Forgetting:
         self._tombstones = Tombstones()
         self._unwritten: list[Record] = []
         self._said_by: set[str] = set()
-        self._uncovered = Forgotten()
+        self._uncovered = ErasedEvents()
         """What the log does not know yet: all that is not written."""
         self._write_at = 0.0
         self._work: Iterator[None] | None = None
         self._retry_at: float | None = None
         self._due = 0.0
-        self.ill: str | None = None
-        """One sentence when the log cannot be written, or what is forgotten cannot be erased."""
+        self.problem: str | None = None
+        """One sentence when the log cannot be written, or what is erased cannot be erased."""
 
     @property
     def through(self) -> int:
@@ -96,7 +102,7 @@ class Forgetting:
 
     @property
     def looked(self) -> int:
-        """The number of the last record that is applied to store and guard set."""
+        """The number of the last record that is applied to store and holdout set."""
         return self._looked
 
     @property
@@ -106,13 +112,14 @@ class Forgetting:
 
     @property
     def settled(self) -> bool:
-        """Whether all tombstones are written down, without which no cut may say that they were read."""
+        """Whether all tombstones are written down, without which no checkpoint may say that they were read."""
         return not self._unwritten
 
-    def take_note(self, store: int, guard: int) -> None:
-        """Hear how many forgotten events the cut had that the learner goes on from: cuts and tiers may have more."""
-        self._count = _Count(self._count.store + store, self._count.guard + guard)
-        if store or guard:
+    def take_note(self, store: int, holdout: int) -> None:
+        """Hear how many erased events the checkpoint had that the learner goes on from: checkpoints and tiers may
+        have more."""
+        self._count = _Count(self._count.store + store, self._count.holdout + holdout)
+        if store or holdout:
             self._erased = 0
         if self._erased < self._looked and self._clerk is not None:
             self._clerk.store.tiers.doubt()
@@ -126,7 +133,7 @@ class Forgetting:
             self._tombstones.meet(self._names)
 
     def filter(self, batch: Batch, positions: Positions) -> Batch:
-        """Write down what the tombstones of a batch forget, and return the batch without what is forgotten.
+        """Write down what the tombstones of a batch erase, and return the batch without what is erased.
 
         Args:
             batch: not settled yet.
@@ -142,7 +149,7 @@ class Forgetting:
             self._unwritten += said
             self._said_by |= {record.by for record in said}
             self._write_down()
-        if not self._log.forgotten and not self._uncovered:
+        if not self._log.erased and not self._uncovered:
             return batch
         for span in batch.spans:
             _skip(span, self._covers(span.columns))
@@ -158,7 +165,7 @@ class Forgetting:
         self._go_on()
 
     def look(self) -> None:
-        """Let everything leave that the log covers: after this, neither draws nor cuts have it.
+        """Let everything leave that the log covers: after this, neither draws nor checkpoints have it.
 
         Raises:
             SettingsError: the log is damaged.
@@ -170,23 +177,23 @@ class Forgetting:
         new = self._log.since(self._looked)
         if not new:
             return
-        forgotten = Forgotten(new)
+        erased = ErasedEvents(new)
         self._looked = self._log.count
-        store = self._clerk.store.forget(forgotten) if self._clerk is not None else 0
-        guard = self._guard.forget(forgotten, self._bases)
-        self._count = _Count(self._count.store + store, self._count.guard + guard)
-        log.info("forgetting %d events of the store and %d of the guard set (record %d)", store, guard, self._looked)
+        store = self._clerk.store.erase(erased) if self._clerk is not None else 0
+        holdout = self._holdout.erase(erased, self._bases)
+        self._count = _Count(self._count.store + store, self._count.holdout + holdout)
+        log.info("erasing %d events of the store and %d of the holdout set (record %d)", store, holdout, self._looked)
 
     def finish(self, deadline: Deadline) -> None:
         """Do all that is left to do, before the deadline; the next start does the rest."""
         while self._erased < self._looked and deadline.left > 0 and self._retry_at is None:
             self._go_on()
-            self._cutter.wait(deadline)
+            self._checkpointer.wait(deadline)
 
     def _go_on(self) -> None:
-        """Erase in cuts and tiers, in pieces between steps."""
+        """Erase in checkpoints and tiers, in pieces between steps."""
         if self._work is None and self._erased < self._looked:
-            if self._cutter.busy or (self._retry_at is not None and time.monotonic() < self._retry_at):
+            if self._checkpointer.busy or (self._retry_at is not None and time.monotonic() < self._retry_at):
                 return
             self._work = self._erase(self._looked)
         if self._work is None and self._log.is_long and (self._retry_at is None or time.monotonic() >= self._retry_at):
@@ -198,21 +205,23 @@ class Forgetting:
                 self._work = None
 
     def _erase(self, through: int) -> Iterator[None]:
-        """Take records out of cuts and tiers, in an order in which a crash costs nothing; yields between the pieces.
+        """Take records out of checkpoints and tiers, in an order in which a crash costs nothing; yields between the
+        pieces.
 
-        1. Rewrite cuts, in the thread that writes them: no cut that is begun later has what was forgotten.
+        1. Rewrite checkpoints, in the thread that writes them: no checkpoint that is begun later has what was
+        erased.
         2. Erase what is left behind where a tier could not be written or erased, and the places of the disk tier that
-           no cut names, and of which is not known who has left them.
+           no checkpoint names, and of which is not known who has left them.
         3. Wait until the disk has it, and write into the log that it is done. A crash before this does all again.
         """
         self._retry_at = None
         count, self._count = self._count, _Count()
         if self._erased < self._log.through:
-            forgotten = self._log.forgotten.copy()
+            erased = self._log.erased.copy()
         else:
-            forgotten = Forgotten(self._log.since(self._erased)[: through - self._erased])
+            erased = ErasedEvents(self._log.since(self._erased)[: through - self._erased])
         current = self._clerk.store.tiers.file if self._clerk is not None else None
-        eraser = Eraser(self._cuts, self._folder, forgotten)
+        eraser = Eraser(self._checkpoints, self._folder, erased)
         rewriting = _Job(lambda: eraser.run(current.id if current is not None else None).named)
         yield from self._wait_for(rewriting)
         if self._clerk is not None and rewriting.error is None:
@@ -230,14 +239,14 @@ class Forgetting:
         yield from self._wait_for(syncing)
         error = rewriting.error or syncing.error
         if error is None and tiers is not None and tiers.unerased:
-            error = OSError(tiers.ill or "a tier could not be reached")
+            error = OSError(tiers.problem or "a tier could not be reached")
         self._end(through, count, error)
 
     def _compact(self) -> Iterator[None]:
         """Write the log anew, beside the steps, without what it need not say any more."""
         self._retry_at = None
         written, log_starts = self._log.copy(), self._log_starts()
-        compacting = _Job(lambda: _compact(written, log_starts, self._cuts))
+        compacting = _Job(lambda: _compact(written, log_starts, self._checkpoints))
         yield from self._wait_for(compacting)
         if compacting.error is not None:
             self._retry_at = time.monotonic() + _RETRY_SECONDS
@@ -262,7 +271,7 @@ class Forgetting:
         return found
 
     def _wait_for(self, job: "_Job") -> Iterator[None]:
-        while not self._cutter.run(job.run):
+        while not self._checkpointer.run(job.run):
             yield
         while not job.done:
             yield
@@ -271,13 +280,13 @@ class Forgetting:
         try:
             if error is not None:
                 raise error
-            self._log.append(Applied(time=now(), through=through, store=count.store, guard=count.guard))
+            self._log.append(Applied(time=now(), through=through, store=count.store, holdout=count.holdout))
         except OSError as exc:
-            self._count = _Count(self._count.store + count.store, self._count.guard + count.guard)
+            self._count = _Count(self._count.store + count.store, self._count.holdout + count.holdout)
             self._retry_at = time.monotonic() + _RETRY_SECONDS
-            self._say(f"what was forgotten cannot be erased everywhere yet: {exc.strerror or exc}")
+            self._say(f"what was erased cannot be erased everywhere yet: {exc.strerror or exc}")
             return
-        self._erased, self.ill = through, None
+        self._erased, self.problem = through, None
 
     def _write_down(self) -> None:
         if time.monotonic() < self._write_at:
@@ -286,12 +295,12 @@ class Forgetting:
             self._log.append(self._unwritten)
         except OSError as exc:
             self._write_at = time.monotonic() + _WRITE_SECONDS
-            self._say(f"{self._log.path} cannot be written: {exc.strerror}; no cut is made until it can")
+            self._say(f"{self._log.path} cannot be written: {exc.strerror}; no checkpoint is made until it can")
             return
-        self._unwritten, self._said_by, self._uncovered, self.ill = [], set(), Forgotten(), None
+        self._unwritten, self._said_by, self._uncovered, self.problem = [], set(), ErasedEvents(), None
 
     def _rest(self, columns: dict[str, Array]) -> dict[str, Array]:
-        """Return rows without those that are forgotten; none at all is an empty dict."""
+        """Return rows without those that are erased; none at all is an empty dict."""
         if not columns:
             return columns
         covered = self._covers(columns)
@@ -300,13 +309,13 @@ class Forgetting:
         return {} if covered.all() else {name: column[~covered] for name, column in columns.items()}
 
     def _covers(self, columns: Mapping[str, Array]) -> NDArray[np.bool_]:
-        covered = self._log.forgotten.covers(self._bases, columns)
+        covered = self._log.erased.covers(self._bases, columns)
         return covered | self._uncovered.covers(self._bases, columns) if self._uncovered else covered
 
     def _say(self, sentence: str) -> None:
-        if self.ill != sentence:
+        if self.problem != sentence:
             log.error("%s", sentence)
-        self.ill = sentence
+        self.problem = sentence
 
 
 @dataclass
@@ -327,9 +336,11 @@ class _Job:
         self.done = True
 
 
-def _compact(written: ForgottenLog, log_starts: Mapping[str, int], cuts: Cuts) -> Mapping[str, NDArray[np.int64]]:
+def _compact(
+    written: ErasureLog, log_starts: Mapping[str, int], checkpoints: Checkpoints
+) -> Mapping[str, NDArray[np.int64]]:
     try:
-        written.compact(log_starts, cuts.clean_of(written.through) if log_starts else 0)
+        written.compact(log_starts, checkpoints.clean_of(written.through) if log_starts else 0)
     except DependencyError as exc:  # it cannot be read now, which the next try may
         raise OSError(str(exc)) from exc
     return {}
@@ -342,8 +353,8 @@ def _sync(tiers: Tiers | None) -> Mapping[str, NDArray[np.int64]]:
 
 
 def _skip(span: Span, covered: NDArray[np.bool_]) -> None:
-    """Give the rows of a span that are forgotten, and were to be used, their outcome."""
+    """Give the rows of a span that are erased, and were to be used, their outcome."""
     used = np.isin(span.columns["outcome"], (Outcome.PENDING, Outcome.HELD_OUT, Outcome.STORED_ONLY)) & covered
     span.columns["outcome"][used] = np.uint8(Outcome.SKIPPED)
-    span.columns["reason"][used] = np.uint8(SkipReason.FORGOTTEN)
+    span.columns["reason"][used] = np.uint8(SkipReason.ERASED)
     span.trained[used] = False

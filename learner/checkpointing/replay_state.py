@@ -1,7 +1,7 @@
-"""The store's part of a cut: its contents as tensors and plain values, and back.
+"""The store's part of a checkpoint: its contents as tensors and plain values, and back.
 
 replay.safetensors        what is no event: retired slots, plans, thresholds, one bit for each event of each segment
-segment-<n>.safetensors   events that came before cut n, in order: what is known of them, and perhaps their rows
+segment-<n>.safetensors   events that came before checkpoint n, in order: what is known of them, and perhaps their rows
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,20 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.state_dir.checkpoint import SEGMENT, Cut
+from learner.state_dir.checkpoint import SEGMENT, Checkpoint
 from replay.checkpoint.segments import Segment, Tensors, advance, assemble
 from replay.snapshot import PLANNED, Change, Contents, PlannedRows, Standing, TierFile
 
 
 @dataclass(frozen=True)
 class ReplayPart:
-    """What a store adds to a cut.
+    """What a store adds to a checkpoint.
 
     Attributes:
         tensors: by part.
-        carried: parts that lie in an earlier cut already, and its number.
+        carried: parts that lie in an earlier checkpoint already, and its number.
         state: plain values.
-        segments: those of this cut.
+        segments: those of this checkpoint.
     """
 
     tensors: Mapping[str, Tensors]
@@ -38,13 +38,13 @@ class ReplayPart:
 def pack(
     standing: Standing, change: Change, before: Sequence[Segment], load: Callable[[int, str], Tensors]
 ) -> ReplayPart:
-    """Return the store's part of a cut.
+    """Return the store's part of a checkpoint.
 
     Args:
         standing: of the store.
-        change: of its events since cut `change.base`.
-        before: the segments of that cut.
-        load: reads a part of a cut by its number and name.
+        change: of its events since checkpoint `change.base`.
+        before: the segments of that checkpoint.
+        load: reads a part of a checkpoint by its number and name.
     """
     base = change.base
 
@@ -52,11 +52,11 @@ def pack(
         assert base is not None
         return load(base, _part(segment))
 
-    written = advance(before, change, standing.cut, read)
+    written = advance(before, change, standing.checkpoint, read)
     tensors: dict[str, Tensors] = {"replay": _tensors(standing, written.segments)}
     carried = {}
     for segment in written.segments:
-        if segment.number == standing.cut:
+        if segment.number == standing.checkpoint:
             assert written.fresh is not None
             tensors[_part(segment)] = written.fresh
         else:
@@ -65,18 +65,18 @@ def pack(
     return ReplayPart(tensors, carried, _state(standing, written.segments), written.segments)
 
 
-def unpack(cut: Cut) -> tuple[Contents, Sequence[Segment]] | None:
-    """Return the store's contents and its segments; None when the cut was made without a store."""
-    if "replay" not in cut.tensors:
+def unpack(checkpoint: Checkpoint) -> tuple[Contents, Sequence[Segment]] | None:
+    """Return the store's contents and its segments; None when the checkpoint was made without a store."""
+    if "replay" not in checkpoint.tensors:
         return None
-    tensors, state = cut.tensors["replay"], cut.state["replay"]
+    tensors, state = checkpoint.tensors["replay"], checkpoint.state["replay"]
     segments = [
         Segment(number, np.unpackbits(tensors[f"live.{number}"].numpy(), count=rows).astype(np.bool_))
         for number, rows in state["segments"]
     ]
-    index, payload, lost = assemble(segments, lambda segment: cut.tensors.get(_part(segment)))
+    index, payload, lost = assemble(segments, lambda segment: checkpoint.tensors.get(_part(segment)))
     standing = Standing(
-        cut=state["cut"],
+        checkpoint=state["checkpoint"],
         policy=state["policy"],
         file=None if state["file"] is None else TierFile(*state["file"]),
         retired=tensors["retired"].numpy(),
@@ -88,10 +88,10 @@ def unpack(cut: Cut) -> tuple[Contents, Sequence[Segment]] | None:
         plans=[
             PlannedRows(step, tensors[f"plan.{step}"], _array(tensors[f"planned.{step}"], PLANNED))
             for step in state["plans"]
-            if f"plan.{step}" in tensors  # those that named forgotten events are planned anew
+            if f"plan.{step}" in tensors  # those that named erased events are planned anew
         ],
         sampler={name: tensors[f"sampler.{name}"].numpy() for name in state["sampler"]},
-        stale=state.get("stale", ()),  # cuts of before have none, as of a seed
+        stale=state.get("stale", ()),  # checkpoints of before have none, as of a seed
         seed=state.get("seed"),
     )
     return Contents(standing, index, payload, lost), segments
@@ -115,7 +115,7 @@ def _tensors(standing: Standing, segments: Sequence[Segment]) -> dict[str, Tenso
 
 def _state(standing: Standing, segments: Sequence[Segment]) -> dict[str, Any]:
     return {
-        "cut": standing.cut,
+        "checkpoint": standing.checkpoint,
         "policy": standing.policy,
         "file": None if standing.file is None else [standing.file.name, standing.file.id],
         "weight": standing.weight,

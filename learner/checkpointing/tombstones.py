@@ -1,4 +1,4 @@
-"""What the tombstones of the stream forget: all events of a key that were read before, on any partition."""
+"""What the tombstones of the stream erase: all events of a key that were read before, on any partition."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

@@ -1,7 +1,8 @@
-"""A cut without what is forgotten: applied to every cut that is loaded, and to those that lie on the disk.
+"""A checkpoint without what is erased: applied to every checkpoint that is loaded, and to those that lie on the
+disk.
 
-Events stay where they are in their segment, as zeros that no longer count: so whoever goes on from the cut before knows
-the events of a segment by their places.
+Events stay where they are in their segment, as zeros that no longer count: so whoever goes on from the checkpoint
+before knows the events of a segment by their places.
 
 Legend: n events of a part, B events held.
 """
@@ -18,9 +19,9 @@ from torch import Tensor
 from ingest.events.identity import partition_base
 from ingest.events.partition import TopicPartition
 from learner.errors import MisfitError
-from learner.state_dir.checkpoint import FORGOTTEN, SEGMENT, Cut
-from replay.erasure.erased_events import Forgotten
-from replay.erasure.erasure_log import ForgottenLog
+from learner.state_dir.checkpoint import ERASED, SEGMENT, Checkpoint
+from replay.erasure.erased_events import ErasedEvents
+from replay.erasure.erasure_log import ErasureLog
 from replay.reservoir.event_table import columns_of
 from replay.sampling.base import BY_POSITION
 from replay.snapshot import ENTRY, PLANNED
@@ -31,61 +32,64 @@ _NO_EVENT = -1
 """The offset of an event that was overwritten."""
 
 
-def without(tensors: Mapping[str, Tensors], state: Mapping[str, Any], forgotten: Forgotten) -> dict[str, Tensors]:
-    """Return those parts of a cut that have forgotten events, without them.
+def without(tensors: Mapping[str, Tensors], state: Mapping[str, Any], erased: ErasedEvents) -> dict[str, Tensors]:
+    """Return those parts of a checkpoint that have erased events, without them.
 
     Args:
-        tensors: of the cut, by part; of segments that are lost nothing. Only what has to be looked at is read.
-        state: of the cut.
-        forgotten: what is.
+        tensors: of the checkpoint, by part; of segments that are lost nothing. Only what has to be looked at is read.
+        state: of the checkpoint.
+        erased: what is.
     """
     bases, found = partition_bases(state), dict[str, Tensors]()
-    if "guard" in tensors and len(guard := tensors["guard"]):
-        covered = forgotten.covers(bases, {name: guard[name].numpy() for name in ("partition", "offset", "key_hash")})
+    if "holdout" in tensors and len(holdout := tensors["holdout"]):
+        covered = erased.covers(bases, {name: holdout[name].numpy() for name in ("partition", "offset", "key_hash")})
         if covered.any():
             stays = torch.from_numpy(~covered)
-            found["guard"] = {name: column[stays] for name, column in guard.items()}
+            found["holdout"] = {name: column[stays] for name, column in holdout.items()}
     if "replay" not in tensors:
         return found
     hits = {}
     for part in tensors:
         if part.startswith(SEGMENT):
-            covered = forgotten.covers(bases, columns_of(_array(tensors[part]["index"], ENTRY)))
+            covered = erased.covers(bases, columns_of(_array(tensors[part]["index"], ENTRY)))
             if covered.any():
                 hits[int(part.removeprefix(SEGMENT))] = covered
                 found[part] = _erased(tensors[part], covered)
-    changed = _standing(tensors["replay"], state["replay"], hits, forgotten, bases)
+    changed = _standing(tensors["replay"], state["replay"], hits, erased, bases)
     return found | ({"replay": changed} if changed is not None else {})
 
 
-def check_age(number: int, cut: Cut, written: ForgottenLog) -> None:
-    """Raise MisfitError where the log does not know any more all that was forgotten since a cut was made."""
-    if not cut.begins and cut.state.get(FORGOTTEN, 0) < written.dropped:
+def check_age(number: int, checkpoint: Checkpoint, written: ErasureLog) -> None:
+    """Raise MisfitError where the log does not know any more all that was erased since a checkpoint was made."""
+    if not checkpoint.begins and checkpoint.state.get(ERASED, 0) < written.dropped:
         raise MisfitError(
-            f"cut {number} was made before events were forgotten that {written.path} does not know any more, which "
-            "would come back with it; put a newer cut in its place, or begin anew by moving the cuts away"
+            f"checkpoint {number} was made before events were erased that {written.path} does not know any more, "
+            f"which "
+            "would come back with it; put a newer checkpoint in its place, or begin anew by moving the checkpoints away"
         )
 
 
-def remembered(cut: Cut, forgotten: Forgotten) -> tuple[Cut, tuple[int, int]]:
-    """Return a cut without what is forgotten, and how many events of store and guard set that leaves out."""
-    parts = without(cut.tensors, cut.state, forgotten)
-    return replace(cut, tensors={**cut.tensors, **parts}), _left_out(cut.tensors, parts, cut.state)
+def remembered(checkpoint: Checkpoint, erased: ErasedEvents) -> tuple[Checkpoint, tuple[int, int]]:
+    """Return a checkpoint without what is erased, and how many events of store and holdout set that leaves out."""
+    parts = without(checkpoint.tensors, checkpoint.state, erased)
+    return replace(checkpoint, tensors={**checkpoint.tensors, **parts}), _left_out(
+        checkpoint.tensors, parts, checkpoint.state
+    )
 
 
 def _left_out(before: Mapping[str, Tensors], parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> tuple[int, int]:
-    store = guard = 0
-    if "guard" in parts:
-        guard = len(before["guard"]["label"]) - len(parts["guard"]["label"])
+    store = holdout = 0
+    if "holdout" in parts:
+        holdout = len(before["holdout"]["label"]) - len(parts["holdout"]["label"])
     if "replay" in parts:
         for number, rows in state["replay"]["segments"]:
             live, left = (_live(each["replay"], number, rows) for each in (before, parts))
             store += int(np.count_nonzero(live)) - int(np.count_nonzero(left))
-    return store, guard
+    return store, holdout
 
 
 def named_slots(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> NDArray[np.int64]:
-    """Return the slots that a cut names for the events that it holds."""
+    """Return the slots that a checkpoint names for the events that it holds."""
     found = [np.empty(0, np.int64)]
     for number, rows in state["replay"]["segments"] if "replay" in tensors else ():
         part = f"{SEGMENT}{number}"
@@ -96,7 +100,7 @@ def named_slots(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> NDA
 
 
 def partition_bases(state: Mapping[str, Any]) -> NDArray[np.uint64]:
-    """Return `partition_base` of each partition that a cut knows, by its index."""
+    """Return `partition_base` of each partition that a checkpoint knows, by its index."""
     names = [TopicPartition(each["topic"], each["partition"], each["incarnation"]) for each in state["ledger"]]
     return np.array([partition_base(name) for name in names], np.uint64)
 
@@ -113,10 +117,11 @@ def _standing(
     tensors: Tensors,
     state: Mapping[str, Any],
     hits: Mapping[int, NDArray[np.bool_]],
-    forgotten: Forgotten,
+    erased: ErasedEvents,
     bases: NDArray[np.uint64],
 ) -> Tensors | None:
-    """Return what a cut has beside events, when it names events that are hit or plans forgotten ones; else None."""
+    """Return what a checkpoint has beside events, when it names events that are hit or plans erased ones; else
+    None."""
     changed, stays = dict(tensors), [np.empty(0, np.bool_)]
     for number, rows in state["segments"]:
         live = _live(tensors, number, rows)
@@ -126,19 +131,19 @@ def _standing(
     if not all(each.all() for each in stays):
         for name in BY_POSITION.intersection(state["sampler"]):
             changed[f"sampler.{name}"] = tensors[f"sampler.{name}"][torch.from_numpy(np.concatenate(stays))]
-    for step in _planned_anew(tensors, state["plans"], forgotten, bases):
+    for step in _planned_anew(tensors, state["plans"], erased, bases):
         del changed[f"plan.{step}"], changed[f"planned.{step}"]
     same = all(each.all() for each in stays) and changed.keys() == set(tensors)
     return None if same else changed
 
 
 def _planned_anew(
-    tensors: Tensors, steps: Sequence[int], forgotten: Forgotten, bases: NDArray[np.uint64]
+    tensors: Tensors, steps: Sequence[int], erased: ErasedEvents, bases: NDArray[np.uint64]
 ) -> Sequence[int]:
-    """Return the steps from the first on whose plan names a forgotten event."""
+    """Return the steps from the first on whose plan names a erased event."""
     there = [step for step in steps if f"plan.{step}" in tensors]
     for place, step in enumerate(there):
-        if forgotten.covers(bases, columns_of(_array(tensors[f"planned.{step}"], PLANNED))).any():
+        if erased.covers(bases, columns_of(_array(tensors[f"planned.{step}"], PLANNED))).any():
             return there[place:]
     return ()
 

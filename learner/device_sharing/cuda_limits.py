@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anabranch.core.errors import SettingsError
-from learner.config import ShareSettings
+from learner.config import DeviceSharingSettings
 from learner.training.trainer import Lane
 
 _MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -16,24 +16,24 @@ _MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 _MPS_PIPE_USUAL = "/tmp/nvidia-mps"  # noqa: S108 where the MPS daemon of NVIDIA listens unless it is told otherwise
 
 
-def limit_threads(settings: ShareSettings) -> None:
+def limit_threads(settings: DeviceSharingSettings) -> None:
     """Tell the driver what part of the device training may take under MPS; to be called before CUDA begins."""
     if settings.mps_percentage is not None:
         os.environ.setdefault(_MPS_PERCENTAGE, str(settings.mps_percentage))
 
 
 @contextlib.contextmanager
-def confined(settings: ShareSettings, device: torch.device) -> Iterator[Lane]:
+def confined(settings: DeviceSharingSettings, device: torch.device) -> Iterator[Lane]:
     """Yield the lane of steps: what it gives the device keeps to some multiprocessors, where the config says so.
 
     Raises:
-        SettingsError: `share.sms` is set, and the device or this torch cannot do that.
+        SettingsError: `device_sharing.sms` is set, and the device or this torch cannot do that.
     """
     if settings.sms is None:
         yield contextlib.nullcontext
         return
     if fault := lacks_green_contexts(device):
-        raise SettingsError(f"share.sms = {settings.sms} {fault}; take the key out")
+        raise SettingsError(f"device_sharing.sms = {settings.sms} {fault}; take the key out")
     from torch.cuda.green_contexts import GreenContext
 
     try:
@@ -42,7 +42,9 @@ def confined(settings: ShareSettings, device: torch.device) -> Iterator[Lane]:
         # Not `set_context`: autograd goes backward in threads of its own, and follows streams into them, not contexts.
         stream: torch.cuda.Stream = context.Stream()
     except RuntimeError as exc:
-        raise SettingsError(f"share.sms = {settings.sms} is refused by {device}: {' '.join(str(exc).split())}") from exc
+        raise SettingsError(
+            f"device_sharing.sms = {settings.sms} is refused by {device}: {' '.join(str(exc).split())}"
+        ) from exc
     yield lambda: _on(stream, device)
     stream.synchronize()  # before the context goes
 
@@ -73,7 +75,7 @@ def lacks_green_contexts(device: torch.device) -> str | None:
 
 
 def lacks_mps(device: torch.device) -> str | None:
-    """Say why `share.mps_percentage` has no effect, in words that follow the key; None when it has."""
+    """Say why `device_sharing.mps_percentage` has no effect, in words that follow the key; None when it has."""
     if device.type != "cuda":
         return f"needs a CUDA device, but the device is {device}"
     if not os.path.exists(os.environ.get(_MPS_PIPE, _MPS_PIPE_USUAL)):  # noqa: PTH110 the environment's word

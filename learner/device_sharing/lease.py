@@ -1,4 +1,5 @@
-"""The share's contract: a mapped file for each server and each rank of the learner, in `var/share/`. Imports no torch.
+"""Device sharing's contract: a mapped file for each server and each rank of the learner, in `var/device_sharing/`.
+Imports no torch.
 
 A server marks in its file that requests wait; the learner looks at the marks of all servers between micro-batches. Each
 file has one writer, who holds a lock on it for as long as it lives: the kernel lets go of the lock however the process
@@ -21,7 +22,7 @@ from pathlib import Path
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import state_errors
 
-FOLDER = "share"
+FOLDER = "device_sharing"
 _SERVER, _LEARNER = "server", "learner"
 _FORM = 0x1_6573_6165_6C
 """The first word of a file that is one of these: "lease" and the number of the form."""

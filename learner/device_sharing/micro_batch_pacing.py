@@ -1,4 +1,4 @@
-"""How much training the share leaves: two rules that know no clock, no process and no device. Imports no torch."""
+"""How much training device sharing leaves: two rules that know no clock, no process and no device. Imports no torch."""
 
 _LATE = 0.01
 """The part of the answers that may take longer than `serving.slo`: what a 99th percentile leaves out."""

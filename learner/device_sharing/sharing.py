@@ -1,4 +1,4 @@
-"""The learner's side of the share: it gives way to requests at borders of its work, and counts what that costs."""
+"""The learner's side of device sharing: it gives way to requests at borders of its work, and counts what that costs."""
 
 import contextlib
 import logging
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from prometheus_client import Histogram
 
-from learner.config import ShareSettings
+from learner.config import DeviceSharingSettings
 from learner.device_sharing.cpu_priority import nice_level, step_back
 from learner.device_sharing.launch_depth import Ahead
 from learner.device_sharing.layer_hooks import look_between_layers
 from learner.device_sharing.lease import Field, Servers, Slot, hold_learner
 from learner.device_sharing.micro_batch_pacing import Allowance, Pace
 from learner.distributed.process_group import SILENCE
-from learner.state_dir.report import ShareReport
+from learner.state_dir.report import DeviceSharingReport
 from learner.training.trainer import Trainer
 
 _LOOK_SECONDS = 1e-4
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class Terms:
     """On which a learner shares its device with serving."""
 
-    settings: ShareSettings
+    settings: DeviceSharingSettings
     slo: timedelta
     """The 99th percentile of the time that an answer may take."""
     patience: timedelta
@@ -52,7 +52,7 @@ class Terms:
     """Whether the size of micro-batches is not to be changed."""
 
 
-class Sharing:
+class DeviceSharing:
     """One rank's. Used by the thread that trains.
 
     On a CPU the kernel takes cores away from training besides, once there has been a server: at `step_back`.
@@ -153,12 +153,12 @@ class Sharing:
         self._marks.append((self._trained, self._yielded))
 
     @property
-    def report(self) -> ShareReport:
+    def report(self) -> DeviceSharingReport:
         """What is to be told of it."""
         trained, yielded = (
             now - then for now, then in zip((self._trained, self._yielded), self._marks[0], strict=True)
         )
-        return ShareReport(
+        return DeviceSharingReport(
             policy=self._terms.settings.policy,
             servers=self._servers.alive,
             training=trained / (trained + yielded) if trained + yielded else 1.0,
@@ -211,9 +211,9 @@ class Sharing:
 
 
 @contextlib.contextmanager
-def share(
+def device_sharing(
     terms: Terms, state_dir: Path, device: torch.device, stop: threading.Event, waits: Histogram | None = None
-) -> Iterator[Sharing | None]:
+) -> Iterator[DeviceSharing | None]:
     """Share the device with the servers of a state directory; None: it is not shared.
 
     Once `stop` is set training gives way no more, so that it comes to its end.
@@ -224,6 +224,6 @@ def share(
     servers = Servers(state_dir, terms.patience)
     try:
         with hold_learner(state_dir) as slot:
-            yield Sharing(terms, servers, slot, device, stop, waits)
+            yield DeviceSharing(terms, servers, slot, device, stop, waits)
     finally:
         servers.close()

@@ -130,7 +130,7 @@ class Replicas:
         return sharded
 
     def gather(self) -> None:
-        """Bring what ranks hold apart together on rank 0, for a cut or a version."""
+        """Bring what ranks hold apart together on rank 0, for a checkpoint or a version."""
         self.unite()
         if self._consolidate is not None:
             self._consolidate()

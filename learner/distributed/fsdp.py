@@ -56,7 +56,7 @@ class ShardedWeights:
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies, for which all ranks send their parts: in the order of their names, since a rank that has heard
-        of a cut may have them in another than the one that has read it."""
+        of a checkpoint may have them in another than the one that has read it."""
         return {
             name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
             for name, value in sorted(tensors.items())

@@ -1,10 +1,10 @@
 """Starts the ranks of a learner under torch's elastic agent, which is what torchrun runs.
 
 When a rank dies the agent ends the others of this host, and all are started again, a few times; they go on from the
-newest cut. So are they when a host is gone, or comes, and when a rank runs out of memory: those of its host then take
-fewer events at once. The agent runs in a thread: a signal is for the launcher, which then writes into the pipe that is
-stdin of every rank: rank 0 stops in order, and tells the others. Where the pipe ends without a word the launcher was
-killed, and all ranks end at once, as it did: whoever starts it again finds none of them in the way.
+newest checkpoint. So are they when a host is gone, or comes, and when a rank runs out of memory: those of its host then
+take fewer events at once. The agent runs in a thread: a signal is for the launcher, which then writes into the pipe
+that is stdin of every rank: rank 0 stops in order, and tells the others. Where the pipe ends without a word the
+launcher was killed, and all ranks end at once, as it did: whoever starts it again finds none of them in the way.
 """
 
 import json
@@ -46,7 +46,7 @@ _ROWS = "rows-"
 """What the files begin with in which ranks leave word of how many events may fit."""
 OUTCOME = "outcome"
 REFUSED = frozenset({2, 3})
-"""Exit codes that starting again cannot mend."""
+"""Exit codes that starting again cannot fix."""
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """One rank leads, all compute: how the leader tells the others what to do, and they do it.
 
-Rank 0 reads the stream and has the store, the ledger, versions and cuts. For each step it deals events to all ranks,
-itself included; all do the same step, in which gradients are averaged; what the others found out comes back. Whatever
-is decided is decided by rank 0 and told in a header, so that all ranks do it or none.
+Rank 0 reads the stream and has the store, the ledger, versions and checkpoints. For each step it deals events to all
+ranks, itself included; all do the same step, in which gradients are averaged; what the others found out comes back.
+Whatever is decided is decided by rank 0 and told in a header, so that all ranks do it or none.
 """
 
 import json
@@ -20,7 +20,7 @@ from learner.distributed.channel import Action, Channel
 from learner.distributed.data_parallel import Replicas
 from learner.distributed.scatter import (
     Form,
-    Share,
+    RankBatch,
     Slices,
     deal,
     form_of,
@@ -36,7 +36,7 @@ from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
 
 _PARTS = ("model", "optimizer", "strategy")
-"""What of a cut all ranks take up."""
+"""What of a checkpoint all ranks take up."""
 _LOSSES, _EMBEDDINGS, _OUTPUTS = 1, 2, 4
 """What the leader wants back from a step."""
 
@@ -62,13 +62,19 @@ class Leader(Trainer):
         everything = [new, *old]
         self._agree_on([form_of(each) for each in everything])
         dealt = deal([len(each) for each in everything], self._channel.size)
-        shares = [Share.of(everything, slices) for slices in dealt]
+        shares = [RankBatch.of(everything, slices) for slices in dealt]
         wants = _LOSSES * (self.listens and bool(old)) | _EMBEDDINGS * (self._embedding is not None)
         wants |= _OUTPUTS * self.strategy.keeps_output
         for rank in self._channel.others:
-            share = shares[rank]
-            numbers = [wants, self.micro_batch_size or 0, _bits(self.update.schedule.scale), *share.counts, *share.real]
-            self._channel.tell(rank, Action.STEP, numbers, packed(share.parts))
+            rank_batch = shares[rank]
+            numbers = [
+                wants,
+                self.micro_batch_size or 0,
+                _bits(self.update.schedule.scale),
+                *rank_batch.counts,
+                *rank_batch.real,
+            ]
+            self._channel.tell(rank, Action.STEP, numbers, packed(rank_batch.parts))
         first, *others = shares[0].parts
         try:
             mine = super().step(first, others, shares[0].real[0])
@@ -81,7 +87,7 @@ class Leader(Trainer):
         return self._together(mine, shares, wants)
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Take up the weights and the optimizer of a cut, on all ranks."""
+        """Take up the weights and the optimizer of a checkpoint, on all ranks."""
         super().restore(tensors, state)
         self._gathered = False
         flat = {
@@ -97,7 +103,8 @@ class Leader(Trainer):
         return tensors | others, values
 
     def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Put the random generators of all ranks back; a rank that the cut does not know goes on from its seed."""
+        """Put the random generators of all ranks back; a rank that the checkpoint does not know goes on from its
+        seed."""
         super().restore_generators(tensors, values)
         for rank in self._channel.others:
             if (kept := tensors.get(_of_rank(rank))) is not None:
@@ -119,12 +126,12 @@ class Leader(Trainer):
         return super().moments()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Weights and the optimizer's tensors of all ranks, copied on the device, for a cut."""
+        """Weights and the optimizer's tensors of all ranks, copied on the device, for a checkpoint."""
         self._gather()
         return super().tensors()
 
     def state(self) -> dict[str, Any]:
-        """What optimizer and scaler have beside tensors, as JSON values, for a cut."""
+        """What optimizer and scaler have beside tensors, as JSON values, for a checkpoint."""
         self._gather()
         return super().state()
 
@@ -151,7 +158,7 @@ class Leader(Trainer):
             self._channel.tell_all(Action.FORMS, (), _bytes(forms_to_json(forms)).to(self.device))
 
     def _named_by_all(
-        self, mine: RaisingEventsError, shares: Sequence[Share], dealt: Sequence[Slices]
+        self, mine: RaisingEventsError, shares: Sequence[RankBatch], dealt: Sequence[Slices]
     ) -> RaisingEventsError:
         """Return an error that names the events on which the model raises on any rank, each of which says its own."""
         named = [(list(mine.places), mine.said)]
@@ -160,15 +167,15 @@ class Leader(Trainer):
         sizes = [dealt[-1][group].stop for group in range(len(dealt[0]))]
         found = {
             sum(sizes[:group]) + place: said
-            for (places, said), share, slices in zip(named, shares, dealt, strict=True)
-            for group, place in share.whose(places, slices)
+            for (places, said), rank_batch, slices in zip(named, shares, dealt, strict=True)
+            for group, place in rank_batch.whose(places, slices)
         }
         return error_of(dict(sorted(found.items())))
 
-    def _together(self, mine: StepResult, shares: Sequence[Share], wants: int) -> StepResult:
+    def _together(self, mine: StepResult, shares: Sequence[RankBatch], wants: int) -> StepResult:
         """Put what all ranks found out in the order in which the events came."""
         picked = mine.replayed < sum(shares[0].counts[1:])
-        replayed = mine.replayed * len(shares) if picked else sum(sum(share.real[1:]) for share in shares)
+        replayed = mine.replayed * len(shares) if picked else sum(sum(rank_batch.real[1:]) for rank_batch in shares)
         ours = _pieces(mine, shares[0], wants)
         if not ours:
             return replace(mine, replayed=replayed)
@@ -237,16 +244,16 @@ def _step(
     """Step with the leader, in micro-batches of the size that it says, or of what fits on this host."""
     wants, micro, lr_factor, *counts = numbers
     counts, real = counts[: len(forms)], counts[len(forms) :]
-    share = Share(unpacked(message, forms, counts), real)
+    rank_batch = RankBatch(unpacked(message, forms, counts), real)
     trainer.micro_batch_size = micro or None if most is None else min(micro or most, most)
     trainer.scale_learning_rate(_number(lr_factor))
     try:
-        result = trainer.step(share.parts[0], share.parts[1:], real[0])
+        result = trainer.step(rank_batch.parts[0], rank_batch.parts[1:], real[0])
     except RaisingEventsError as exc:
         channel.reply_with_size(_bytes(json.dumps([list(exc.places), exc.said]).encode()).to(channel.device))
         return
     replicas.stepped()  # before the reply, for which the leader asks after it
-    pieces = _pieces(result, share, wants)
+    pieces = _pieces(result, rank_batch, wants)
     if pieces:
         channel.reply(torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8))
 
@@ -260,12 +267,12 @@ def _restore(trainer: Trainer, message: Tensor) -> None:
     trainer.restore(tensors, state)
 
 
-def _pieces(result: StepResult, share: Share, wants: int) -> list[Tensor]:
+def _pieces(result: StepResult, rank_batch: RankBatch, wants: int) -> list[Tensor]:
     """Return what a rank found out and the leader wants, without what stands in: float32, one tensor a draw."""
     pieces: list[Tensor] = []
-    counts, real = share.counts, share.real
+    counts, real = rank_batch.counts, rank_batch.real
     if wants & _LOSSES:
-        nowhere = share.parts[0].weight_B.new_full((sum(counts[1:]),), math.nan)
+        nowhere = rank_batch.parts[0].weight_B.new_full((sum(counts[1:]),), math.nan)
         old_R = (nowhere if result.old_R is None else result.old_R).float()
         pieces += [part[:n] for part, n in zip(torch.split(old_R, counts[1:]), real[1:], strict=True)]
     if wants & _EMBEDDINGS:
@@ -279,7 +286,7 @@ def _pieces(result: StepResult, share: Share, wants: int) -> list[Tensor]:
 
 
 def _of_rank(rank: int) -> str:
-    """Name what a cut has of the generators of a rank that is led."""
+    """Name what a checkpoint has of the generators of a rank that is led."""
     return f"rank-{rank}"
 
 

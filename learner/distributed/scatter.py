@@ -47,7 +47,7 @@ def deal(counts: Sequence[int], ranks: int) -> list[Slices]:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankBatch:
     """A rank's part of a step: so many of the new events and of each draw travel, and so many of them are real.
 
     They differ where the rank has none while others have: one of no weight stands in, so that all ranks do alike.
@@ -57,7 +57,7 @@ class Share:
     real: list[int]
 
     @classmethod
-    def of(cls, everything: Sequence[Examples], slices: Slices) -> "Share":
+    def of(cls, everything: Sequence[Examples], slices: Slices) -> "RankBatch":
         """Return the events in the slices of each."""
         parts = [each[where] for each, where in zip(everything, slices, strict=True)]
         travelling = [part if len(part) else _stand_in(each) for part, each in zip(parts, everything, strict=True)]

@@ -95,12 +95,12 @@ class Adwin:
         return 0 if self._all is None else self._all.count
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers, for a cut."""
+        """Plain numbers, for a checkpoint."""
         rows = [[bucket.summary for bucket in row] for row in self._rows]
         return {"rows": rows, "all": None if self._all is None else self._all.summary, "since": self._since}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the window of a cut."""
+        """Take up the window of a checkpoint."""
         self._rows = [[_Bucket(*summary) for summary in row] for row in state["rows"]]
         self._all = None if state["all"] is None else _Bucket(*state["all"])
         self._since = state["since"]

@@ -1,4 +1,4 @@
-"""What a model once could, and how much of it is left, seen over the versions that were scored on the guard set."""
+"""What a model once could, and how much of it is left, seen over the versions that were scored on the holdout set."""
 
 import math
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ class Retention:
         return windows
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a cut."""
+        """Plain values, for a checkpoint."""
         old = None if self.old is None else (self.old.best, self.old.lowest)
         return {
             "old": old,
@@ -107,7 +107,7 @@ def _averaged(before: tuple[int, float] | None, score: float) -> tuple[int, floa
 
 
 def retention_of(state: Mapping[str, Any]) -> Retention:
-    """Take up the state of a cut."""
+    """Take up the state of a checkpoint."""
     old = None if state["old"] is None else Peak(*state["old"])
     near = tuple((int(rows), float(score)) for rows, score in state["near"])
     smooth = {name: (int(count), float(mean)) for name, (count, mean) in state.get("smooth", {}).items()}

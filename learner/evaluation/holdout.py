@@ -1,4 +1,4 @@
-"""The guard set: held-out events, never trained on, by which old knowledge is measured.
+"""The holdout set: held-out events, never trained on, by which old knowledge is measured.
 
 Legend: G events in the set.
 """
@@ -14,7 +14,7 @@ from ingest.events.block import Array
 from ingest.events.identity import identity_hash, partition_base
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
-from replay.erasure.erased_events import Forgotten
+from replay.erasure.erased_events import ErasedEvents
 
 YOUNG = 4
 """One in so many of the events held is young: the newest, by which accuracy on what is new is told."""
@@ -25,7 +25,7 @@ _MANY = 16
 _SEED = 0x6A09E667
 
 
-class GuardRows:
+class HoldoutRows:
     """G held-out events in the order in which they came; immutable. Any thread may look at it.
 
     They lie in parts, and are put together, and trimmed to the size of the set, when somebody looks.
@@ -44,11 +44,11 @@ class GuardRows:
         """The events as columns, each `[G, ...]`; none when there is no event."""
         return trimmed(joined(self._parts), self._most, classes=self._classes)
 
-    def without(self, hashes: NDArray[np.uint64]) -> "GuardRows":
+    def without(self, hashes: NDArray[np.uint64]) -> "HoldoutRows":
         """Return these events without those of these hashes."""
         stays = ~np.isin(self.columns["hash"].astype(np.uint64), hashes)
         columns = {name: column[stays] for name, column in self.columns.items()}
-        return GuardRows([columns] if stays.any() else [], self._most, classes=self._classes)
+        return HoldoutRows([columns] if stays.any() else [], self._most, classes=self._classes)
 
     @property
     def hashes(self) -> NDArray[np.uint64]:
@@ -56,7 +56,7 @@ class GuardRows:
         return np.concatenate([np.empty(0, np.uint64), *(part["hash"].astype(np.uint64) for part in self._parts)])
 
 
-class GuardSet:
+class HoldoutSet:
     """At most `rows` events. The youngest quarter always stays; of the rest every class keeps its fair share, where an
     event has just one.
 
@@ -79,9 +79,9 @@ class GuardSet:
         return min(self._most, self._rows)
 
     @property
-    def held(self) -> GuardRows:
+    def held(self) -> HoldoutRows:
         """The set as it is now."""
-        return GuardRows(self._take_in(), self._most, classes=self._classes)
+        return HoldoutRows(self._take_in(), self._most, classes=self._classes)
 
     @property
     def older(self) -> int:
@@ -125,17 +125,17 @@ class GuardSet:
             self._parts += ({name: columns[name] for name in self._names} | {"hash": hashed},)
         return self._parts
 
-    def forget(self, forgotten: Forgotten, bases: NDArray[np.uint64]) -> int:
-        """Let forgotten events leave, and return how many.
+    def erase(self, erased: ErasedEvents, bases: NDArray[np.uint64]) -> int:
+        """Let erased events leave, and return how many.
 
         Args:
-            forgotten: what is.
+            erased: what is.
             bases: `partition_base` of each partition by its index.
         """
         columns = joined(self._take_in())
         if not columns:
             return 0
-        covered = forgotten.covers(bases, columns)
+        covered = erased.covers(bases, columns)
         self._hold({name: column[~covered] for name, column in columns.items()} if covered.any() else columns)
         return int(np.count_nonzero(covered))
 
@@ -151,12 +151,12 @@ class GuardSet:
         return left
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The set, for a cut, with what is still to be trimmed; later events do not change it."""
+        """The set, for a checkpoint, with what is still to be trimmed; later events do not change it."""
         self._hold(joined(self._take_in()))
         return {name: torch.from_numpy(column) for part in self._parts for name, column in part.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take up the set of a cut."""
+        """Take up the set of a checkpoint."""
         self._hold({name: tensor.numpy() for name, tensor in tensors.items()})
 
     def _hold(self, columns: Mapping[str, Array]) -> None:

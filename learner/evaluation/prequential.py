@@ -67,7 +67,7 @@ class Prequential:
         return self._total_loss / self._rows if self._rows else None
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a cut."""
+        """Plain values, for a checkpoint."""
         return {
             "score": self._score.state(),
             "loss": self._loss.state(),
@@ -78,7 +78,7 @@ class Prequential:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the windows of a cut."""
+        """Take up the windows of a checkpoint."""
         self._score.restore(state["score"])
         self._loss.restore(state["loss"])
         self._rows, self._total, self._total_loss = state["rows"], state["total"], state["total_loss"]

@@ -1,4 +1,4 @@
-"""What the guard set tells of a model.
+"""What the holdout set tells of a model.
 
 Legend: G held-out events, C classes.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from anabranch.core.failures import out_of_memory
 from ingest.events.block import Array
 from ingest.events.schema import Schema
-from learner.evaluation.holdout import YOUNG, GuardRows
+from learner.evaluation.holdout import YOUNG, HoldoutRows
 from learner.model.factory import forward
 from learner.model.faulty_events import Check, may_be_of_events, raising, works_on_zeros
 from learner.model.task import Task
@@ -56,14 +56,14 @@ class Chunk:
     rows: int = _CHUNK
 
 
-def evaluate(model: nn.Module, task: Task, schema: Schema, rows: GuardRows, device: torch.device) -> Evaluation:
+def evaluate(model: nn.Module, task: Task, schema: Schema, rows: HoldoutRows, device: torch.device) -> Evaluation:
     """Score the held-out events with a model in evaluation mode."""
     if len(rows) < 2 * YOUNG:
         return Evaluation()
     return evaluation_of(score_each(model, task, schema, rows.columns, device), schema, rows)
 
 
-def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: GuardRows) -> Evaluation:
+def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRows) -> Evaluation:
     """Return what the scores `[G]` of the held-out events tell."""
     total = len(rows)
     if total < 2 * YOUNG:
@@ -85,7 +85,7 @@ def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: GuardRows
     return Evaluation(_finite(windows), _finite(classes), _finite(groups))
 
 
-def class_marks(schema: Schema, rows: GuardRows) -> dict[str, NDArray[np.bool_]]:
+def class_marks(schema: Schema, rows: HoldoutRows) -> dict[str, NDArray[np.bool_]]:
     """Return which of the G events are of each class that is told of, by its name or number; empty for regression."""
     if not schema.label.classes or not len(rows):
         return {}
@@ -180,8 +180,8 @@ def _scores(
     return found
 
 
-def newcomers(rows: GuardRows, before: GuardRows) -> dict[str, Array]:
-    """Return the columns of those events of the youngest quarter that an earlier state of the guard set had not.
+def newcomers(rows: HoldoutRows, before: HoldoutRows) -> dict[str, Array]:
+    """Return the columns of those events of the youngest quarter that an earlier state of the holdout set had not.
 
     The youngest quarter alone, since it is kept whole: among older ones rare classes are kept longer.
     """
@@ -193,7 +193,7 @@ def newcomers(rows: GuardRows, before: GuardRows) -> dict[str, Array]:
     return {name: column[fresh] for name, column in young.items()}
 
 
-def _members(schema: Schema, rows: GuardRows) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+def _members(schema: Schema, rows: HoldoutRows) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     """Return places of events and a class of each: an event of several classes counts for each."""
     label = rows.columns["label"]
     if schema.label.multi:

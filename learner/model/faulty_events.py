@@ -23,8 +23,8 @@ _DEVICE_WORDS = ("CUDA error", "device-side assert", "HIP error", "MPS error", "
 _ZERO_ROWS = 3
 _WINDOW = 1000
 """New events over which it is judged whether too many raise."""
-_FEWEST_ILL = 10
-_ILL_SHARE = 0.05
+_FEWEST_UNHEALTHY = 10
+_UNHEALTHY_FRACTION = 0.05
 _MANY_STEPS = 10
 _NAMED = 5
 _EVERY_SECONDS = 10.0
@@ -166,11 +166,11 @@ class Raised:
         """Whether so many steps in a row learned nothing, since every event raised, that the model is to be doubted."""
         return self.steps_in_a_row >= _MANY_STEPS
 
-    def ill(self, seen: int) -> str | None:
+    def problem(self, seen: int) -> str | None:
         """One sentence when too many of the new events raised lately, `seen` having come. Any thread may ask."""
         rows = sum(mark.rows for mark in self._marks if mark.seen > seen - _WINDOW)
         recent = min(seen, _WINDOW)
-        if rows < _FEWEST_ILL or rows < _ILL_SHARE * recent:
+        if rows < _FEWEST_UNHEALTHY or rows < _UNHEALTHY_FRACTION * recent:
             return None
         held = (
             "; no checkpoint is made until it takes one, so that a restart goes on from before" if self.is_all else ""

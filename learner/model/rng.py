@@ -1,4 +1,4 @@
-"""The random generators that a model or a sampler may use, as plain values for a cut."""
+"""The random generators that a model or a sampler may use, as plain values for a checkpoint."""
 
 import random
 from collections.abc import Mapping

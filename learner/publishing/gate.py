@@ -97,14 +97,14 @@ def compare(candidate_G: Scores, rival_G: Scores, *, bounded: bool) -> Drop:
 
 
 def judge(hearing: Hearing, settings: GateSettings, *, bounded: bool) -> Verdict:
-    """Return `fail`, `pass`, or `abstain` where too little is known, with numbers and reasons."""
+    """Return `fail`, `pass`, or `inconclusive` where too little is known, with numbers and reasons."""
     rows = len(hearing.candidate)
     if wrong := _not_finite(hearing):
         return Verdict("fail", [f"its score is not finite on {wrong} of {rows} held-out events"], {"rows": rows})
     if hearing.served is None:
-        return Verdict("abstain", ["there is no served version to compare it with"], {"rows": rows})
+        return Verdict("inconclusive", ["there is no served version to compare it with"], {"rows": rows})
     if not rows or (rows < settings.min_rows and not hearing.held):
-        return Verdict("abstain", [f"{rows} held-out events are fewer than gate.min_rows"], {"rows": rows})
+        return Verdict("inconclusive", [f"{rows} held-out events are fewer than gate.min_rows"], {"rows": rows})
     failed, unsure, numbers = [], [], {"rows": float(rows)}
     for name, drop, most in _drops(hearing, hearing.served, settings, bounded=bounded):
         numbers |= {name: drop.candidate, f"{name}_rows": drop.rows, f"{name}_drop": drop.drop}
@@ -120,7 +120,7 @@ def judge(hearing: Hearing, settings: GateSettings, *, bounded: bool) -> Verdict
     finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
     if failed:
         return Verdict("fail", failed, finite)
-    return Verdict("abstain" if unsure else "pass", unsure, finite)
+    return Verdict("inconclusive" if unsure else "pass", unsure, finite)
 
 
 def _not_finite(hearing: Hearing) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learner.config import GateSettings
 from learner.errors import VersionError
-from learner.evaluation.holdout import YOUNG, GuardRows
+from learner.evaluation.holdout import YOUNG, HoldoutRows
 from learner.evaluation.scoring import Scorer, Scores, class_marks
 from learner.publishing.baseline import Contender
 from learner.publishing.gate import Hearing, compare, judge, surpasses
@@ -26,7 +26,7 @@ from learner.state_dir.version import ModelReference, RegistryState, Verdict, Ve
 WATCH_ROWS = 50
 """Held-out events that came after a swap, before the watch judges it."""
 WATCH_ENOUGH = 500
-"""With so many a version is found well, or with the youngest quarter of the guard set, if that is less. A guard set
+"""With so many a version is found well, or with the youngest quarter of the holdout set, if that is less. A holdout set
 whose quarter is less than `WATCH_ROWS` is not watched."""
 
 log = logging.getLogger(__name__)
@@ -63,14 +63,14 @@ class Jury:
         self._first_on_trial: int | None = None
         """The first version that was served after that; all from it on are on trial. None where none is."""
         self._before_trial = np.empty(0, np.uint64)
-        self._enough = min(WATCH_ENOUGH, max(1, settings.guard_rows // YOUNG))
+        self._enough = min(WATCH_ENOUGH, max(1, settings.holdout_rows // YOUNG))
         self._looks_at = 0
         """With how many events that came after the trial began the watch looks next."""
         self._state: RegistryState | None = None
         self._surpasses = True
         self._held: _Held | None = None
         self._held_before: _Held | None = None
-        """What the cut says that the learner goes on from; counts while the same version is served."""
+        """What the checkpoint says that the learner goes on from; counts while the same version is served."""
         self.reasons: list[str] = []
         """Why the last one did."""
         self.withdrawn = 0
@@ -89,7 +89,7 @@ class Jury:
         return time.monotonic() - held.began if held is not None else 0.0
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence when versions have failed for longer than `gate.max_hold`."""
         held = self._held
         if held is None or not self._is_over(held):
@@ -99,17 +99,17 @@ class Jury:
         return f"no version has passed the gate since {when}: {why}; promote one, or look at the events since then"
 
     def state(self) -> dict[str, Any]:
-        """Return what a cut keeps, so that a restart does not begin a hold anew. Any thread may ask."""
+        """Return what a checkpoint keeps, so that a restart does not begin a hold anew. Any thread may ask."""
         held = self._held
         return {} if held is None else {"held_seconds": self.held_seconds, "served": held.served}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a cut kept, before anything is judged; time in which no learner ran does not count."""
+        """Take up what a checkpoint kept, before anything is judged; time in which no learner ran does not count."""
         if "held_seconds" in state:
             seconds = float(state["held_seconds"])
             self._held_before = _Held(time.monotonic() - seconds, time.time() - seconds, state["served"])
 
-    def judge(self, scores_G: Scores, rows: GuardRows) -> Verdict:
+    def judge(self, scores_G: Scores, rows: HoldoutRows) -> Verdict:
         """Judge a candidate by its scores on the held-out events."""
         self._look(rows)
         hearing = self._hearing(scores_G, rows)
@@ -119,11 +119,11 @@ class Jury:
         if verdict.verdict == "fail" and self._hold_is_over() and np.isfinite(scores_G).any():
             self._forget_rivals()
             reason = 'served all the same: nothing has passed for gate.max_hold, and gate.on_hold is "serve"'
-            return Verdict("abstain", [reason, *verdict.reasons], verdict.numbers)
+            return Verdict("inconclusive", [reason, *verdict.reasons], verdict.numbers)
         return verdict
 
     def take(
-        self, number: int, weights: Mapping[str, Tensor], scores_G: Scores, rows: GuardRows, verdict: Verdict
+        self, number: int, weights: Mapping[str, Tensor], scores_G: Scores, rows: HoldoutRows, verdict: Verdict
     ) -> None:
         """Take note of a version that was published, weights on the host; what passed is served from now on."""
         if verdict.verdict == "fail":
@@ -144,7 +144,7 @@ class Jury:
             self._compare_with(contender)
         self._served, self._held, self.reasons = contender, None, []
 
-    def watch(self, rows: GuardRows) -> None:
+    def watch(self, rows: HoldoutRows) -> None:
         """Compare what is served with the last version found well, on what was held out since: withdraw what is worse.
 
         Versions follow each other faster than held-out events come, so all since then are on trial together. It looks
@@ -176,7 +176,7 @@ class Jury:
         """Versions that serving may have to go back to: not to be deleted."""
         return {each.number for each in (self._served, self._well) if each is not None}
 
-    def _hearing(self, scores_G: Scores, rows: GuardRows) -> Hearing:
+    def _hearing(self, scores_G: Scores, rows: HoldoutRows) -> Hearing:
         total, held = len(scores_G), self._held is not None
         new = np.arange(total) >= total - total // YOUNG
         served, best = self._served, self._best
@@ -239,7 +239,7 @@ class Jury:
             return False
         return verdict is not None and verdict.verdict == "fail"
 
-    def _look(self, rows: GuardRows) -> None:
+    def _look(self, rows: HoldoutRows) -> None:
         """Take up what is served after a restart, and what a person has decided since the last look."""
         try:
             state = self._versions.state()
@@ -255,7 +255,7 @@ class Jury:
             self._begin_with(self._read(state.serving, rows))
             self._hold(["a person rolled back the version before"])
 
-    def _meet(self, state: RegistryState, rows: GuardRows) -> None:
+    def _meet(self, state: RegistryState, rows: HoldoutRows) -> None:
         """Begin with the newest version on disk that serving may take."""
         failed, numbers = False, self._versions.numbers()
         passed_over = (self._versions.stale(numbers) - {state.promoted}) | {*state.rolled_back}
@@ -281,7 +281,7 @@ class Jury:
             self._served = self._well = self._compare_with(contender)
             self._first_on_trial = None
 
-    def _read(self, number: int, rows: GuardRows) -> Contender | None:
+    def _read(self, number: int, rows: HoldoutRows) -> Contender | None:
         """Read a version of this schema and model; None when it is not, or is damaged or gone."""
         try:
             manifest = self._versions.manifest(number)

@@ -17,7 +17,7 @@ from ingest.events.schema import Schema
 from learner.config import VersionsSettings
 from learner.errors import VersionError
 from learner.evaluation.forgetting_metric import Retention
-from learner.evaluation.holdout import GuardRows
+from learner.evaluation.holdout import HoldoutRows
 from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
 from learner.metrics import LearnerMetrics
 from learner.publishing.gatekeeper import Jury
@@ -47,7 +47,7 @@ class Snapshot:
     step: int
     weights: Mapping[str, Tensor]
     trained_through: Mapping[str, Trained]
-    guard: GuardRows
+    holdout: HoldoutRows
     accuracy_now: float | None
     learned: RecordTimes
     """Of the events that were learned for the first time since the last snapshot."""
@@ -67,18 +67,18 @@ class Publisher:
         schema: Schema,
         scorer: Scorer,
         jury: Jury,
-        epoch: int,
+        generation: int,
         metrics: LearnerMetrics,
         check: Callable[[], object] = bool,
     ) -> None:
-        """Take the epoch of the learner, and what is called before each version is scored and written."""
+        """Take the generation of the learner, and what is called before each version is scored and written."""
         self._versions = versions
         self._settings = settings
         self._reference = reference
         self._schema = schema
         self._scorer = scorer
         self.jury = jury
-        self._epoch = epoch
+        self._generation = generation
         self._metrics = metrics
         self._every = settings.publish_every.total_seconds()
         self._due = self._watch_due = self._rested_at = 0.0
@@ -91,14 +91,14 @@ class Publisher:
         self.verdict: str | None = None
         """Of the newest version of this process."""
         self._highest = max([versions.highest(), *(n or 0 for n in _remembered(versions))])
-        self._scored: tuple[GuardRows, Mapping[str, Tensor]] | None = None
+        self._scored: tuple[HoldoutRows, Mapping[str, Tensor]] | None = None
         self._hours: dict[int, int] = {}
         """Of versions beyond `keep`, counted from 1970."""
         self.evaluation = Evaluation()
         """Of the newest version, whatever its verdict."""
         self.retention = Retention()
         """What the versions before it could do, and how they did on events that came after them."""
-        self._ill: str | None = None
+        self._problem: str | None = None
         self.published = 0
         self.skipped = 0
 
@@ -108,9 +108,9 @@ class Publisher:
         return self._scorer.raised
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
-        return self._background.overdue(self._versions.path, self._every) or self._ill
+        return self._background.overdue(self._versions.path, self._every) or self._problem
 
     def publish_if_due(self, told: Callable[[], Progress], take: Callable[[], Snapshot]) -> None:
         """Publish what `take` returns when a version is due and there is progress; called at every step boundary."""
@@ -128,7 +128,7 @@ class Publisher:
             return
         self._start(progress, take())
 
-    def watch_if_due(self, rows: Callable[[], GuardRows]) -> None:
+    def watch_if_due(self, rows: Callable[[], HoldoutRows]) -> None:
         """Have the served version watched about once a second, on the held-out events that `rows` returns."""
         now = time.monotonic()
         if now >= self._watch_due and not self._background.busy:
@@ -147,7 +147,7 @@ class Publisher:
             return {}
 
     def go_on_from(self, progress: Progress, trained_through: Mapping[str, Trained]) -> None:
-        """Publish a cut's progress only if the newest version has not come as far, or is of another model."""
+        """Publish a checkpoint's progress only if the newest version has not come as far, or is of another model."""
         if self._has_published(progress[0], trained_through):
             self._progress = progress
 
@@ -180,7 +180,7 @@ class Publisher:
         self._watching = False
         self._background.start(lambda: self._publish(snapshot))
 
-    def _watch(self, rows: GuardRows) -> None:
+    def _watch(self, rows: HoldoutRows) -> None:
         before = self.jury.withdrawn
         try:
             self.jury.watch(rows)
@@ -190,8 +190,8 @@ class Publisher:
 
     def _publish(self, snapshot: Snapshot) -> None:
         """Score, judge, write, and delete what is old. A disk that is full costs this version, not the training."""
-        scores_G, guard = self._score(snapshot)
-        verdict = self.jury.judge(scores_G, guard)
+        scores_G, holdout = self._score(snapshot)
+        verdict = self.jury.judge(scores_G, holdout)
         number = self._highest = self._highest + 1  # a number that failed is not used again
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         metrics = now | dict(self.evaluation.windows)
@@ -199,7 +199,7 @@ class Publisher:
         weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}
         manifest = Manifest(
             number=number,
-            epoch=self._epoch,
+            generation=self._generation,
             parent=self.number,
             time=time.time(),
             step=snapshot.step,
@@ -218,13 +218,13 @@ class Publisher:
         try:
             self._versions.write(weights, manifest, verdict)
         except OSError as exc:
-            self._ill = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
-            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
+            self._problem = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
             self._versions.clean()
             self._progress = None  # so that it is tried again, also when nothing more is learned
             return
         self._learned = RecordTimes()
-        self.jury.take(number, weights, scores_G, guard, verdict)
+        self.jury.take(number, weights, scores_G, holdout, verdict)
         self.number, self.verdict = number, verdict.verdict
         self.published += 1
         self._metrics.published.inc()
@@ -232,36 +232,39 @@ class Publisher:
         try:
             self._prune()
         except (OSError, VersionError) as exc:
-            self._ill = f"old versions in {self._versions.path} cannot be deleted: {exc}"
-            log.error("%s", self._ill)  # noqa: TRY400 the sentence says all
+            self._problem = f"old versions in {self._versions.path} cannot be deleted: {exc}"
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
         else:
-            self._ill = None
+            self._problem = None
 
-    def _score(self, snapshot: Snapshot) -> tuple[Scores, GuardRows]:
-        """Score a version on the guard set, and the one before it on what has come since.
+    def _score(self, snapshot: Snapshot) -> tuple[Scores, HoldoutRows]:
+        """Score a version on the holdout set, and the one before it on what has come since.
 
         Returns:
             The scores, and the events that they are of: those on which the model raises are left out.
         """
         begin = time.thread_time()  # not of the clock: where others have the cores, it costs no more
-        self._score_near_future(snapshot.guard)
-        guard = snapshot.guard
-        scores_G, raised = self._scorer.score_and_find(snapshot.weights, guard.columns)
+        self._score_near_future(snapshot.holdout)
+        holdout = snapshot.holdout
+        scores_G, raised = self._scorer.score_and_find(snapshot.weights, holdout.columns)
         if len(raised):
-            scores_G, guard = scores_G[~np.isin(guard.columns["hash"].astype(np.uint64), raised)], guard.without(raised)
-        self._scored = guard, snapshot.weights
-        self.evaluation = evaluation_of(scores_G, self._schema, guard)
+            scores_G, holdout = (
+                scores_G[~np.isin(holdout.columns["hash"].astype(np.uint64), raised)],
+                holdout.without(raised),
+            )
+        self._scored = holdout, snapshot.weights
+        self.evaluation = evaluation_of(scores_G, self._schema, holdout)
         if self.evaluation.windows:
             self.retention = self.retention.followed_by(self.evaluation)
         self._rested_at = time.monotonic() + (_SCORING_SHARE - 1) * (time.thread_time() - begin)
-        return scores_G, guard
+        return scores_G, holdout
 
-    def _score_near_future(self, guard: GuardRows) -> None:
+    def _score_near_future(self, holdout: HoldoutRows) -> None:
         """Score the version before on held-out events that came after it."""
         if self._scored is None:
             return
         rows, weights = self._scored
-        fresh = newcomers(guard, rows)
+        fresh = newcomers(holdout, rows)
         if fresh and len(fresh["label"]):
             scores, raised = self._scorer.score_and_find(weights, fresh)
             stays = ~np.isin(fresh["hash"].astype(np.uint64), raised)

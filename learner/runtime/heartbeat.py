@@ -24,7 +24,7 @@ class Heartbeat:
         self._gauge.set_to_current_time()
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence when the last beat was too long ago."""
         if self._last is None or self._clock() - self._last < PATIENCE.total_seconds():
             return None

@@ -35,7 +35,7 @@ class Tracing:
             self._write(step)
 
     def close(self) -> None:
-        """End a window that the end of the run cuts short."""
+        """End a window that the end of the run checkpoints short."""
         if self._profile is not None:
             self._profile.stop()
             self._profile, self._settings = None, None

@@ -104,12 +104,12 @@ def serve_status(
     address: str,
     token: str,
     registry: CollectorRegistry,
-    ill: Callable[[], list[str]],
-    notes: Callable[[], list[str]] = list,
+    problems: Callable[[], list[str]],
+    warnings: Callable[[], list[str]] = list,
 ) -> Iterator[int]:
     """Listen on `address` (`HOST:PORT`, port 0 takes a free one) in threads of its own, and yield the port.
 
-    `/healthz` answers 200 when `ill` returns nothing, else 503 with its sentences; those of `notes` are
+    `/healthz` answers 200 when `problems` returns nothing, else 503 with its sentences; those of `warnings` are
     told with either. `/metrics` wants `token` as a bearer token; where that is empty, as only loopback has it, requests
     that are for another machine get 403. Both answer also while the loop hangs.
 
@@ -123,9 +123,9 @@ def serve_status(
             start_response("403 Forbidden", [("Content-Type", "application/json")])
             return [json.dumps({"error": "ask for localhost, or set serving.tokens.read"}).encode()]
         if environ["PATH_INFO"] == "/healthz":
-            sentences = ill()
+            sentences = problems()
             status = "503 Service Unavailable" if sentences else "200 OK"
-            answer = {"ok": not sentences, "ill": sentences} | ({"notes": told} if (told := notes()) else {})
+            answer = {"ok": not sentences, "problems": sentences} | ({"warnings": told} if (told := warnings()) else {})
             start_response(status, [("Content-Type", "application/json")])
             return [json.dumps(answer).encode()]
         if environ["PATH_INFO"] == "/metrics":

@@ -1,16 +1,16 @@
-"""The cut format: everything that a restart resumes from, in a directory that exists whole or not at all.
+"""The checkpoint format: everything that a restart resumes from, in a directory that exists whole or not at all.
 
-    var/cuts/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, guard, rng, segment-...
-    var/cuts/<number>/rank-0/state.json           everything that is no tensor
-    var/cuts/<number>/manifest.json               number, epoch, step, schema, and the SHA-256 of every file
+    var/checkpoints/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, holdout, rng,
+    segment-... var/checkpoints/<number>/rank-0/state.json           everything that is no tensor
+    var/checkpoints/<number>/manifest.json               number, generation, step, schema, and the SHA-256 of every file
 
 In `rng` the generators of another rank are one tensor of bytes, `rank-<r>`, which that rank has packed.
 
 Files first, fsync, manifest last, one rename, as with versions. Nothing is unpickled. A part that is the same as in an
-earlier cut is linked to: each cut is whole by itself, whichever others are deleted.
+earlier checkpoint is linked to: each checkpoint is whole by itself, whichever others are deleted.
 
-Only what is forgotten changes a cut: a part without it is written as <part>.<n>.safetensors, then the manifest is
-replaced, then the old file is deleted.
+Only what is erased changes a checkpoint: a part without it is written as <part>.<n>.safetensors, then the manifest
+is replaced, then the old file is deleted.
 """
 
 import contextlib
@@ -29,28 +29,28 @@ from torch import Tensor
 
 from anabranch.core.failures import DamagedError, damage_is, decoded
 from anabranch.core.files import MOST_BYTES, check_names
-from learner.errors import CutError, MisfitError
+from learner.errors import CheckpointError, MisfitError
 from learner.state_dir.folders import MANIFEST, Folder, LocalStorage, Storage
 from learner.state_dir.safetensors_file import Piece, TensorFile, digest_of, pieces_of
 
 STATE = "state.json"
-FORGOTTEN = "forgotten"
-"""What in the state says how many records of `forgotten.log` are applied to a cut."""
+ERASED = "erased"
+"""What in the state says how many records of `erasures.log` are applied to a checkpoint."""
 FORMAT = 5
 SEGMENT = "segment-"
-"""What the names of parts begin with that cuts share: events of the store, without which a cut can do."""
+"""What the names of parts begin with that checkpoints share: events of the store, without which a checkpoint can do."""
 RANK = "rank-0"
 SUFFIX = ".safetensors"
 
 log = logging.getLogger(__name__)
 
 
-class CutManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cut is, and the digests by which it is found to be whole."""
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is, and the digests by which it is found to be whole."""
 
     format: int = 0
     number: int
-    epoch: int
+    generation: int
     time: float
     step: int
     schema: str
@@ -63,10 +63,10 @@ class CutManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Cut:
+class Checkpoint:
     """One moment of the learner: tensors by part, and a state of plain JSON values.
 
-    `carried` names the parts that are those of an earlier cut, of the number given.
+    `carried` names the parts that are those of an earlier checkpoint, of the number given.
     """
 
     step: int
@@ -76,57 +76,59 @@ class Cut:
 
     @property
     def begins(self) -> bool:
-        """Whether it only says where the stream is begun, as `CutManifest.begins`."""
+        """Whether it only says where the stream is begun, as `CheckpointManifest.begins`."""
         return not self.tensors and not self.carried
 
 
-class Cuts:
-    """The directory `var/cuts`, written and read by the learner that holds the lock.
+class Checkpoints:
+    """The directory `var/checkpoints`, written and read by the learner that holds the lock.
 
-    Whatever reads raises CutError for a cut that is damaged, and OSError where the operating system does not give it,
-    which says nothing of the cut: no other one may take its place, and it must not be deleted.
+    Whatever reads raises CheckpointError for a checkpoint that is damaged, and OSError where the operating system does
+    not give it, which says nothing of the checkpoint: no other one may take its place, and it must not be deleted.
     """
 
-    def __init__(self, path: Path, schema: str, epoch: int, storage: Storage | None = None) -> None:
-        """Take the directory, or where cuts lie instead; the schema's digest; the epoch of the learner."""
+    def __init__(self, path: Path, schema: str, generation: int, storage: Storage | None = None) -> None:
+        """Take the directory, or where checkpoints lie instead; the schema's digest; the generation of the learner."""
         self.path = path
         self._storage = storage or LocalStorage(path)
         self._schema = schema
-        self._epoch = epoch
+        self._generation = generation
         self._refused: set[int] = set()
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all cuts, rising."""
+        """Return the numbers of all checkpoints, rising."""
         return self._storage.numbers()
 
-    def epoch(self) -> int:
-        """Return the latest epoch of a learner that wrote one; 0 when there is none."""
+    def generation(self) -> int:
+        """Return the latest generation of a learner that wrote one; 0 when there is none."""
         found = [0]
         for number in self.numbers():
-            with contextlib.suppress(CutError):  # `newest` says what is wrong with it
-                found.append(self.manifest(number).epoch)
+            with contextlib.suppress(CheckpointError):  # `newest` says what is wrong with it
+                found.append(self.manifest(number).generation)
         return max(found)
 
-    def newest(self) -> tuple[int, Cut] | None:
-        """Return the newest cut that is whole, or None when there is no cut; damaged ones are named in the log.
+    def newest(self) -> tuple[int, Checkpoint] | None:
+        """Return the newest checkpoint that is whole, or None when there is no checkpoint; damaged ones are named in
+        the log.
 
         The newest is that of the latest learner: what one wrote that had lost its lock is older, whatever its number.
 
         Raises:
-            CutError: it is whole, but was made under another schema or by another release; or all cuts are damaged.
+            CheckpointError: it is whole, but was made under another schema or by another release; or all checkpoints
+            are damaged.
             OSError: the newest one that may be whole cannot be read.
         """
-        damage: dict[int, CutError] = {}
+        damage: dict[int, CheckpointError] = {}
         found = self._newest(damage, lenient=False) or self._newest(damage, lenient=True)
         if found is None and (left := [number for number in self.numbers() if number in damage]):
-            raise CutError(
-                f"there are cuts in {self.path} ({', '.join(map(str, left))}), and none can be used: "
+            raise CheckpointError(
+                f"there are checkpoints in {self.path} ({', '.join(map(str, left))}), and none can be used: "
                 f"{damage[left[-1]]}; put it back from a backup, or begin anew by moving {self.path} away"
             )
         return found
 
-    def _newest(self, damage: dict[int, CutError], *, lenient: bool) -> tuple[int, Cut] | None:
-        """Return the newest cut; a lenient look, when there is no other, takes one that has lost stored events.
+    def _newest(self, damage: dict[int, CheckpointError], *, lenient: bool) -> tuple[int, Checkpoint] | None:
+        """Return the newest checkpoint; a lenient look, when there is no other, takes one that has lost stored events.
 
         What is wrong with others is added to `damage`.
         """
@@ -135,59 +137,61 @@ class Cuts:
                 manifest = self.manifest(number)
                 contents = self._verified(manifest, lenient=lenient)
                 self.check(manifest)
-                cut = _parse(manifest, contents)
+                checkpoint = _parse(manifest, contents)
             except MisfitError:
                 raise
-            except CutError as exc:
+            except CheckpointError as exc:
                 if number not in damage:
                     log.warning("%s; it is not used", exc)
                 self._refused.add(number)
                 damage[number] = exc
                 continue
             self._refused.discard(number)
-            return number, cut
+            return number, checkpoint
         return None
 
-    def latest(self) -> CutManifest | None:
-        """Return what the newest cut says of itself, whose files are not looked at; None where there is no cut.
+    def latest(self) -> CheckpointManifest | None:
+        """Return what the newest checkpoint says of itself, whose files are not looked at; None where there is no
+        checkpoint.
 
         Raises:
-            CutError: it is damaged.
+            CheckpointError: it is damaged.
         """
         numbers = self._by_age()
         return self.manifest(numbers[-1]) if numbers else None
 
-    def check(self, manifest: CutManifest) -> None:
-        """Raise MisfitError where a cut was made by another release or under another schema."""
+    def check(self, manifest: CheckpointManifest) -> None:
+        """Raise MisfitError where a checkpoint was made by another release or under another schema."""
         if manifest.format != FORMAT:
             raise MisfitError(
-                f"cut {manifest.number} in {self.path} is of format {manifest.format}, and this release reads "
+                f"checkpoint {manifest.number} in {self.path} is of format {manifest.format}, and this release reads "
                 f"{FORMAT}; go on with the release that made it, or begin anew by moving {self.path} away"
             )
         if manifest.schema != self._schema and not manifest.begins:
             raise MisfitError(
-                f"cut {manifest.number} in {self.path} was made under another [schema]; put the schema back, or begin "
+                f"checkpoint {manifest.number} in {self.path} was made under another [schema]; put the schema back, or "
+                f"begin "
                 f"anew by moving {self.path} away"
             )
 
-    def write(self, number: int, cut: Cut, now: float) -> Path:
-        """Write a cut, all of it or nothing, and return its path."""
+    def write(self, number: int, checkpoint: Checkpoint, now: float) -> Path:
+        """Write a checkpoint, all of it or nothing, and return its path."""
         files: dict[str, str] = {}
-        with self._storage.publish(number, self._epoch) as folder:
-            for part, tensors in cut.tensors.items():
+        with self._storage.publish(number, self._generation) as folder:
+            for part, tensors in checkpoint.tensors.items():
                 name = f"{RANK}/{part}{SUFFIX}"
                 files[name] = _write(folder, name, *_pieces(tensors))
-            for part, source in cut.carried.items():
+            for part, source in checkpoint.carried.items():
                 name, files_there = self.name(source, part), self.manifest(source).files
                 files[name] = files_there[name]
                 folder.link(name, self._storage.folder(source), name)
-            files[f"{RANK}/{STATE}"] = _write(folder, f"{RANK}/{STATE}", msgspec.json.encode(cut.state))
-            manifest = CutManifest(
+            files[f"{RANK}/{STATE}"] = _write(folder, f"{RANK}/{STATE}", msgspec.json.encode(checkpoint.state))
+            manifest = CheckpointManifest(
                 format=FORMAT,
                 number=number,
-                epoch=self._epoch,
+                generation=self._generation,
                 time=now,
-                step=cut.step,
+                step=checkpoint.step,
                 schema=self._schema,
                 files=files,
             )
@@ -195,26 +199,27 @@ class Cuts:
         return self.path / str(number)
 
     def part(self, number: int, part: str) -> dict[str, Tensor]:
-        """Read one part of a cut; raises CutError when it is not what was written."""
+        """Read one part of a checkpoint; raises CheckpointError when it is not what was written."""
         return load_tensors(self.read(self.manifest(number), self.name(number, part)))
 
     def clean_of(self, through: int) -> int:
-        """Return the number of the last record of `forgotten.log`, up to `through`, of which no cut has an event.
+        """Return the number of the last record of `erasures.log`, up to `through`, of which no checkpoint has an
+        event.
 
-        0 while a cut is damaged, or of another release. Raises OSError where one cannot be read.
+        0 while a checkpoint is damaged, or of another release. Raises OSError where one cannot be read.
         """
         for number in self.numbers():
             try:
                 manifest = self.manifest(number)
                 if not manifest.begins:
                     state = decoded(self.read(manifest, f"{RANK}/{STATE}"), dict[str, Any])
-                    through = min(through, int(state.get(FORGOTTEN, 0)))
-            except (CutError, DamagedError):
+                    through = min(through, int(state.get(ERASED, 0)))
+            except (CheckpointError, DamagedError):
                 return 0
         return through
 
-    def open(self, manifest: CutManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
-        """Return the parts of a cut, whose tensors are read when they are looked at, and its state.
+    def open(self, manifest: CheckpointManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
+        """Return the parts of a checkpoint, whose tensors are read when they are looked at, and its state.
 
         Segments that are damaged are left out. Digests are not looked at: reading a tensor may raise DamagedError.
         """
@@ -224,21 +229,26 @@ class Cuts:
                 if name.endswith(SUFFIX):
                     with _damage_of(manifest):
                         parts[part_of(name)] = TensorFile(folder.local(name))
-            except CutError:
+            except CheckpointError:
                 if not part_of(name).startswith(SEGMENT):
                     raise
         with _damage_of(manifest):
             return parts, decoded(folder.read(f"{RANK}/{STATE}", MOST_BYTES), dict[str, Any])
 
     def replace(
-        self, manifest: CutManifest, parts: Mapping[str, Mapping[str, Tensor]], known: dict[str, tuple[int, str, str]]
+        self,
+        manifest: CheckpointManifest,
+        parts: Mapping[str, Mapping[str, Tensor]],
+        known: dict[str, tuple[int, str, str]],
     ) -> None:
-        """Put other tensors in place of parts of a cut, so that a crash leaves the old cut or the new one.
+        """Put other tensors in place of parts of a checkpoint, so that a crash leaves the old checkpoint or the new
+        one.
 
         Args:
-            manifest: of the cut.
+            manifest: of the checkpoint.
             parts: the new tensors.
-            known: cut, name and digest of new files by the digest of the old one, which cuts may share; more are added.
+            known: checkpoint, name and digest of new files by the digest of the old one, which checkpoints may share;
+                more are added.
 
         Raises:
             OSError: it cannot be written.
@@ -257,26 +267,26 @@ class Cuts:
         folder.replace(MANIFEST, _pretty(changed))
         self.sweep(changed)
 
-    def sweep(self, manifest: CutManifest) -> None:
-        """Delete what is in a cut's directory and not in its manifest."""
+    def sweep(self, manifest: CheckpointManifest) -> None:
+        """Delete what is in a checkpoint's directory and not in its manifest."""
         folder = self._storage.folder(manifest.number)
         for name in folder.files().keys() - manifest.files - {MANIFEST}:
             folder.remove(name)
 
     def remove(self, number: int, name: str) -> None:
-        """Delete a file of a cut, if it is there."""
+        """Delete a file of a checkpoint, if it is there."""
         self._storage.folder(number).remove(name)
 
     def delete(self, number: int) -> None:
-        """Delete a cut."""
+        """Delete a checkpoint."""
         self._storage.delete(number)
 
     def name(self, number: int, part: str) -> str:
-        """Return the name of the file that has a part of a cut; raises CutError when there is none."""
+        """Return the name of the file that has a part of a checkpoint; raises CheckpointError when there is none."""
         for name in self.manifest(number).files:
             if part_of(name) == part:
                 return name
-        raise CutError(f"cut {number}: it has no part {part}")
+        raise CheckpointError(f"checkpoint {number}: it has no part {part}")
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep`, and what is newer; those that `newest` has refused do not count."""
@@ -292,54 +302,54 @@ class Cuts:
         self._storage.clean()
 
     def _by_age(self) -> list[int]:
-        """Return the numbers of all cuts, the newest last: by epoch, then by number."""
+        """Return the numbers of all checkpoints, the newest last: by generation, then by number."""
 
         def age(number: int) -> tuple[int, int]:
             try:
-                return self.manifest(number).epoch, number
-            except CutError:
-                return self._epoch, number  # `newest` says what is wrong with it
+                return self.manifest(number).generation, number
+            except CheckpointError:
+                return self._generation, number  # `newest` says what is wrong with it
 
         return sorted(self.numbers(), key=age)
 
-    def manifest(self, number: int) -> CutManifest:
-        """Read what a cut says of itself; raises CutError when that is damaged."""
+    def manifest(self, number: int) -> CheckpointManifest:
+        """Read what a checkpoint says of itself; raises CheckpointError when that is damaged."""
         path = self.path / str(number) / MANIFEST
-        with damage_is(CutError, f"cut {number}: {path} cannot be read"):
-            manifest = decoded(self._storage.folder(number).read(MANIFEST, MOST_BYTES), CutManifest)
+        with damage_is(CheckpointError, f"checkpoint {number}: {path} cannot be read"):
+            manifest = decoded(self._storage.folder(number).read(MANIFEST, MOST_BYTES), CheckpointManifest)
             if manifest.number != number:
-                raise DamagedError(f"it is that of cut {manifest.number}")
+                raise DamagedError(f"it is that of checkpoint {manifest.number}")
             check_names(manifest.files, f"{RANK}/")
         return manifest
 
-    def _verified(self, manifest: CutManifest, *, lenient: bool) -> dict[str, bytes]:
+    def _verified(self, manifest: CheckpointManifest, *, lenient: bool) -> dict[str, bytes]:
         contents: dict[str, bytes] = {}
         for name in manifest.files:
             try:
                 contents[name] = self.read(manifest, name)
-            except CutError as exc:
+            except CheckpointError as exc:
                 if not lenient or not name.startswith(f"{RANK}/{SEGMENT}"):
                     raise
                 log.error("%s; going on without the events that were stored in it", exc)  # noqa: TRY400
         return contents
 
-    def read(self, manifest: CutManifest, name: str) -> bytes:
-        """Read a file of a cut; raises CutError when it does not have its digest."""
+    def read(self, manifest: CheckpointManifest, name: str) -> bytes:
+        """Read a file of a checkpoint; raises CheckpointError when it does not have its digest."""
         path = self.path / str(manifest.number) / name
-        with damage_is(CutError, f"cut {manifest.number}: cannot read {path}"):
+        with damage_is(CheckpointError, f"checkpoint {manifest.number}: cannot read {path}"):
             contents = self._storage.folder(manifest.number).read(name)
         if hashlib.sha256(contents).hexdigest() != manifest.files[name]:
-            raise CutError(f"cut {manifest.number}: {path} does not have its digest")
+            raise CheckpointError(f"checkpoint {manifest.number}: {path} does not have its digest")
         return contents
 
 
 def part_of(name: str) -> str:
-    """Return the part that a file of a cut has, by its name in the manifest."""
+    """Return the part that a file of a checkpoint has, by its name in the manifest."""
     return name.removeprefix(f"{RANK}/").partition(".")[0]
 
 
-def _damage_of(manifest: CutManifest) -> contextlib.AbstractContextManager[None]:
-    return damage_is(CutError, f"cut {manifest.number}: a part of it cannot be read")
+def _damage_of(manifest: CheckpointManifest) -> contextlib.AbstractContextManager[None]:
+    return damage_is(CheckpointError, f"checkpoint {manifest.number}: a part of it cannot be read")
 
 
 def _next_name(folder: Folder, part: str) -> str:
@@ -357,16 +367,16 @@ def _write(folder: Folder, name: str, *pieces: Piece) -> str:
     return digest_of(pieces)
 
 
-def _pretty(manifest: CutManifest) -> bytes:
+def _pretty(manifest: CheckpointManifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
 
 
-def _parse(manifest: CutManifest, contents: Mapping[str, bytes]) -> Cut:
+def _parse(manifest: CheckpointManifest, contents: Mapping[str, bytes]) -> Checkpoint:
     tensors: dict[str, dict[str, Tensor]] = {}
     try:
         for name, payload in contents.items():
             if name.endswith(SUFFIX):
                 tensors[part_of(name)] = load_tensors(payload)
-        return Cut(manifest.step, tensors, decoded(contents[f"{RANK}/{STATE}"], dict[str, Any]))
+        return Checkpoint(manifest.step, tensors, decoded(contents[f"{RANK}/{STATE}"], dict[str, Any]))
     except (SafetensorError, KeyError, DamagedError) as exc:
-        raise CutError(f"cut {manifest.number}: a part of it cannot be read: {exc}") from exc
+        raise CheckpointError(f"checkpoint {manifest.number}: a part of it cannot be read: {exc}") from exc

@@ -1,4 +1,4 @@
-"""Where cuts and versions lie: numbered folders of files, each there whole or not at all.
+"""Where checkpoints and versions lie: numbered folders of files, each there whole or not at all.
 
 An object store is one more class beside `LocalStorage`. What tells the learner and serving of each other (`state.json`,
 reports, locks) and the disk tier are files of the host in any case.
@@ -76,11 +76,11 @@ class Storage(Protocol):
         """Return a folder, which need not exist."""
         ...
 
-    def publish(self, number: int, epoch: int) -> AbstractContextManager[Folder]:
+    def publish(self, number: int, generation: int) -> AbstractContextManager[Folder]:
         """Give a folder to write into, MANIFEST last, which exists when the context ends and survives a crash.
 
         After an error or a crash before that there is nothing, or a leftover that `clean` removes. Writers of several
-        epochs do not disturb each other.
+        generations do not disturb each other.
         """
         ...
 
@@ -181,12 +181,12 @@ class LocalStorage:
         return LocalFolder(self.path / str(number))
 
     @contextlib.contextmanager
-    def publish(self, number: int, epoch: int) -> Iterator[Folder]:
+    def publish(self, number: int, generation: int) -> Iterator[Folder]:
         """Give a temporary directory, fsync it, and rename it once."""
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(parents=True)
             sync_directory(self.path.parent)
-        temporary = self.path / f".tmp-{epoch}-{number}"
+        temporary = self.path / f".tmp-{generation}-{number}"
         try:
             temporary.mkdir()
             folder = LocalFolder(temporary)

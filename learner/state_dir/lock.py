@@ -1,6 +1,7 @@
-"""One learner a state directory: a file lock, and an epoch that grows with every holder.
+"""One learner a state directory: a file lock, and an generation that grows with every holder.
 
-A network file system may let go of a lock that its holder believes in: the epoch then tells the one that has lost it.
+A network file system may let go of a lock that its holder believes in: the generation then tells the one that has lost
+it.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from anabranch.core.failures import state_errors
 from ingest.errors import SecondLearnerError, StateBusyError
 
 LOCK = "learner.lock"
-EPOCH = "epoch"
+GENERATION = "generation"
 _STOPPING = b"stopping"
 """What the lock's file holds once its holder was told to stop."""
 _COMMAND = b"command: "
@@ -42,14 +43,15 @@ def hold_state_directory(
     known: Callable[[], int] = int,
     command: str = "",
 ) -> Iterator[int]:
-    """Hold the lock and yield the new epoch, which is larger than all before it.
+    """Hold the lock and yield the new generation, which is larger than all before it.
 
     The kernel lets go of the lock when the process ends, however it ends; it is proof of life also between containers
     that share the volume but not their process ids. From `stop` on others may know that this one ends; so long, and
     `patience` at most, is waited for one that does: when a supervisor is killed, the next one's learner comes before
-    the last cut of the one before it is written. A holder that is no learner names its `command`, which ends by itself:
-    whoever has patience waits for it, for an hour at most. `known` tells the latest epoch of what lies in the
-    directory: what is written from now on is newer, also where the file of epochs was lost.
+    the last checkpoint of the one before it is written. A holder that is no learner names its `command`, which ends by
+    itself: whoever has patience waits for it, for an hour at most. `known` tells the latest generation of what lies in
+    the
+    directory: what is written from now on is newer, also where the file of generations was lost.
 
     Raises:
         SecondLearnerError: another learner holds it.
@@ -67,7 +69,7 @@ def hold_state_directory(
             _mark(descriptor, _COMMAND + command.encode() if command else b"")
         if stop is not None:
             threading.Thread(target=_tell, args=(stop, closed, path), name="tell-stopping", daemon=True).start()
-        yield _next_epoch(path / EPOCH, known())
+        yield _next_generation(path / GENERATION, known())
     finally:
         closed.set()
         os.close(descriptor)
@@ -82,19 +84,20 @@ def is_held(path: Path) -> bool:
         return False
 
 
-def check_epoch(path: Path, epoch: int) -> None:
-    """Look whether the learner of this epoch is the last that has held a state directory, before it writes there.
+def check_generation(path: Path, generation: int) -> None:
+    """Look whether the learner of this generation is the last that has held a state directory, before it writes there.
 
     Raises:
         SecondLearnerError: another one has held the directory since.
     """
     try:
-        latest = int((path / EPOCH).read_text())
+        latest = int((path / GENERATION).read_text())
     except (OSError, ValueError):  # who cannot read here cannot write here either, and tells of that
         return
-    if latest > epoch:
+    if latest > generation:
         raise SecondLearnerError(
-            f"another learner has taken {path} since this one, of epoch {epoch}, lost its lock there; this one ends"
+            f"another learner has taken {path} since this one, of generation {generation}, lost its lock there; this "
+            f"one ends"
         )
 
 
@@ -157,7 +160,7 @@ def _tell(stop: threading.Event, closed: threading.Event, path: Path) -> None:
             (path / LOCK).write_bytes(_STOPPING)
 
 
-def _next_epoch(path: Path, known: int) -> int:
+def _next_generation(path: Path, known: int) -> int:
     last = known
     try:
         with state_errors(f"{path} cannot be read"), contextlib.suppress(FileNotFoundError):

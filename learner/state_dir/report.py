@@ -36,7 +36,7 @@ class PartitionReport(msgspec.Struct, frozen=True):
     """Skipped events by reason."""
 
 
-class ShareReport(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceSharingReport(msgspec.Struct, frozen=True, kw_only=True):
     """How the learner shares its device with serving."""
 
     policy: str
@@ -62,7 +62,7 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     launcher: int | None = None
     """The process that started it and the other ranks; None where there is one rank."""
-    epoch: int
+    generation: int
     started: float
     """Seconds since 1970, as is `time`."""
     time: float
@@ -71,13 +71,13 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Steps over the life of the pipeline, restarts included."""
     steps_since_start: int = 0
     """Steps of this process."""
-    cut: int | None = None
-    """The newest cut."""
-    cut_time: float | None = None
+    checkpoint: int | None = None
+    """The newest checkpoint."""
+    checkpoint_time: float | None = None
     """When it was made."""
-    ill: list[str] = []
+    problems: list[str] = []
     """One sentence for each part that does not work as it should; empty when all is well."""
-    notes: list[str] = []
+    warnings: list[str] = []
     """One sentence for each thing that was done to go on, and that a person may want to change."""
     outcomes: dict[str, int] = {}
     """Events by outcome: trained, stored_only, held_out, dead_lettered, skipped."""
@@ -125,13 +125,13 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that each tier may hold."""
     replay_lost: int = 0
     """Events of the store whose payload a tier could not keep or give back, since the start of the process."""
-    guard_rows: int = 0
-    share: ShareReport | None = None
+    holdout_rows: int = 0
+    device_sharing: DeviceSharingReport | None = None
     """None where the device is not shared."""
-    forgotten: int = 0
-    """Records of what is forgotten; none of it is trained on or stored from then on."""
-    forgotten_through: int = 0
-    """The last of them of which nothing is left in store, guard set and cuts."""
+    erased: int = 0
+    """Records of what is erased; none of it is trained on or stored from then on."""
+    erased_through: int = 0
+    """The last of them of which nothing is left in store, holdout set and checkpoints."""
     version: int | None = None
     """The newest version published."""
     verdict: str | None = None

@@ -80,7 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """All about a version but its weights."""
 
     number: int
-    epoch: int
+    generation: int
     parent: int | None
     time: float
     step: int
@@ -101,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class Verdict(msgspec.Struct, frozen=True):
     """Whether serving may take a version. Without one it does not."""
 
-    verdict: Literal["pass", "fail", "abstain"]
+    verdict: Literal["pass", "fail", "inconclusive"]
     reasons: list[str] = []
     numbers: dict[str, float] = {}
 
@@ -126,7 +126,7 @@ class Versions:
         """Take the directory, and where versions lie if that is elsewhere than `state.json`."""
         self.path = path
         self._storage = storage or LocalStorage(path)
-        self._epochs: dict[int, int | None] = {}
+        self._generations: dict[int, int | None] = {}
 
     def directory(self, number: int) -> Path:
         """Return the path of a version."""
@@ -140,23 +140,23 @@ class Versions:
         """Return the highest number of any directory, whole or not; 0 when there is none."""
         return self._storage.highest()
 
-    def epoch(self) -> int:
-        """Return the latest epoch of a learner that wrote one; 0 when there is none. Raises OSError."""
-        return max((self._epoch(number) or 0 for number in self.numbers()), default=0)
+    def generation(self) -> int:
+        """Return the latest generation of a learner that wrote one; 0 when there is none. Raises OSError."""
+        return max((self._generation(number) or 0 for number in self.numbers()), default=0)
 
     def stale(self, numbers: Sequence[int]) -> set[int]:
         """Return those of all versions, rising, that a learner wrote that had lost its lock: above a later learner's.
 
         They count for nothing. Manifests that cannot be read say nothing here; those that are away are asked for again.
         """
-        known, self._epochs = self._epochs, {}
+        known, self._generations = self._generations, {}
         for number in numbers:
             with contextlib.suppress(OSError):
-                self._epochs[number] = known[number] if number in known else self._epoch(number)
+                self._generations[number] = known[number] if number in known else self._generation(number)
         latest, stale = 0, set()
-        for number, epoch in self._epochs.items():
-            latest = max(latest, epoch or 0)
-            if epoch is not None and epoch < latest:
+        for number, generation in self._generations.items():
+            latest = max(latest, generation or 0)
+            if generation is not None and generation < latest:
                 stale.add(number)
         return stale
 
@@ -242,11 +242,11 @@ class Versions:
 
         pieces = pieces_of(_apart(weights))
         files = {WEIGHTS: digest_of(pieces)}
-        with self._storage.publish(manifest.number, manifest.epoch) as folder:
+        with self._storage.publish(manifest.number, manifest.generation) as folder:
             folder.write(WEIGHTS, *pieces)
             folder.write(VERDICT, msgspec.json.encode(verdict))
             folder.write(MANIFEST, _pretty(msgspec.structs.replace(manifest, files=files)))
-        self._epochs[manifest.number] = manifest.epoch
+        self._generations[manifest.number] = manifest.generation
         return self.directory(manifest.number)
 
     def size_bytes(self, number: int) -> int:
@@ -261,9 +261,9 @@ class Versions:
         """Remove a version, if it is there."""
         self._storage.delete(number)
 
-    def _epoch(self, number: int) -> int | None:
+    def _generation(self, number: int) -> int | None:
         try:
-            return self.manifest(number).epoch
+            return self.manifest(number).generation
         except VersionError:
             return None
 

@@ -75,7 +75,7 @@ class Learner:
         task: what its output means.
         reduce: averages tensors over the ranks, in place; all ranks have to call it alike.
         rate: returns the optimizer's learning rate as it is now.
-        parts: cuts events into parts that are small enough to go through the model at once.
+        parts: checkpoints events into parts that are small enough to go through the model at once.
         probe: features of a few made-up events, which differ.
         embed: runs the model on features; returns embeddings, float32 `[B, D]`, and its output. None when no module is
             named.
@@ -159,18 +159,18 @@ class Strategy:
         """
 
     def gather(self) -> None:
-        """Bring together what ranks have each of their own, for `tensors`: called by every rank before a cut."""
+        """Bring together what ranks have each of their own, for `tensors`: called by every rank before a checkpoint."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a cut has to keep, as tensors that later steps do not change."""
+        """Return what a checkpoint has to keep, as tensors that later steps do not change."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return what a cut has to keep beside tensors, as JSON values."""
+        """Return what a checkpoint has to keep beside tensors, as JSON values."""
         return {}
 
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Take up what a cut kept; of another strategy's nothing fits, and it begins anew."""
+        """Take up what a checkpoint kept; of another strategy's nothing fits, and it begins anew."""
 
 
 def weighted(loss_B: Tensor, weight_B: Tensor, whole: Tensor) -> Tensor:

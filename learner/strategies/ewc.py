@@ -80,7 +80,8 @@ class ElasticWeights(NoReplay):
             sum_ += counts * gradient.square().nan_to_num(nan=0.0, posinf=0.0)
 
     def gather(self) -> None:
-        """Average what the ranks have added up, beside it: a cut must not change what comes of it by a rounding."""
+        """Average what the ranks have added up, beside it: a checkpoint must not change what comes of it by a
+        rounding."""
         self._sum_of_all = [each.clone() for each in self._sum]
         self.learner.reduce(self._sum_of_all)
 
@@ -94,7 +95,7 @@ class ElasticWeights(NoReplay):
         return {"steps": self._steps}
 
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Go on from a cut."""
+        """Go on from a checkpoint."""
         self._steps, self._sum_of_all = state["steps"], None
         device = self.learner.weights[0].device
         self._sum, self._fisher, self._anchor = (

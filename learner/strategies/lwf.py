@@ -78,7 +78,7 @@ class Distillation(NoReplay):
         return {"steps": self._steps}
 
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Go on from a cut."""
+        """Go on from a checkpoint."""
         self._steps = state["steps"]
         now = self._now()
         self._teacher = {name: value.to(now[name].device) for name, value in tensors.items()}

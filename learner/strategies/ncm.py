@@ -68,7 +68,7 @@ class NearestClassMean(Strategy):
         weight_B1 = new.weight_B.double()[:, None]
         for total, part in zip(self._totals(), self._parts(embedding_BD, weight_B1, new.label_B), strict=True):
             self.learner.reduce([part])
-            # The sum, since a cut may be gone on from with another number of ranks.
+            # The sum, since a checkpoint may be gone on from with another number of ranks.
             total += part * self.learner.ranks
         weight_CD, bias_C = self._answer()
         seen_C = self._count_C > 0
@@ -125,6 +125,6 @@ class NearestClassMean(Strategy):
         return {str(place): each.clone() for place, each in enumerate(self._totals())}
 
     def restore(self, tensors: Tensors, _state: object) -> None:
-        """Go on from a cut."""
+        """Go on from a checkpoint."""
         for place, each in enumerate(self._totals()):
             each.copy_(tensors[str(place)])

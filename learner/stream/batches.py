@@ -70,7 +70,7 @@ class Batch:
     Attributes:
         new: columns of the B events to train on, each `[B, ...]`.
         stored_only: columns of events without a label that are to be stored.
-        held_out: columns of events for the guard set.
+        held_out: columns of events for the holdout set.
         spans: all rows that are done with once the step is, in order.
     """
 
@@ -165,7 +165,7 @@ class Parts:
 
 
 class Batches:
-    """Cuts the stream of blocks into batches of at most `batch_size` new events, in order."""
+    """Checkpoints the stream of blocks into batches of at most `batch_size` new events, in order."""
 
     def __init__(self, source: Blocks, batch_size: int, max_delay: timedelta, settle: Settle | None = None) -> None:
         self._source = source
@@ -226,11 +226,11 @@ class Batches:
         self._ended.clear()
 
     def state(self) -> dict[str, Any]:
-        """Return what a cut has to keep beside positions: nothing."""
+        """Return what a checkpoint has to keep beside positions: nothing."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what a cut kept."""
+        """Take up what a checkpoint kept."""
 
 
 def most_stored(batch_size: int) -> int:

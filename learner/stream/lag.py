@@ -39,7 +39,7 @@ class Arrivals:
         """Begin with marks of an earlier process: seconds of this one's clock, and the end at that moment."""
         self.marks = list(marks)
 
-    def note(self, moment: float, end: int) -> None:
+    def record(self, moment: float, end: int) -> None:
         """Take note of where the partition ends at a moment, which is later than those before."""
         marks = self.marks
         if len(marks) > 1 and marks[-1][1] == marks[-2][1] == end:
@@ -154,7 +154,7 @@ class LagPolicy:
             if account.superseded:
                 arrivals.marks.clear()  # what was not read of it is gone, and waits no longer
             elif told is not None:
-                arrivals.note(told, account.position.offset + account.pending)
+                arrivals.record(told, account.position.offset + account.pending)
         came = (each.came(account.position.offset) for each, account in zip(self._arrivals, accounts, strict=True))
         self._came = np.fromiter(came, np.float64, len(accounts))
 
@@ -172,18 +172,18 @@ class LagPolicy:
         return {**rows, "outcome": outcome, "reason": reason}
 
     @property
-    def note(self) -> str | None:
+    def warning(self) -> str | None:
         """One sentence while the learner is behind."""
         return self._said() if self.behind else None
 
     def state(self) -> dict[str, Any]:
-        """Return what a cut keeps, so that a restart knows how long events have been waiting."""
+        """Return what a checkpoint keeps, so that a restart knows how long events have been waiting."""
         now, wall = self._clock(), self._wall()
         marks = [[(wall - now + moment, end) for moment, end in each.marks] for each in self._arrivals]
         return {"behind": self.behind, "arrivals": marks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a cut kept; the time since then has passed for events too."""
+        """Take up what a checkpoint kept; the time since then has passed for events too."""
         now, wall = self._clock(), self._wall()
         self.behind = bool(state.get("behind", False))
         self._arrivals = [

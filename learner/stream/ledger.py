@@ -51,7 +51,7 @@ class PartitionLedger:
             self.mark = Mark(topic_id, self.mark.last)
 
     def state(self) -> dict[str, Any]:
-        """The account as JSON values, for a cut."""
+        """The account as JSON values, for a checkpoint."""
         return {
             "topic": self.name.topic,
             "partition": self.name.partition,
@@ -71,7 +71,7 @@ class PartitionLedger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Open the account of a cut again."""
+        """Open the account of a checkpoint again."""
         account = cls(TopicPartition(state["topic"], state["partition"], state["incarnation"]), state["start"])
         account.position = account.counted = Position(*state["position"])
         account.end, account.gaps, account.removed = state["end"], state["gaps"], state["removed"]
@@ -117,7 +117,7 @@ class Ledger:
     def __init__(self, published: Mapping[str, Trained] | None = None) -> None:
         """`published` is how far the newest version has learned: events up to there are not learned for the first time.
 
-        That they are learned again at all is because a restart goes on from a cut, which is older.
+        That they are learned again at all is because a restart goes on from a checkpoint, which is older.
         """
         self.partitions: list[PartitionLedger] = []
         self._published = published or {}
@@ -131,12 +131,12 @@ class Ledger:
         self._supersede()
 
     def state(self) -> list[dict[str, Any]]:
-        """All accounts as JSON values, in order, for a cut."""
+        """All accounts as JSON values, in order, for a checkpoint."""
         self.count()
         return [account.state() for account in self.partitions]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Open the accounts of a cut again; must come before any other is opened."""
+        """Open the accounts of a checkpoint again; must come before any other is opened."""
         assert not self.partitions
         self.partitions = [PartitionLedger.from_state(account) for account in state]
         self._supersede()

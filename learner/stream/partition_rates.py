@@ -1,4 +1,4 @@
-"""How fast each partition is read, measured from cut to cut."""
+"""How fast each partition is read, measured from checkpoint to checkpoint."""
 
 import math
 import time
@@ -37,11 +37,11 @@ class Rates:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return what a cut keeps."""
+        """Return what a checkpoint keeps."""
         return {"offsets_per_second": self.now, "seconds": self._seconds}
 
     def restore(self, state: Mapping[str, Any], accounts: Sequence[PartitionLedger]) -> None:
-        """Take up what a cut kept, and measure from here on."""
+        """Take up what a checkpoint kept, and measure from here on."""
         self.now = [float(rate) for rate in state.get("offsets_per_second", [0.0] * len(accounts))]
         self._seconds = float(state.get("seconds", 0.0))
         self._offsets, self._since = [account.position.offset for account in accounts], self._clock()

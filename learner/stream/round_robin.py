@@ -65,7 +65,7 @@ class _Queue:
 
 
 class RoundRobin:
-    """Cuts the stream into batches of exactly `batch_size` new events: one of each partition in turn, by offset.
+    """Checkpoints the stream into batches of exactly `batch_size` new events: one of each partition in turn, by offset.
 
     A partition that has nothing is waited for, unless it is read to the broker's end. So the batches of topics that
     were filled beforehand depend on nothing else, on no clock and on no order in which blocks come. What is less than
@@ -107,11 +107,11 @@ class RoundRobin:
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return whose turn is next, for a cut."""
+        """Return whose turn is next, for a checkpoint."""
         return {"turn": self._turn}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what a cut kept."""
+        """Take up what a checkpoint kept."""
         self._turn = int(state.get("turn", 0))
 
     def _shares(self) -> list[int] | None:

@@ -15,7 +15,7 @@ class Schedule:
         self._rates: list[float] | None = None
         self._factor = 1.0
         self.scale = 1.0
-        """What the rate is multiplied by beside that, such as for a while after a drift; not kept in a cut."""
+        """What the rate is multiplied by beside that, such as for a while after a drift; not kept in a checkpoint."""
 
     def rate(self, step: int) -> float:
         """Return the factor for a step; the first step is 0.
@@ -41,9 +41,9 @@ class Schedule:
             self._since = step
 
     def state(self) -> dict[str, Any]:
-        """Return what a cut has to keep, as JSON values."""
+        """Return what a checkpoint has to keep, as JSON values."""
         return {"since": self._since}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what a cut kept; after one without a schedule it has long been warm."""
+        """Take up what a checkpoint kept; after one without a schedule it has long been warm."""
         self._since = int(state.get("since", -self._settings.warmup_steps))

@@ -85,7 +85,8 @@ class Update:
         return self._weights.whole(moments(self.optimizer))
 
     def state(self, step: int) -> dict[str, Any]:
-        """What optimizer, scaler and schedule have beside tensors before this step, as JSON values, for a cut."""
+        """What optimizer, scaler and schedule have beside tensors before this step, as JSON values, for a
+        checkpoint."""
         return {
             **numbers(self.optimizer),
             "scaler": self.scaler.state_dict(),
@@ -93,7 +94,7 @@ class Update:
         }
 
     def restore(self, kept: Mapping[str, Tensor], state: Mapping[str, Any]) -> int:
-        """Take up what a cut kept, and return its step; settings of the optimizer stay those of the config.
+        """Take up what a checkpoint kept, and return its step; settings of the optimizer stay those of the config.
 
         Raises:
             RuntimeError, KeyError, ValueError: they are of another model or optimizer.

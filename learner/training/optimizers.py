@@ -83,7 +83,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
         ValueError: it is of an optimizer with other parameters, or of another kind.
     """
     if state.get("kind", _kind(optimizer)) != _kind(optimizer):
-        raise ValueError(f"the cut is of {state['kind']}, and learner.optimizer is {_kind(optimizer)}")
+        raise ValueError(f"the checkpoint is of {state['kind']}, and learner.optimizer is {_kind(optimizer)}")
     found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
     for key, value in tensors.items():
         index, _, name = key.partition(".")

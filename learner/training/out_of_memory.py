@@ -33,12 +33,12 @@ def smaller(rows: int, most: int | None, device: torch.device, ranks: int, said:
         )
     log.info("what %s said: %s", device, said)
     if ranks > 1:
-        raise RankTooLargeError(now // 2, note(device, now // 2))
-    log.error("%s", note(device, now // 2))
+        raise RankTooLargeError(now // 2, oom_warning(device, now // 2))
+    log.error("%s", oom_warning(device, now // 2))
     return now // 2
 
 
-def note(device: torch.device, most: int) -> str:
+def oom_warning(device: torch.device, most: int) -> str:
     """Say what was done about it."""
     return (
         f"{device} ran out of memory: from now on {most} events go through the model at once, with the same gradient; "

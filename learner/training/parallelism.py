@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Weights(Protocol):
-    """How what is held of a model becomes what a cut has of it, and back. All ranks call everything alike."""
+    """How what is held of a model becomes what a checkpoint has of it, and back. All ranks call everything alike."""
 
     sharded: bool
     """Whether no rank has all of them."""

@@ -18,7 +18,7 @@ from anabranch.core.failures import out_of_memory
 from ingest.events.block import Array
 from ingest.events.schema import Schema
 from learner.config import LearnerSettings
-from learner.errors import CutError
+from learner.errors import CheckpointError
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings
 from learner.model.factory import forward, tensor_dtype
@@ -33,7 +33,7 @@ from learner.training.compile import compiled
 from learner.training.host_to_device import Transfer
 from learner.training.micro_batches import idle, micro_batches
 from learner.training.optimizer_step import Update
-from learner.training.out_of_memory import Dice, note, release, smaller
+from learner.training.out_of_memory import Dice, oom_warning, release, smaller
 from learner.training.parallelism import Alone, Ranks
 from learner.training.stand_in import RankRaisedError, StandIn
 from learner.training.step_result import Heard, StepResult, cat, dealt
@@ -72,7 +72,7 @@ class Trainer:
         """Called before each micro-batch of a pass, with its place there; may take its time."""
         self.lane: Lane = contextlib.nullcontext
         """What a step gives the device is given in it."""
-        self.note: str | None = None
+        self.warning: str | None = None
         """One sentence when micro-batches were made smaller for want of memory."""
         self._transfer = Transfer(device)
         self._fixed = settings.deterministic
@@ -344,7 +344,7 @@ class Trainer:
             self.update.give_up()
             release(self.device)
             self.micro_batch_size = smaller(rows, self.micro_batch_size, self.device, self._ranks.size, said)
-            self.note = note(self.device, self.micro_batch_size)
+            self.warning = oom_warning(self.device, self.micro_batch_size)
             self._buffers.put_back(before)
             dice.put_back()
 
@@ -441,24 +441,24 @@ class Trainer:
         return self.update.moments()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Weights and the optimizer's tensors, copied on the device, for a cut."""
+        """Weights and the optimizer's tensors, copied on the device, for a checkpoint."""
         strategy = self.strategy.tensors()
         found = {"model": self.snapshot(), "optimizer": self.moments()}
         return found | ({"strategy": strategy} if strategy else {})
 
     def state(self) -> dict[str, Any]:
-        """What optimizer and scaler have beside tensors, as JSON values, for a cut."""
+        """What optimizer and scaler have beside tensors, as JSON values, for a checkpoint."""
         strategy = {"class": type(self.strategy).__name__, **self.strategy.state()}
         return {**self.update.state(self._steps), "strategy": strategy}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Take up the weights and the optimizer of a cut.
+        """Take up the weights and the optimizer of a checkpoint.
 
         The settings of the optimizer (learning rate and so on) stay those of the config: what the user changed between
         two starts is to hold.
 
         Raises:
-            CutError: they are of another model or optimizer.
+            CheckpointError: they are of another model or optimizer.
         """
         try:
             self.model.load_state_dict(self._ranks.weights.mine(tensors["model"], self.model.state_dict()))
@@ -467,13 +467,14 @@ class Trainer:
         except (RuntimeError, KeyError, ValueError) as exc:
             if isinstance(exc, RuntimeError) and out_of_memory(exc):
                 raise
-            raise CutError(
-                "the newest cut does not fit the model or optimizer of the config; put those back, or begin anew by "
-                f"moving the cuts away: {_first_clause(exc)}"
+            raise CheckpointError(
+                "the newest checkpoint does not fit the model or optimizer of the config; put those back, or begin "
+                "anew by "
+                f"moving the checkpoints away: {_first_clause(exc)}"
             ) from exc
 
     def generators(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the states of all random generators, as tensors and as JSON values, for a cut."""
+        """Return the states of all random generators, as tensors and as JSON values, for a checkpoint."""
         return rng_tensors(), rng_values()
 
     def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -481,12 +482,12 @@ class Trainer:
         restore_rng(tensors, values)
 
     def _restore_strategy(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Let the strategy go on, unless the cut is of another, which says nothing to this one."""
+        """Let the strategy go on, unless the checkpoint is of another, which says nothing to this one."""
         now, before = type(self.strategy).__name__, state.get("class")
         if before == now:
             self.strategy.restore(tensors, state)
         elif before is not None:
-            log.info("the cut was made under the strategy %s: %s begins with nothing of its own", before, now)
+            log.info("the checkpoint was made under the strategy %s: %s begins with nothing of its own", before, now)
 
     def _embed(self, features: Tensors) -> tuple[Tensor, Tensor]:
         """Return the embeddings of events, by the module that is named, and the model's output."""

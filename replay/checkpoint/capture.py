@@ -1,4 +1,4 @@
-"""A store at a step boundary, which a cut is written of while the store goes on."""
+"""A store at a step boundary, which a checkpoint is written of while the store goes on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,7 @@
-"""The contents of a cut on their way into a store, whose policy, size and tiers may be others than those of the cut.
+"""The contents of a checkpoint on their way into a store, whose policy, size and tiers may be others than those of the
+checkpoint.
 
-Legend: H events of the cut, n events of a chunk.
+Legend: H events of the checkpoint, n events of a chunk.
 """
 
 import logging
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Resumption:
-    """Takes up the events of one cut; used once."""
+    """Takes up the events of one checkpoint; used once."""
 
     def __init__(
         self, contents: Contents, source: Tier | None, roll: Roll, layout: RowLayout, tiers: Tiers, seed: int
@@ -41,7 +42,7 @@ class Resumption:
         """Look at what there is, and let the events compete anew where the admission policy is another one.
 
         Args:
-            contents: of the cut.
+            contents: of the checkpoint.
             source: the tier that has the payload, if it is none of the store's own.
             roll: of the store, as are the rest.
             layout: of its rows.
@@ -54,20 +55,22 @@ class Resumption:
         standing, payload = contents.standing, contents.payload
         if standing.seed not in (None, seed):
             raise SettingsError(
-                f"seed = {seed} is not that of cut {standing.cut}, which is {standing.seed}: events are told by it; "
-                "put it back, or begin anew by moving the cuts away"
+                f"seed = {seed} is not that of checkpoint {standing.checkpoint}, which is {standing.seed}: events are "
+                f"told by it; "
+                "put it back, or begin anew by moving the checkpoints away"
             )
         rows = [plan.rows for plan in standing.plans] + ([] if payload is None else [payload])
         if any(each.shape[1:] != (layout.row_bytes,) for each in rows):
             raise SettingsError(
-                "the events that the cut has stored have other columns than [schema] and learner.strategy say; put "
-                "those back, or begin anew by moving the cuts away"
+                "the events that the checkpoint has stored have other columns than [schema] and learner.strategy say; "
+                "put "
+                "those back, or begin anew by moving the checkpoints away"
             )
         self._source, self._roll, self._layout, self._tiers, self._seed = source, roll, layout, tiers, seed
         self.moves = standing.file is None or source is not None
-        """Whether events get other slots than the cut names."""
+        """Whether events get other slots than the checkpoint names."""
         self.converts = standing.policy != roll.admission.name
-        """Whether the cut was made under another admission policy."""
+        """Whether the checkpoint was made under another admission policy."""
         self.contents = self._converted(contents) if self.converts else contents
         """What is taken up."""
         self.lost = 0
@@ -81,10 +84,10 @@ class Resumption:
             keep = self._roll.quotas.lower(index["priority"], index["group"])
         kept = index[keep]
         if not self.moves:
-            slots.restore(index["slot"], standing.retired, standing.cut)
+            slots.restore(index["slot"], standing.retired, standing.checkpoint)
             slots.leave(index["slot"][~keep])
             return kept
-        slots.restore(index["slot"][:0], standing.retired[:0], standing.cut)
+        slots.restore(index["slot"][:0], standing.retired[:0], standing.checkpoint)
         rows = self._rows_of(self.contents, kept, np.flatnonzero(keep))
         found = move(kept, self.contents, self._seed, rows, slots, self._tiers)
         self.lost = int((~found).sum())
@@ -92,11 +95,12 @@ class Resumption:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next cut can tell what has changed since this one, if all of its events are there."""
+        """Whether the next checkpoint can tell what has changed since this one, if all of its events are there."""
         return not self.converts and (not self.moves or (self._source is None and not self._tiers.durable))
 
     def _rows_of(self, contents: Contents, index: NDArray[np.void], places: NDArray[np.intp]) -> Rows:
-        """Return what reads the rows of events, ENTRY `[H]`, which are in the given places of the cut's payload."""
+        """Return what reads the rows of events, ENTRY `[H]`, which are in the given places of the checkpoint's
+        payload."""
 
         def read(chunk: slice, identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
             if contents.payload is not None:
@@ -118,7 +122,7 @@ def converted(
     """Return contents with the priorities and groups that the events have under `admission`; the rest is the same.
 
     Args:
-        contents: of a cut.
+        contents: of a checkpoint.
         admission: the policy from now on.
         seed: of the store.
         weights: the weights of n events, by their rows uint8 `[n, R]`.

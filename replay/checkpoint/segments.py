@@ -1,11 +1,12 @@
-"""How the events of a store lie in cuts: in segments, so that a cut writes what changed and not the whole store.
+"""How the events of a store lie in checkpoints: in segments, so that a checkpoint writes what changed and not the whole
+store.
 
-A segment is a file with the events that came between two cuts, in order. It is written once; later cuts link to it, and
-keep one bit for each of its events: whether it is still held. A new segment takes in those before it that are not more
-than twice as long, or half empty, so that there are few and each event is written again a few times only (the
-logarithmic method: Bentley and Saxe 1980; log-structured merge trees do the same).
+A segment is a file with the events that came between two checkpoints, in order. It is written once; later checkpoints
+link to it, and keep one bit for each of its events: whether it is still held. A new segment takes in those before it
+that are not more than twice as long, or half empty, so that there are few and each event is written again a few times
+only (the logarithmic method: Bentley and Saxe 1980; log-structured merge trees do the same).
 
-Legend: A new events, B events held at the cut before, R bytes of a row.
+Legend: A new events, B events held at the checkpoint before, R bytes of a row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ class Segment:
     """One file of events.
 
     Attributes:
-        number: of the cut that it was written for; its name.
+        number: of the checkpoint that it was written for; its name.
         live: which of its events are still held, bool, one for each event in the file.
     """
 
@@ -43,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Written:
-    """The segments of a cut: those that lie in the cut before, and at most one that is new.
+    """The segments of a checkpoint: those that lie in the checkpoint before, and at most one that is new.
 
     Attributes:
         segments: all, in order.
@@ -55,12 +56,12 @@ class Written:
 
 
 def advance(before: Sequence[Segment], change: Change, number: int, load: Callable[[Segment], Tensors]) -> Written:
-    """Return the segments of cut `number`.
+    """Return the segments of checkpoint `number`.
 
     Args:
-        before: those of the cut that the change is told from.
+        before: those of the checkpoint that the change is told from.
         change: what came and went since.
-        number: of the new cut.
+        number: of the new checkpoint.
         load: reads a segment's tensors.
     """
     segments = _outlived(before, change.alive) if change.base is not None else []
@@ -88,7 +89,7 @@ def assemble(
     """Return the events held and what is lost of them.
 
     Args:
-        segments: of a cut.
+        segments: of a checkpoint.
         load: reads a segment's tensors; None when they cannot be read.
 
     Returns:

@@ -81,7 +81,8 @@ class IndexStats:
 class Neighbours:
     """The index, asked and fed by one thread; begins with `open` and ends with `close`. No method waits for it.
 
-    When the process dies another one is started, and begins empty: `epoch` tells, and embeddings are to be added anew.
+    When the process dies another one is started, and begins empty: `generation` tells, and embeddings are to be added
+    anew.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class Neighbours:
         self._assigned_until = 0
         self._assigning = False
         self._training = 0
-        self.epoch = 0
+        self.generation = 0
         """Grows when the index has become empty."""
         self.reports = 0
         """How often the process has told how it stands."""
-        self.ill: str | None = None
+        self.problem: str | None = None
         """One sentence while there is no process."""
 
     def open(self) -> None:
@@ -298,7 +299,7 @@ class Neighbours:
     def _take(self, link: IndexLink, record: Record) -> None:
         """Take a reply, and its slot back."""
         kind, slot, rows, k, step = record
-        self.ill, self._heard_at = None, time.monotonic()
+        self.problem, self._heard_at = None, time.monotonic()
         match kind:
             case Kind.ASK:
                 self._answers.append(Answer(step, link.slots.ids(slot, rows * k).reshape(rows, k).copy()))
@@ -345,11 +346,11 @@ class Neighbours:
             self._link.close(0)
             self._link = None
             self._restarts += 1
-            self.epoch += 1
+            self.generation += 1
             self._before = (self._before[0] + int(self._figures.malformed), self._before[1] + int(self._figures.full))
             self._figures = Figures()
-        if why != self.ill:
+        if why != self.problem:
             log.warning("%s", why)
-        self.ill = why
+        self.problem = why
         self._restart_at = now + jittered(self._backoff)
         self._backoff = min(_LONGEST_BACKOFF_SECONDS, max(0.2, 2 * self._backoff))

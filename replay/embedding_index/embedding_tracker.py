@@ -41,7 +41,7 @@ class Whereabouts:
         self._step = 0
         self._placed = np.zeros(slots, np.bool_)
         """Which slots' events the index has been given."""
-        self._epoch = neighbours.epoch
+        self._generation = neighbours.generation
         self.training = 0
         """Grows each time that the events are in other clusters than before."""
 
@@ -52,8 +52,8 @@ class Whereabouts:
 
     def follow(self) -> int:
         """Take up what the index process has found, and return `training`."""
-        if self._epoch != self._neighbours.epoch:
-            self._epoch = self._neighbours.epoch
+        if self._generation != self._neighbours.generation:
+            self._generation = self._neighbours.generation
             self._placed[:] = False
         for answer in self._neighbours.answers():
             # The nearest of every query come before the second of any.
@@ -130,14 +130,14 @@ class Whereabouts:
         self._placed[slots[:taken]] = True
 
     def leave(self, slots: NDArray[np.int32]) -> None:
-        """Forget n events."""
+        """Remove n events."""
         ids = self._ids[slots]
         self._neighbours.remove(ids[ids != _NO_ID])
         self._ids[slots], self._cluster[slots], self._next[slots] = _NO_ID, UNKNOWN, UNKNOWN
         self._placed[slots] = False
 
     def restore(self, slots: NDArray[np.int32]) -> None:
-        """Take up events of a cut: where they lie is found when they are drawn."""
+        """Take up events of a checkpoint: where they lie is found when they are drawn."""
         self._name(slots)
 
     def close(self) -> None:

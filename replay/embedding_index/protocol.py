@@ -123,7 +123,7 @@ _RECORD = struct.Struct("<iiiiq")
 
 
 class Records:
-    """Cuts what comes over a socket into records."""
+    """Checkpoints what comes over a socket into records."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -1,4 +1,4 @@
-"""Which events are forgotten: what the records of `forgotten.log` say.
+"""Which events are erased: what the records of `erasures.log` say.
 
 Legend: n events of a call, P partitions, R rows of ends.
 """
@@ -24,7 +24,7 @@ _REST = np.dtype([("end", np.int64), ("row", np.uint32), ("part", np.uint32)])
 
 
 class ByKey(msgspec.Struct, frozen=True, kw_only=True, tag="key", tag_field="what"):
-    """All events of a key so far are forgotten; those that come later are not."""
+    """All events of a key so far are erased; those that come later are not."""
 
     number: int = 0
     """Counts the records from 1; given by the log."""
@@ -34,14 +34,14 @@ class ByKey(msgspec.Struct, frozen=True, kw_only=True, tag="key", tag_field="wha
     key_hash: str
     """16 hexadecimal digits; keys themselves are not written down."""
     up_to: dict[str, int]
-    """For each partition, as `topic#incarnation[partition]`, the first offset that is not forgotten. Records may share
+    """For each partition, as `topic#incarnation[partition]`, the first offset that is not erased. Records may share
     it."""
     beyond: dict[str, int] = {}
     """The same where that is more, for the partitions in which events of the key came since `up_to` was taken."""
 
 
 class ByRange(msgspec.Struct, frozen=True, kw_only=True, tag="range", tag_field="what"):
-    """All events of a range of offsets are forgotten."""
+    """All events of a range of offsets are erased."""
 
     number: int = 0
     time: float
@@ -63,11 +63,11 @@ def hash_of_key(key: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Run:
-    """Keys in rising order, with what is forgotten of each; of one key, later records come later."""
+    """Keys in rising order, with what is erased of each; of one key, later records come later."""
 
     keys: NDArray[np.uint64]
     rest: NDArray[np.void]
-    """Of each key the row of ends, and one partition in which more is forgotten, with its end."""
+    """Of each key the row of ends, and one partition in which more is erased, with its end."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -79,7 +79,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     bases: list[int]
     """Of the partitions, uint64 `[P]`."""
     rows: bytes
-    """The first offset of each that is not forgotten, int64 `[R, P]`."""
+    """The first offset of each that is not erased, int64 `[R, P]`."""
     numbers: bytes
     """The number of the last record that refers to each row, int64 `[R]`."""
     keys: bytes
@@ -90,7 +90,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     """By the base of the partition: first and last offsets."""
 
 
-class Forgotten:
+class ErasedEvents:
     """What some records cover. Used by one thread while it grows; a copy stays as it is.
 
     Some 24 bytes a key, and 8 P + 8 for each row of ends, which records share. A record that a later one of the same
@@ -124,9 +124,9 @@ class Forgotten:
         runs = sum(run.keys.nbytes + run.rest.nbytes for run in self._runs)
         return runs + self._rows.nbytes + self._numbers.nbytes + sum(ranges.nbytes for ranges in self._ranges.values())
 
-    def copy(self) -> "Forgotten":
+    def copy(self) -> "ErasedEvents":
         """Return what is covered now, for another thread."""
-        copy = Forgotten()
+        copy = ErasedEvents()
         copy._columns, copy._rows, copy._used = dict(self._columns), self._rows[: self._used], self._used
         copy._numbers = self._numbers[: self._used].copy()
         copy._runs, copy._ranges = list(self._runs), dict(self._ranges)
@@ -191,7 +191,7 @@ class Forgotten:
         return False
 
     def covers(self, bases: NDArray[np.uint64], columns: Mapping[str, Array]) -> NDArray[np.bool_]:
-        """Return which of n events are forgotten, bool `[n]`.
+        """Return which of n events are erased, bool `[n]`.
 
         Args:
             bases: `partition_base` of each partition by its index, uint64 `[P]`.
@@ -223,7 +223,7 @@ class Forgotten:
         )
 
     @classmethod
-    def unpacked(cls, packed: Packed) -> "Forgotten":
+    def unpacked(cls, packed: Packed) -> "ErasedEvents":
         """Return what `packed` was called of."""
         new = cls()
         new._columns = {base: place for place, base in enumerate(packed.bases)}

@@ -1,4 +1,4 @@
-"""`forgotten.log`: what was forgotten, at whose word, up to where, and what that removed.
+"""`erasures.log`: what was erased, at whose word, up to where, and what that removed.
 
 Records are appended, under a lock on the file, and are on the disk when `append` returns. A line without its end was
 torn by a crash, before anybody was told that it is there: it is cut off. A line that ends and does not have its
@@ -6,7 +6,7 @@ checksum is damage, and is refused: what it said must not come back in silence.
 
 Now and then `compact` writes a new file, in which what all records cover is packed, and puts it in the place of the old
 one. Numbers go on from there, so that a log that lost records is told from one that is whole. Records by key whose
-events cannot be read again, nor come from a cut, are dropped then.
+events cannot be read again, nor come from a checkpoint, are dropped then.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import msgspec
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.files import sync_directory
-from replay.erasure.erased_events import ByKey, ByRange, Forgotten, Record
+from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
 from replay.erasure.log_file import (
     SECRET_FILE,
     Applied,
@@ -36,7 +36,7 @@ from replay.erasure.log_file import (
     encode,
 )
 
-NAME = "forgotten.log"
+NAME = "erasures.log"
 COMMAND = "command"
 """Who said a record that was no tombstone."""
 _SMALL_BYTES = 1 << 20
@@ -44,7 +44,7 @@ _AT_ONCE = 4096
 _TEMPORARY = ".compacting"
 
 
-class ForgottenLog:
+class ErasureLog:
     """The log as far as it was read. Used by one thread; other processes may append or compact it at any time."""
 
     def __init__(self, path: Path) -> None:
@@ -53,21 +53,21 @@ class ForgottenLog:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self.forgotten = Forgotten()
+        self.erased = ErasedEvents()
         """All that the records cover."""
         self.count = 0
         """The number of the last record; they count from 1."""
         self.through = 0
         """The number of the last record that is known to be applied everywhere; 0 when none is."""
-        self.store = self.guard = 0
-        """Events of the store and of the guard set that were removed in all."""
+        self.store = self.holdout = 0
+        """Events of the store and of the holdout set that were removed in all."""
         self.dropped = 0
-        """The highest number of a record that was dropped: what it forgot may be in a cut that is older."""
+        """The highest number of a record that was dropped: what it erased may be in a checkpoint that is older."""
         self._log_starts: dict[str, int] = {}
         self._open: list[Record] = []
         """Those after `through`, in order."""
         self._fresh: list[Record] = []
-        """Those that were read and are not in `forgotten` yet."""
+        """Those that were read and are not in `erased` yet."""
         self._ends: dict[str, int] = {}
         """Of the last tombstone that says them."""
         self._secret: Secret | None = None
@@ -120,9 +120,9 @@ class ForgottenLog:
         return (self.count, self._bytes) != known
 
     def knows(self, tombstone: ByKey) -> bool:
-        """Whether what a tombstone forgets is written down; `by` is its place."""
+        """Whether what a tombstone erases is written down; `by` is its place."""
         partition, _, offset = tombstone.by.rpartition("@")
-        return self.forgotten.knows(int(tombstone.key_hash, 16), partition, int(offset))
+        return self.erased.knows(int(tombstone.key_hash, 16), partition, int(offset))
 
     def is_behind(self) -> bool:
         """Whether something may have been appended that is not read yet; costs next to nothing."""
@@ -157,10 +157,10 @@ class ForgottenLog:
         self.refresh()
         return records
 
-    def copy(self) -> "ForgottenLog":
+    def copy(self) -> "ErasureLog":
         """Return the log as far as it was read, for another thread."""
         new = copy.copy(self)
-        new.forgotten, new._open, new._fresh, new._packed = self.forgotten.copy(), list(self._open), [], []
+        new.erased, new._open, new._fresh, new._packed = self.erased.copy(), list(self._open), [], []
         return new
 
     def compact(self, log_starts: Mapping[str, int] | None = None, through: int = 0) -> None:
@@ -168,8 +168,8 @@ class ForgottenLog:
 
         Args:
             log_starts: by name of the partition the first offset that may still be read.
-            through: the number of the last record of which no cut has events. With all its events below `log_starts`,
-                a record up to it, and of which is known that it is applied, is dropped.
+            through: the number of the last record of which no checkpoint has events. With all its events below
+                `log_starts`, a record up to it, and of which is known that it is applied, is dropped.
 
         Whoever reads sees the old file or the new one. Most of it is done while others may append; what they did is
         taken over, under the lock, before the new one takes its place. A crash leaves a file that is written over.
@@ -182,7 +182,7 @@ class ForgottenLog:
         whole.refresh()
         if whole._secret is None:
             return
-        if dropped := whole.forgotten.drop(log_starts or {}, min(through, whole.through)):
+        if dropped := whole.erased.drop(log_starts or {}, min(through, whole.through)):
             whole.dropped, whole._log_starts = max(dropped, whole.dropped), dict(log_starts or {})
         temporary = self.path.with_name(f"{NAME}{_TEMPORARY}")
         with _locked(temporary) as descriptor:
@@ -200,7 +200,7 @@ class ForgottenLog:
 
     def _compacted(self, secret: Secret) -> bytes:
         """Return a log that says the same: records that are not applied have lines of their own beside the pack."""
-        packed = [encode(line) for line in secret.pack(self.forgotten.packed())]
+        packed = [encode(line) for line in secret.pack(self.erased.packed())]
         first = self.count - len(self._open)
         head = Head(
             file=secrets.token_hex(8),
@@ -208,7 +208,7 @@ class ForgottenLog:
             records=first,
             through=self.through,
             store=self.store,
-            guard=self.guard,
+            holdout=self.holdout,
             ends=self._ends,
             dropped=self.dropped,
             log_starts=self._log_starts,
@@ -245,15 +245,15 @@ class ForgottenLog:
         if count >= head.records and through >= head.through and count:
             self._bytes = self._packed_bytes = int(head.tail)
             self._ends = head.ends
-            self.through, self.store, self.guard = head.through, head.store, head.guard
-            self.forgotten.drop(head.log_starts, head.dropped)
+            self.through, self.store, self.holdout = head.through, head.store, head.holdout
+            self.erased.drop(head.log_starts, head.dropped)
             self.dropped, self._log_starts = head.dropped, head.log_starts
             return
         secret = self._secret
         self._begin_anew()
         self._head, self._secret, self._bytes = line, secret, len(line)
         self.count, self.through, self._ends = head.records, head.through, head.ends
-        self.store, self.guard, self._packed_bytes = head.store, head.guard, int(head.tail)
+        self.store, self.holdout, self._packed_bytes = head.store, head.holdout, int(head.tail)
         self.dropped, self._log_starts = head.dropped, head.log_starts
 
     def _known(self, head: Head) -> Secret:
@@ -261,7 +261,7 @@ class ForgottenLog:
         if secret is None or secret.check != head.secret:
             name = self.path.with_name(SECRET_FILE)
             raise SettingsError(
-                f"{name} is missing, or not the secret of {self.path}; put it back, or what was forgotten may come back"
+                f"{name} is missing, or not the secret of {self.path}; put it back, or what was erased may come back"
             )
         return secret
 
@@ -277,12 +277,12 @@ class ForgottenLog:
             self._take_record(said)
         self._bytes += len(line)
         if self._packed and self._bytes == self._packed_bytes and self._secret is not None:
-            self.forgotten, self._packed = self._secret.unpack(self._packed, self.count), []
+            self.erased, self._packed = self._secret.unpack(self._packed, self.count), []
 
     def _take_applied(self, said: Applied) -> None:
         self._open = self._open[max(0, said.through - (self.count - len(self._open))) :]
         self.through = max(self.through, said.through)
-        self.store, self.guard = self.store + said.store, self.guard + said.guard
+        self.store, self.holdout = self.store + said.store, self.holdout + said.holdout
 
     def _take_record(self, said: KeyLine | ByRange) -> None:
         assert self._secret is not None
@@ -301,7 +301,7 @@ class ForgottenLog:
 
     def _cover(self) -> None:
         fresh, self._fresh = self._fresh, []
-        self.forgotten.add(fresh)
+        self.erased.add(fresh)
 
     def _decoded(self, line: bytes) -> Line:
         try:
@@ -311,7 +311,7 @@ class ForgottenLog:
 
     def _damaged(self, what: str) -> str:
         return (
-            f"{self.path} has {what} at byte {self._bytes}; put the file back from a backup, or what was forgotten "
+            f"{self.path} has {what} at byte {self._bytes}; put the file back from a backup, or what was erased "
             "could come back"
         )
 

@@ -1,4 +1,4 @@
-"""How `forgotten.log` lies on the disk: lines with a checksum, and hashes of keys that tell nobody who they are.
+"""How `erasures.log` lies on the disk: lines with a checksum, and hashes of keys that tell nobody who they are.
 
 A line is the CRC-32C of a JSON object, a blank, and the object. The first one is the head; after it may come lines that
 have all of many records packed, and then one line for each record, in order.
@@ -19,10 +19,10 @@ import msgspec
 from anabranch.core.errors import DependencyError
 from anabranch.core.failures import UNDECODABLE
 from anabranch.core.files import sync_directory
-from replay.erasure.erased_events import ByKey, ByRange, Forgotten, Packed, Record
+from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Packed, Record
 
 FORMAT = 2
-SECRET_FILE = "forgotten.key"  # noqa: S105 its name
+SECRET_FILE = "erasures.key"  # noqa: S105 its name
 """The name of the file beside the log that has the secret."""
 _SECRET_BYTES = 32
 _CHECK_BYTES = 8
@@ -45,24 +45,25 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="wha
     """The number of the last record that is packed."""
     through: int = 0
     store: int = 0
-    guard: int = 0
+    holdout: int = 0
     ends: dict[str, int] = {}
     """Those of the last tombstone, to which lines that have none refer."""
     dropped: int = 0
-    """The highest number of a record that was dropped: a cut that is older may have what it forgot."""
+    """The highest number of a record that was dropped: a checkpoint that is older may have what it erased."""
     log_starts: dict[str, int] = {}
     """Below which all lay that was dropped last: who has read the records drops the same."""
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied", tag_field="what"):
-    """Everything that the records up to number `through` cover is gone from store, guard set, tiers and cuts."""
+    """Everything that the records up to number `through` cover is gone from store, holdout set, tiers and
+    checkpoints."""
 
     time: float
     through: int
     store: int
     """Events that were in the store."""
-    guard: int
-    """Held-out events that were in the guard set."""
+    holdout: int
+    """Held-out events that were in the holdout set."""
 
 
 class PackedLine(msgspec.Struct, frozen=True, kw_only=True, tag="packed", tag_field="what"):
@@ -190,17 +191,17 @@ class Secret:
             )
             first = False
 
-    def unpack(self, lines: Sequence[PackedLine], last: int) -> Forgotten:
+    def unpack(self, lines: Sequence[PackedLine], last: int) -> ErasedEvents:
         """Return what they cover; the records of a log that does not say their numbers count as the `last` one."""
         if not lines:
-            return Forgotten()
+            return ErasedEvents()
         keys = b"".join(self._hidden(line.keys, line.nonce) for line in lines)
         rest = b"".join(line.rest for line in lines)
         first = lines[0]
         rows = len(first.rows) // (8 * max(1, len(first.bases)))
         numbers = first.numbers or last.to_bytes(8, "little") * rows
         packed = Packed(bases=first.bases, rows=first.rows, numbers=numbers, keys=keys, rest=rest, ranges=first.ranges)
-        return Forgotten.unpacked(packed)
+        return ErasedEvents.unpacked(packed)
 
     def _mask(self, record: ByKey | KeyLine) -> int:
         """Return 64 bits that no other record has: who knows a hash, and one line of it, knows no other."""

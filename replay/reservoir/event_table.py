@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ingest.events.block import Array
 from ingest.events.identity import identity_hash, partition_base
 from ingest.events.partition import TopicPartition
-from replay.erasure.erased_events import Forgotten
+from replay.erasure.erased_events import ErasedEvents
 from replay.snapshot import ENTRY
 
 FIELDS = ("offset", "key_hash", "time_s", "partition", "row", "label")
@@ -85,13 +85,13 @@ class Entries:
         column: Array = self._records[name][slots]
         return column
 
-    def covered(self, forgotten: Forgotten) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
-        """Return which of the events held are forgotten, bool `[H]`, and the slots that forgotten ones have left."""
+    def covered(self, erased: ErasedEvents) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
+        """Return which of the events held are erased, bool `[H]`, and the slots that erased ones have left."""
         # By slot, in one pass: to gather the events held first takes three times as long.
         columns = columns_of(self._records)
         offset = columns["offset"]
         columns["offset"] = np.where(np.less_equal(offset, _LEFT), _LEFT - offset, offset)
-        covered = forgotten.covers(self.bases, columns)
+        covered = erased.covers(self.bases, columns)
         left = np.flatnonzero(covered & ~self.holds(np.arange(len(offset))))
         return covered[self.slots], left.astype(np.int32)
 
@@ -100,7 +100,7 @@ class Entries:
         return np.flatnonzero(self._records["offset"] == FREE).astype(np.int32)
 
     def erase(self, slots: NDArray[np.int32]) -> None:
-        """Forget who has left n slots, whose payload is erased."""
+        """Clear n slots, whose payload is erased."""
         self._records[slots] = np.zeros(1, RECORD)
         self._records["offset"][slots] = _ERASED
 
@@ -199,5 +199,5 @@ def records_of(columns: Mapping[str, Array] | NDArray[np.void]) -> NDArray[np.vo
 
 
 def columns_of(records: NDArray[np.void]) -> dict[str, Array]:
-    """Return what `Forgotten.covers` looks at of n records."""
+    """Return what `Erased.covers` looks at of n records."""
     return {name: records[name] for name in ("partition", "offset", "key_hash")}

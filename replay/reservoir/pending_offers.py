@@ -46,8 +46,8 @@ class Waiting:
         if len(self.blocks) == 1:
             return layout.pack(self.blocks[0], rows)
         rows_nR = np.empty((len(rows), layout.row_bytes), np.uint8)
-        cuts = [0, *np.searchsorted(rows, self.ends).tolist()]
-        for block, end, first, last in zip(self.blocks, self.ends, cuts, cuts[1:], strict=False):
+        checkpoints = [0, *np.searchsorted(rows, self.ends).tolist()]
+        for block, end, first, last in zip(self.blocks, self.ends, checkpoints, checkpoints[1:], strict=False):
             layout.pack(block, rows[first:last] - (end - len(block["offset"])), rows_nR[first:last])
         return rows_nR
 

@@ -27,8 +27,8 @@ class Quotas:
     An event whose priority is below the threshold of its group is held. Thresholds only fall: when more than k + k/32
     are held, the groups that have more than `level` keep so many, the smallest, in one scan, triggered by count, never
     by time. The level is the largest whole number at which not more than k are held in all. It is the same for what is
-    held as for all that was ever offered: a group that was never cut has all of its events, one that was cut has more
-    than the level.
+    held as for all that was ever offered: a group that was never reduced has all of its events, one that was has
+    more than the level.
     """
 
     def __init__(self, k: int, groups: int = 1) -> None:

@@ -49,7 +49,7 @@ class Roll:
         self.quotas = quotas
         self.entries = entries
         self.changes = Changes()
-        """Since the last cut."""
+        """Since the last checkpoint."""
         self._seed = seed
         self._watermarks = Watermarks()
         self._offered = np.zeros(admission.groups, np.int64)
@@ -133,7 +133,8 @@ class Roll:
         return self.admission.rates(self.quotas.thresholds[group], records["time_s"], share[group], mean)
 
     def hold(self, number: int) -> tuple[Change, dict[str, Any]]:
-        """Begin cut `number`: return what has changed since the one before, and the roll's part of its Standing."""
+        """Begin checkpoint `number`: return what has changed since the one before, and the roll's part of its
+        Standing."""
         change = Change(self.changes.base, self.changes.alive, self.entries.copy(self.changes.old), None)
         self.changes.begin(number, len(self))
         return change, {
@@ -146,7 +147,7 @@ class Roll:
         }
 
     def take_up(self, standing: Standing) -> None:
-        """Go on with the thresholds, counts and watermarks of a cut; the events follow by `entries.restore`."""
+        """Go on with the thresholds, counts and watermarks of a checkpoint; the events follow by `entries.restore`."""
         self.quotas.thresholds, self._offered = standing.thresholds.copy(), standing.offered.copy()
         self._weight = standing.weight
         self._watermarks = Watermarks(standing.watermarks)

@@ -1,7 +1,7 @@
 """The contract of a sampler, and the uniform one.
 
 A sampler is told which events come and go, by slot, and chooses among those that are held. It may keep what it needs to
-choose fast; what it keeps is made anew when a cut is taken up.
+choose fast; what it keeps is made anew when a checkpoint is taken up.
 
 Legend: H events held, n drawn, G groups.
 """
@@ -58,7 +58,7 @@ class Sampler(Protocol):
         ...
 
     def leave(self, slots: Slots, /) -> None:
-        """Forget those that are held no more."""
+        """Remove events that are no longer held."""
         ...
 
     def learned(self, slots: Slots, losses: NDArray[np.float32], /) -> None:
@@ -66,7 +66,8 @@ class Sampler(Protocol):
         ...
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Return what a cut has to keep, beside the events, for the draws to go on alike; arrays of any shape."""
+        """Return what a checkpoint has to keep, beside the events, for the draws to go on alike; arrays of any
+        shape."""
         ...
 
     def restore(self, state: Mapping[str, NDArray[np.generic]], /) -> None:

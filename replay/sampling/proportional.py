@@ -90,7 +90,7 @@ class WeightedSampler(UniformSampler):
         return {"seats": self._seats.of(self._entries.slots)}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take up the seats; a cut that was made with a sampler of another kind has none that fit."""
+        """Take up the seats; a checkpoint that was made with a sampler of another kind has none that fit."""
         seats, slots = state.get("seats", np.empty(0)).astype(np.int32), self._entries.slots
         if len(seats) == len(slots) and seats.max(initial=-1) < self._seats.count:
             weights = self._weights(slots)
@@ -114,7 +114,7 @@ class RecencySampler(WeightedSampler):
     def __init__(self, entries: Entries, slots: int, half_life: timedelta) -> None:
         super().__init__(entries, slots)
         self._decay = math.log(2) / half_life.total_seconds()
-        self._epoch = -math.inf
+        self._generation = -math.inf
 
     def come(self, slots: Slots) -> None:
         """Weigh events by their record time; the scale moves before numbers overflow."""
@@ -122,26 +122,26 @@ class RecencySampler(WeightedSampler):
             return
         self._seats.take(slots)
         newest = float(self._entries.of("time_s", slots).max())
-        if self._decay * (newest - self._epoch) > _MOST_EXPONENT:
-            self._epoch = newest
+        if self._decay * (newest - self._generation) > _MOST_EXPONENT:
+            self._generation = newest
             slots = self._entries.slots
         self._weigh_by_age(slots)
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """Return the seats, and the time that weights are told from."""
-        return {**super().state(), "epoch": np.array([self._epoch])}
+        return {**super().state(), "generation": np.array([self._generation])}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
         """Take up both; another half-life makes the weights anew all the same, as does a time far from what is held."""
         super().restore(state)
-        if "epoch" in state and len(self._entries):
-            epoch = float(state["epoch"][0])
-            if self._decay * abs(self._epoch - epoch) <= _MOST_EXPONENT:
-                self._epoch = epoch
+        if "generation" in state and len(self._entries):
+            generation = float(state["generation"][0])
+            if self._decay * abs(self._generation - generation) <= _MOST_EXPONENT:
+                self._generation = generation
             self._weigh_by_age(self._entries.slots)
 
     def _weigh_by_age(self, slots: Slots) -> None:
-        age = self._epoch - self._entries.of("time_s", slots).astype(np.float64)
+        age = self._generation - self._entries.of("time_s", slots).astype(np.float64)
         self._weigh(slots, np.exp(np.maximum(-self._decay * age, -_MOST_EXPONENT)))
 
 
@@ -177,7 +177,7 @@ class PrioritizedSampler(WeightedSampler):
         finite = np.isfinite(losses)
         slots, losses = slots[finite], losses[finite]
         if len(slots):
-            # Rounded to what a cut keeps of them.
+            # Rounded to what a checkpoint keeps of them.
             weights = (np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA).astype(np.float32)
             self._heard = np.concatenate([self._heard, weights])[-_HEARD:]
             self._weigh(slots, weights.astype(np.float64))
@@ -188,7 +188,7 @@ class PrioritizedSampler(WeightedSampler):
         return {**super().state(), "weights": weights, "heard": self._heard}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take up all of them; a cut that was made with another sampler has no weights."""
+        """Take up all of them; a checkpoint that was made with another sampler has no weights."""
         super().restore(state)
         if {"weights", "heard"} <= state.keys():
             self._heard = state["heard"].astype(np.float32)

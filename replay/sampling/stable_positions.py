@@ -1,6 +1,6 @@
 """Places of the events held, for what is kept of each: unlike slots, they depend on the sequence of steps alone.
 
-Which slot an event gets depends on the tiers, on cuts and on restarts. What decides draws must not.
+Which slot an event gets depends on the tiers, on checkpoints and on restarts. What decides draws must not.
 
 Legend: S slots, n of a call.
 """

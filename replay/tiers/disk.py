@@ -75,11 +75,11 @@ class DiskTier:
 
     @property
     def file(self) -> TierFile:
-        """What a cut names for these slots to be found again."""
+        """What a checkpoint names for these slots to be found again."""
         return TierFile(self.path.name, self.id)
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on why it could not be written or read, until it can."""
         return "; ".join(self._faults.copy().values()) or None
 
@@ -126,13 +126,13 @@ class DiskTier:
         except OSError as exc:
             raise SettingsError(
                 f"replay.disk: {path.parent} cannot give {size / 1e9:.3g} GB: {exc.strerror}; free space there, or "
-                f"lower replay.disk.bytes (*{SUFFIX}{ASIDE} are of cuts that were moved away)"
+                f"lower replay.disk.bytes (*{SUFFIX}{ASIDE} are of checkpoints that were moved away)"
             ) from exc
         return cls(path, header, descriptor, pinned=pinned)
 
     @classmethod
     def open(cls, path: Path, *, pinned: bool = False, writable: bool = True) -> "DiskTier":
-        """Open the file that a cut names.
+        """Open the file that a checkpoint names.
 
         Raises:
             SettingsError: it is not there, or is damaged.
@@ -223,7 +223,7 @@ class DiskTier:
         What did not come there with a call that failed is written again first: a system tells of it once, and takes
         those pages for written from then on (Rebello et al. 2020, "Can applications recover from fsync failures?").
         """
-        with self._said("cannot be flushed", "; no cut is made now"), self._syncing:
+        with self._said("cannot be flushed", "; no checkpoint is made now"), self._syncing:
             with self._writing:
                 written, self._regions = self._regions, self._no_regions()
             again, self._doubtful = self._doubtful, self._doubtful | written
@@ -233,10 +233,10 @@ class DiskTier:
             self._doubtful = self._no_regions()
 
     def mark_named(self) -> None:
-        """Write durably that there is a cut that names this file; raises OSError when that cannot be."""
+        """Write durably that there is a checkpoint that names this file; raises OSError when that cannot be."""
         if not self._header.named:
             named = msgspec.structs.replace(self._header, named=True)
-            with self._said("cannot be marked", "; it is not kept where the cuts are moved away"):
+            with self._said("cannot be marked", "; it is not kept where the checkpoints are moved away"):
                 os.pwrite(self._file, named.page(), 0)
                 self.sync()
             self._header = named
@@ -322,21 +322,22 @@ class DiskKind(Kind):
         return DiskTier.slots_in(int(self._section.bytes), self._site.row_bytes)
 
     def has(self, file: TierFile) -> bool:
-        """A cut names the file."""
+        """A checkpoint names the file."""
         return file.name.endswith(SUFFIX)
 
     def source(self, contents: Contents) -> DiskTier:
-        """Open the cut's file, also where it was put aside while the cuts were not there."""
+        """Open the checkpoint's file, also where it was put aside while the checkpoints were not there."""
         file = contents.standing.file
         assert file is not None
-        with damage_is(SettingsError, f"cut {contents.standing.cut}: the file of its replay contents"):
+        with damage_is(SettingsError, f"checkpoint {contents.standing.checkpoint}: the file of its replay contents"):
             check_names([file.name])
         path = (take_back if self._site.writable else find)(self._folder, file)
         tier = DiskTier.open(path, pinned=self._site.pinned, writable=self._site.writable)
         if tier.id != file.id:
             tier.close()
             raise SettingsError(
-                f"{tier.path} is not the file that cut {contents.standing.cut} belongs to; put that one back"
+                f"{tier.path} is not the file that checkpoint {contents.standing.checkpoint} belongs to; put that one "
+                f"back"
             )
         if self._site.writable:
             with away_is_dependency("replay.disk"):
@@ -344,7 +345,7 @@ class DiskKind(Kind):
         return tier
 
     def home(self, slots: int, source: SlowTier | None) -> DiskTier:
-        """Return the cut's own file where it fits, else a new one."""
+        """Return the checkpoint's own file where it fits, else a new one."""
         if isinstance(source, DiskTier) and (source.row_bytes, source.slots) == (self._site.row_bytes, slots):
             self._mine = source.path
             return source
@@ -376,7 +377,7 @@ def _kind_of(error: OSError | DamagedError) -> type[AnabranchError]:
 def _lost(path: Path, what: str) -> str:
     return (
         f"the replay contents are in {path}, which {what}; put it back (is its disk mounted?), or begin anew by moving "
-        "the cuts away"
+        "the checkpoints away"
     )
 
 

@@ -1,10 +1,10 @@
 """The disk tier's files: what they say of themselves, and which of them a learner keeps.
 
-    <number>.rows          that of the store; and, while cuts name them, those of earlier arrangements
-    <number>.rows.before   put aside: cuts named it that are not there now; found again when they are back
+    <number>.rows          that of the store; and, while checkpoints name them, those of earlier arrangements
+    <number>.rows.before   put aside: checkpoints named it that are not there now; found again when they are back
 
-A file that a cut has named is marked, and is never removed because the cuts are not there: they may have been moved
-away, or their disk is not mounted. One without the mark is of a start that never got as far as a cut.
+A file that a checkpoint has named is marked, and is never removed because the checkpoints are not there: they may have
+been moved away, or their disk is not mounted. One without the mark is of a start that never got as far as a checkpoint.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes: int
     slots: int
     named: bool = False
-    """Whether there was a cut that names the file."""
+    """Whether there was a checkpoint that names the file."""
 
     def page(self) -> bytes:
         """Return the page."""
@@ -58,7 +58,7 @@ def next_path(folder: Path) -> Path:
 
 
 def make_way(folder: Path) -> None:
-    """Where there is no cut: put files aside that a cut has named, and remove the others.
+    """Where there is no checkpoint: put files aside that a checkpoint has named, and remove the others.
 
     Those that were put aside before are removed when others take their place.
 
@@ -72,9 +72,9 @@ def make_way(folder: Path) -> None:
 
 
 def take_back(folder: Path, file: TierFile) -> Path:
-    """Return the path of the file that a cut names; where it is aside, it takes its old name again.
+    """Return the path of the file that a checkpoint names; where it is aside, it takes its old name again.
 
-    What another learner has made in the meantime goes aside for it: the cuts that name that are not there now.
+    What another learner has made in the meantime goes aside for it: the checkpoints that name that are not there now.
 
     Raises:
         DependencyError: files cannot be read, or moved, for now.
@@ -85,12 +85,13 @@ def take_back(folder: Path, file: TierFile) -> Path:
             _put_aside(folder, ())
             found.rename(path)
             sync_directory(folder)
-            log.info("the cuts of %s are back: it is %s again", found, path)
+            log.info("the checkpoints of %s are back: it is %s again", found, path)
     return path
 
 
 def find(folder: Path, file: TierFile) -> Path:
-    """Return where the file is that a cut names, perhaps aside; where it is not there, the path that it should have."""
+    """Return where the file is that a checkpoint names, perhaps aside; where it is not there, the path that it should
+    have."""
     path = folder / file.name
     with away_is_dependency("replay.disk"):
         candidates = [path, *_aside(folder)]
@@ -99,7 +100,7 @@ def find(folder: Path, file: TierFile) -> Path:
 
 def discard(path: Path) -> None:
     """Remove a file."""
-    log.info("removing %s, which belongs to no cut", path)
+    log.info("removing %s, which belongs to no checkpoint", path)
     path.unlink(missing_ok=True)
 
 
@@ -126,7 +127,8 @@ def _put_aside(folder: Path, older: Sequence[Path]) -> None:
             aside = path.with_name(next_path(folder).name + ASIDE)
         path.rename(aside)
         log.warning(
-            "the cuts that name %s are not there: it is kept as %s, and is found by itself when they are back; delete "
+            "the checkpoints that name %s are not there: it is kept as %s, and is found by itself when they are back; "
+            "delete "
             "it if they are not to come back",
             *(path, aside.name),
         )
@@ -135,7 +137,7 @@ def _put_aside(folder: Path, older: Sequence[Path]) -> None:
 
 
 def _is_named(path: Path) -> bool:
-    """Return whether a cut has named a file; also when it does not say, being damaged or of another release."""
+    """Return whether a checkpoint has named a file; also when it does not say, being damaged or of another release."""
     try:
         header = read_header(path)
     except DamagedError:

@@ -73,18 +73,19 @@ class Tiers:
 
     @property
     def durable(self) -> bool:
-        """Whether the payload outlives the process, so that a cut need not hold it."""
+        """Whether the payload outlives the process, so that a checkpoint need not hold it."""
         return bool(self.slow)
 
     @property
     def file(self) -> TierFile | None:
-        """What a cut names for the payload of its slots to be found again; None where the cut has to hold it."""
+        """What a checkpoint names for the payload of its slots to be found again; None where the checkpoint has to hold
+        it."""
         return self.slow[-1].file if self.slow else None
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on what does not work as it should."""
-        said = [tier.ill for tier in reversed(self.slow)]
+        said = [tier.problem for tier in reversed(self.slow)]
         return "; ".join(sentence for sentence in said if sentence is not None) or None
 
     @property
@@ -203,7 +204,7 @@ class Tiers:
                 tier.sync()
 
     def mark_named(self) -> None:
-        """Have the home keep in mind that a cut names it; in any thread. Raises OSError when it cannot."""
+        """Have the home keep in mind that a checkpoint names it; in any thread. Raises OSError when it cannot."""
         for home in self.slow[-1:]:
             home.mark_named()
 

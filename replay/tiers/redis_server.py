@@ -134,7 +134,7 @@ class RedisServer:
         self._keeper = threading.Thread(target=self._keep, name="redis-keeper", daemon=True)
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on why it is not what it should be."""
         return self._away or self._refusal
 
@@ -167,7 +167,7 @@ class RedisServer:
         except redis.RedisError as exc:
             if needed:
                 raise DependencyError(
-                    f"replay.redis: {self.address} does not answer: {exc}; start it, or mend replay.redis.url"
+                    f"replay.redis: {self.address} does not answer: {exc}; start it, or fix replay.redis.url"
                 ) from exc
             self._leave(exc)
         self._keeper.start()
@@ -325,7 +325,7 @@ class RedisServer:
             self._leave(exc)
             return
         if removed:
-            log.info("removed %d rows from %s that belong to no cut", removed, self.address)
+            log.info("removed %d rows from %s that belong to no checkpoint", removed, self.address)
         self._sweeps.popleft()
 
 

@@ -2,7 +2,7 @@
 
 What a slot's key holds may be gone at any time (the server restarts empty, or evicts), or be another event's: the
 checksum tells, and such a row is not whole. Keys are `PREFIX<generation>:<slot>`; a generation is the life of one
-arrangement of slots, named by cuts, so that rows of another are never taken for these.
+arrangement of slots, named by checkpoints, so that rows of another are never taken for these.
 
 Legend: S slots, R bytes of a row, n rows of a call, m of them found.
 """
@@ -61,13 +61,13 @@ class RedisTier:
 
     @property
     def file(self) -> TierFile:
-        """What a cut names for these slots to be found again."""
+        """What a checkpoint names for these slots to be found again."""
         return TierFile(self.name, self.id)
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on why the server is not what it should be."""
-        return self.server.ill
+        return self.server.problem
 
     @staticmethod
     def bytes_of(row_bytes: int) -> int:
@@ -115,7 +115,7 @@ class RedisTier:
         """What the server has outlives the process as far as the server does."""
 
     def mark_named(self) -> None:
-        """Nothing is kept on the server for cuts that are not there."""
+        """Nothing is kept on the server for checkpoints that are not there."""
 
     def close(self) -> None:
         """Let go of the server."""
@@ -169,23 +169,24 @@ class RedisKind(Kind):
         server.open(needed=needed)
 
     def has(self, file: TierFile) -> bool:
-        """A cut names the generation."""
+        """A checkpoint names the generation."""
         return file.name == RedisTier.name
 
     def source(self, contents: Contents) -> RedisTier:
-        """Open the slots that the cut names."""
+        """Open the slots that the checkpoint names."""
         standing = contents.standing
         assert standing.file is not None
         if self._server is None:
             raise SettingsError(
-                f"the replay contents of cut {standing.cut} are in Redis, and replay.redis is not set; set it again, "
-                "or begin anew by moving the cuts away"
+                f"the replay contents of checkpoint {standing.checkpoint} are in Redis, and replay.redis is not set; "
+                f"set it again, "
+                "or begin anew by moving the checkpoints away"
             )
         named = [*contents.index["slot"].tolist(), *standing.retired[:, 1].tolist()]
         return self._tier(standing.file.id, max(named, default=-1) + 1, shared=True)
 
     def home(self, slots: int, source: SlowTier | None) -> RedisTier:
-        """Return the slots of the cut's generation where they are not too many, else of a new one."""
+        """Return the slots of the checkpoint's generation where they are not too many, else of a new one."""
         if isinstance(source, RedisTier) and source.slots <= slots:
             self._mine = self._tier(source.id, slots)
         else:

@@ -24,7 +24,8 @@ def kinds_of(settings: ReplaySettings, site: Site) -> dict[str, Kind]:
 
 
 def kind_with(contents: Contents | None, kinds: Iterable[Kind]) -> Kind | None:
-    """Return the kind of the tier that has the payload of a cut; None where the cut has it, or there is none.
+    """Return the kind of the tier that has the payload of a checkpoint; None where the checkpoint has it, or there is
+    none.
 
     Raises:
         SettingsError: no kind is.
@@ -35,6 +36,7 @@ def kind_with(contents: Contents | None, kinds: Iterable[Kind]) -> Kind | None:
         if kind.has(file):
             return kind
     raise SettingsError(
-        f"the replay contents of cut {contents.standing.cut} are in a tier of a kind that is not there, {file.name}; "
-        "go on with the release that has it, or begin anew by moving the cuts away"
+        f"the replay contents of checkpoint {contents.standing.checkpoint} are in a tier of a kind that is not there, "
+        f"{file.name}; "
+        "go on with the release that has it, or begin anew by moving the checkpoints away"
     )

@@ -136,7 +136,7 @@ class Unread(Staged):
     _gathered: PackedRows | None = None
 
     def __init__(self, n: int, gather: Callable[[], PackedRows]) -> None:
-        """Take what gathers the rows, `[n, R]` on the device; a cut may do so in another thread."""
+        """Take what gathers the rows, `[n, R]` on the device; a checkpoint may do so in another thread."""
         self.n = n
         self._gather = gather
 

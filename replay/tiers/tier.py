@@ -55,11 +55,12 @@ class SlowTier(Tier, Protocol):
 
     @property
     def file(self) -> TierFile | None:
-        """What a cut names for these slots to be found again; None where they are gone with the process: a cache."""
+        """What a checkpoint names for these slots to be found again; None where they are gone with the process: a
+        cache."""
         ...
 
     @property
-    def ill(self) -> str | None:
+    def problem(self) -> str | None:
         """One sentence on what does not work as it should; in any thread."""
         ...
 
@@ -79,9 +80,10 @@ class SlowTier(Tier, Protocol):
         ...
 
     def mark_named(self) -> None:
-        """Keep in mind, beyond the process, that there is a cut that names these slots; raises OSError when it cannot.
+        """Keep in mind, beyond the process, that there is a checkpoint that names these slots; raises OSError when it
+        cannot.
 
-        So that a start without cuts, which may have been moved away, does not remove what they name.
+        So that a start without checkpoints, which may have been moved away, does not remove what they name.
         """
         ...
 
@@ -95,7 +97,7 @@ class Site:
         keys: what their keys on a server begin with, and no other's do; empty where there can be none.
         row_bytes: R.
         pinned: whether rows are read into pinned memory, for a GPU.
-        writable: whether a cut's tier is opened for more than a look.
+        writable: whether a checkpoint's tier is opened for more than a look.
     """
 
     folder: Path | None
@@ -106,7 +108,7 @@ class Site:
 
 
 class Kind(Protocol):
-    """Opens the slower tiers of one kind for one store: its own one, and that which has the payload of a cut.
+    """Opens the slower tiers of one kind for one store: its own one, and that which has the payload of a checkpoint.
 
     Of a kind that `[replay]` leaves out neither `slots` nor a home or a cache are asked for. What has a body here is
     for a cache without a server or files, and may be inherited.
@@ -130,15 +132,16 @@ class Kind(Protocol):
         """
 
     def has(self, _file: TierFile, /) -> bool:
-        """Return whether what a cut names is a tier of this kind."""
+        """Return whether what a checkpoint names is a tier of this kind."""
         return False
 
     def source(self, contents: Contents, /) -> SlowTier:
-        """Open the tier that has the payload of a cut, which it `has`; raises SettingsError when it is not there."""
+        """Open the tier that has the payload of a checkpoint, which it `has`; raises SettingsError when it is not
+        there."""
         raise NotImplementedError
 
     def home(self, _slots: int, _source: SlowTier | None, /) -> SlowTier:
-        """Open the tier that holds all: the cut's where that one is of this kind and fits, else a new one.
+        """Open the tier that holds all: the checkpoint's where that one is of this kind and fits, else a new one.
 
         Raises:
             SettingsError: it cannot be had.
@@ -153,10 +156,10 @@ class Kind(Protocol):
         ...
 
     def leftovers(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 of such a kind there are none
-        """Return what removes things that only cuts of earlier processes can name, beside what was opened.
+        """Return what removes things that only checkpoints of earlier processes can name, beside what was opened.
 
         Args:
-            first: whether there are no such cuts, so that they may go at once.
+            first: whether there are no such checkpoints, so that they may go at once.
         """
         return []
 

@@ -1,4 +1,4 @@
-"""What `/api/status` and `/api/history` say: learner, twin and serving together, now and over time."""
+"""What `/api/status` and `/api/history` say: learner, baseline and serving together, now and over time."""
 
 import time
 from pathlib import Path
@@ -19,7 +19,7 @@ _RATES = ("steps", "rows_new", "rows_replay")
 
 SERIES = (
     *_WINDOWS,
-    *(f"twin_{window}" for window in _WINDOWS),
+    *(f"baseline_{window}" for window in _WINDOWS),
     *_RATES,
     "lag",
     "freshness_p50_seconds",
@@ -33,30 +33,30 @@ SERIES = (
 class Overview:
     """The picture of a whole pipeline. Its methods read files, so they are not for the event loop's thread."""
 
-    def __init__(self, deployment: Deployment, swap: Swap, twin: str, worker: Worker | None = None) -> None:
+    def __init__(self, deployment: Deployment, swap: Swap, baseline: str, worker: Worker | None = None) -> None:
         self._name = deployment.name
         self._state_dir = deployment.state_dir
-        self._twin = deployment.folder / twin if twin else None
+        self._baseline = deployment.folder / baseline if baseline else None
         self._task = deployment.model.task
         self._worker = worker
         self._began = time.time()
         self._registry = Registry(deployment, swap, self._began)
         self._lock = Lock()
-        self._learner_age, self._twin_age = ReportAge(), ReportAge()
+        self._learner_age, self._baseline_age = ReportAge(), ReportAge()
         self.history = History(SERIES)
 
     def sample(self, serving: ServingReport) -> None:
         """Take the figures of this moment into the history; figures of a part that is silent are gaps."""
         now, serving = time.time(), self._whole(serving)
-        learner, twin = read_report(self._state_dir), _read(self._twin)
+        learner, baseline = read_report(self._state_dir), _read(self._baseline)
         values: dict[str, float | None] = {name: getattr(serving, name) for name in SERIES if name.endswith("_seconds")}
         if learner is not None and not self._learner_age.is_silent(learner):
             values |= {name: score for name, score in _scores(learner).items() if name in _WINDOWS}
             values |= {name: learner.rates.get(name) for name in _RATES}
             if (learner.lag_age_seconds or 0.0) < LAG_STALE.total_seconds():
                 values["lag"] = sum(partition.pending for partition in learner.partitions.values())
-        if twin is not None and not self._twin_age.is_silent(twin):
-            values |= {f"twin_{name}": score for name, score in _scores(twin).items() if name in _WINDOWS}
+        if baseline is not None and not self._baseline_age.is_silent(baseline):
+            values |= {f"baseline_{name}": score for name, score in _scores(baseline).items() if name in _WINDOWS}
         self.history.add(now, values)
 
     def status(self, serving: ServingReport) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Overview:
             "task": self._task,
             "health": judge(learner, serving, silent=silent),
             "learner": learner,
-            "twin": _read(self._twin),
+            "baseline": _read(self._baseline),
             "serving": serving,
             "versions": versions,
             "history": {"since": self._began, "resolutions": RESOLUTIONS},

@@ -38,7 +38,7 @@ _ERRORS: Mapping[str, Sequence[int]] = {
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
 _MEANINGS = {
     304: "The page has not changed.",
-    400: "Mend the request.",
+    400: "Fix the request.",
     401: "Send a token that this server knows.",
     403: "Send the admin token, no order from a page of another site, and without tokens a Host that is this machine.",
     404: "Ask for what is there; the sentence names it.",

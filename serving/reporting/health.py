@@ -20,9 +20,9 @@ SILENT = timedelta(seconds=10)
 class Health(msgspec.Struct, frozen=True):
     """The judgement."""
 
-    state: Literal["well", "starting", "ill"]
+    state: Literal["well", "starting", "unhealthy"]
     sentence: str
-    ill: list[str] = []
+    problems: list[str] = []
     """One sentence for each thing that is wrong."""
     silent: bool = False
     """Whether the learner's figures are no longer those of now."""
@@ -53,12 +53,14 @@ def judge(learner: LearnerReport | None, serving: ServingReport, *, silent: bool
     """Return how the pipeline does; `silent` says that the learner does not report."""
     if learner is None:
         return Health("starting", "No learner has reported yet: start one with anabranch up.")
-    ill = [f"Learner: {sentence}" for sentence in learner.ill]
+    problems = [f"Learner: {sentence}" for sentence in learner.problems]
     if silent:
-        ill.insert(0, "The learner does not report: it hangs, or has stopped.")
-    if serving.version is None and not ill:
+        problems.insert(0, "The learner does not report: it hangs, or has stopped.")
+    if serving.version is None and not problems:
         return Health("starting", "The first version is on its way.")
-    ill += [f"Serving: {sentence}" for sentence in serving.ill]
-    if not ill:
+    problems += [f"Serving: {sentence}" for sentence in serving.problems]
+    if not problems:
         return Health("well", "All is well.")
-    return Health("ill", ill[0] if len(ill) == 1 else f"{len(ill)} things are wrong.", ill, silent)
+    return Health(
+        "unhealthy", problems[0] if len(problems) == 1 else f"{len(problems)} things are wrong.", problems, silent
+    )

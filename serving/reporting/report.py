@@ -13,7 +13,7 @@ from anabranch.core.files import MOST_BYTES, read_file
 
 REPORT = "serving.json"
 STOPPED = "it has stopped"
-"""What the last report says is ill."""
+"""What the last report says is unhealthy."""
 
 
 class ShadowReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     request_p99_seconds: float | None = None
     shadow: ShadowReport | None = None
     """With `serving.shadow`, the candidate; None where there is none."""
-    ill: list[str] = []
+    problems: list[str] = []
     """One sentence for each part that does not work as it should; empty when all is well."""
 
 

@@ -70,13 +70,15 @@ class Crew:
         serving = [report for report in reports.values() if report.version is not None]
         behind = min(serving, key=lambda report: report.version or 0, default=reports[min(reports)])
         newest = max(reports.values(), key=lambda report: report.time)
-        ill = [f"worker {number} of {self.size} does not run" for number in range(self.size) if number not in reports]
-        ill += [
+        problems = [
+            f"worker {number} of {self.size} does not run" for number in range(self.size) if number not in reports
+        ]
+        problems += [
             f"worker {number} of {self.size} hangs"
             for number, report in reports.items()
             if self._ages[number].is_silent(report)
         ]
-        ill += dict.fromkeys(sentence for report in reports.values() for sentence in report.ill)
+        problems += dict.fromkeys(sentence for report in reports.values() for sentence in report.problems)
         return msgspec.structs.replace(
             behind,
             pid=pid,
@@ -93,7 +95,7 @@ class Crew:
             request_p50_seconds=_largest(reports, "request_p50_seconds"),
             request_p99_seconds=_largest(reports, "request_p99_seconds"),
             shadow=_shadow(reports.values()),
-            ill=ill,
+            problems=problems,
         )
 
 

@@ -44,7 +44,7 @@ def lowered(served: Manifest, candidate: Manifest) -> tuple[str, int, int] | Non
     Topics that the candidate does not name do not count where a later learner wrote it: it was told to read others.
     """
     topics = {_topic(name) for name in candidate.trained_through}
-    others = candidate.epoch > served.epoch and bool(topics)
+    others = candidate.generation > served.generation and bool(topics)
     for name, before in served.trained_through.items():
         if others and _topic(name) not in topics:
             continue

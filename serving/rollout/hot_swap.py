@@ -36,10 +36,10 @@ _MOST_ROLLED_BACK = 1000
 class Swap:
     """Keeps `current` the newest version that may be served; a context manager around its thread.
 
-    A version may be served when its verdict is pass or abstain, its schema is ours, its learner had not lost its lock,
-    and it lowers `trained_through` on no partition of the same incarnation that its learner reads. When the served one
-    fails, is rolled back or turns out to be a stale learner's, the newest that may be served takes its place, whatever
-    that lowers. Orders go before all this.
+    A version may be served when its verdict is pass or inconclusive, its schema is ours, its learner had not lost its
+    lock, and it lowers `trained_through` on no partition of the same incarnation that its learner reads. When the
+    served one fails, is rolled back or turns out to be a stale learner's, the newest that may be served takes its
+    place, whatever that lowers. Orders go before all this.
 
     A version that does not fit or is damaged is refused until its files change. One that cannot be read for now, or for
     which there is not enough memory, is tried again with a back-off, for ever.
@@ -98,7 +98,7 @@ class Swap:
         self._notices.__exit__(kind, error, trace)
 
     @property
-    def ill(self) -> list[str]:
+    def problems(self) -> list[str]:
         """One sentence for each thing that is wrong with the versions; empty when all is well."""
         return list(self._complaints.values())
 
@@ -265,7 +265,9 @@ class Swap:
         if manifest.schema != self._deployment.schema.digest:
             raise VersionError(f"version {number}: it was learned under another schema than [schema] describes")
         if number in self._stale:
-            raise VersionError(f"version {number}: its learner's epoch {manifest.epoch} is over, a later one has begun")
+            raise VersionError(
+                f"version {number}: its learner's generation {manifest.generation} is over, a later one has begun"
+            )
         if self.current is None or back:
             return
         if (lower := lowered(self.current.manifest, manifest)) is not None:

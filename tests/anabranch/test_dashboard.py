@@ -79,13 +79,15 @@ def number(text: str) -> float:
 
 def test_its_figures_are_those_of_the_status_and_change_by_themselves(live: str, watched: Any) -> None:
     watched.goto(live)
-    for figure in ("accuracy_now", "accuracy_old", "accuracy_worst", "accuracy_twin_old", "freshness_p99"):
+    for figure in ("accuracy_now", "accuracy_old", "accuracy_worst", "accuracy_baseline_old", "freshness_p99"):
         watched.locator(f"[data-figure={figure}]").filter(has_text=re.compile(r"\d")).wait_for(timeout=60_000)
     status, figures = shown_with_its_status(watched)
     learner, serving = status["learner"], status["serving"]
     for window in ("now", "old", "worst"):
         assert number(figures[f"accuracy_{window}"]) == pytest.approx(100 * learner["accuracy"][window], abs=0.051)
-    assert number(figures["accuracy_twin_old"]) == pytest.approx(100 * status["twin"]["accuracy"]["old"], abs=0.051)
+    assert number(figures["accuracy_baseline_old"]) == pytest.approx(
+        100 * status["baseline"]["accuracy"]["old"], abs=0.051
+    )
     assert number(figures["steps"]) == learner["steps"]
     assert number(figures["rows_new"]) == pytest.approx(learner["rates"]["rows_new"], abs=0.51)
     assert number(figures["requests"]) == sum(serving["requests"].values())
@@ -121,14 +123,14 @@ def test_everything_on_it_comes_from_the_status_and_the_history(live: str, watch
     status["learner"]["replay_bytes"] = {"device": 500_000, "disk": 7_000_000}
     status["learner"]["replay_bounds"] = {"device": 1_000_000, "disk": 20_000_000}
     status["serving"]["requests"] = {"200": 90, "503": 8, "400": 1}
-    status["health"] = {"state": "ill", "sentence": "the disk is full", "ill": ["the disk is full"]}
+    status["health"] = {"state": "unhealthy", "sentence": "the disk is full", "problems": ["the disk is full"]}
     status["versions"] = [
         {"number": 9, "time": status["time"] - 5, "step": 70, "metrics": {"old": 0.5}, "verdict": "fail",
          "fate": "refused", "reason": "worse on old data"},
     ]  # fmt: skip
     watched.route("**/api/status", lambda route: route.fulfill(body=json.dumps(status)))
     watched.goto(live)
-    watched.wait_for_function("() => document.body.dataset.state === 'ill'")
+    watched.wait_for_function("() => document.body.dataset.state === 'unhealthy'")
     assert watched.text_content("#sentence") == "The disk is full"
     assert watched.text_content("[data-figure=read]") == "165"
     assert watched.text_content("[data-outcome=skipped]").startswith("skipped: unlabelled55")
@@ -149,7 +151,7 @@ def test_the_cursor_follows_the_arrow_keys_and_the_pointer(live: str, watched: A
     watched.keyboard.press("Home")
     first = chart.get_attribute("aria-valuetext")
     assert watched.is_visible(".tip")
-    for _ in range(300):  # in the first seconds nothing is learned yet, or by the twin alone
+    for _ in range(300):  # in the first seconds nothing is learned yet, or by the baseline alone
         watched.keyboard.press("ArrowRight")
         text = chart.get_attribute("aria-valuetext")
         if known := re.search(r"^\d\d:\d\d:\d\d: .*now [\d.]+ %", text):

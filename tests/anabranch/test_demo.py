@@ -72,7 +72,7 @@ def test_it_ends_by_itself_with_a_report_in_which_every_event_has_its_outcome(de
 
 
 def test_ctrl_c_leaves_no_process_no_file_and_no_topic_on_a_broker_of_one_s_own(demo, kafka, tmp_path):
-    process = demo("--no-twin", "--headless", "--bootstrap", kafka.bootstrap)
+    process = demo("--no-baseline", "--headless", "--bootstrap", kafka.bootstrap)
     await_line(process.stderr, "version 1")
     children = descendants(process)
     assert len(children) >= 3
@@ -88,7 +88,7 @@ def test_ctrl_c_leaves_no_process_no_file_and_no_topic_on_a_broker_of_one_s_own(
 
 
 def test_a_killed_demo_leaves_no_process(demo):
-    process = demo("--no-twin", "--headless")
+    process = demo("--no-baseline", "--headless")
     await_line(process.stderr, "events, class 0")
     children = descendants(process)
     assert len(children) >= 5

@@ -41,10 +41,10 @@ from anabranch.doctor.probe import _share, look
 from anabranch.doctor.runner import CHECKS, examine, exit_code, summary
 from anabranch.runtime.lifecycle import Exit
 from ingest.events.schema import Schema
-from learner.config import ShareSettings
+from learner.config import DeviceSharingSettings
 from learner.model.device import Precision
 from learner.model.task import Classification
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.lock import hold_state_directory
 from learner.state_dir.report import LearnerReport, write_report
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
@@ -159,18 +159,18 @@ def test_every_finding_has_a_test_that_makes_it_real():
     named = {
         kind
         for marker in re.findall(r"^ *@pytest\.mark\.finds\((.*?)\)", Path(__file__).read_text(), re.M | re.S)
-        for kind in re.findall(r'"([a-z0-9.]+)"', marker)
+        for kind in re.findall(r'"([a-z0-9._]+)"', marker)
     }
     assert named == set(FINDINGS)
 
 
-def test_every_finding_is_used_and_says_how_to_mend_it():
+def test_every_finding_is_used_and_says_how_to_fix_it():
     sources = "".join(path.read_text() for path in Path(examination.__file__).parent.glob("*.py"))
-    for kind, (level, mend, _) in FINDINGS.items():
-        name = re.sub(r"^(cut|version)\.", "{what}.", kind)
+    for kind, (level, fix, _) in FINDINGS.items():
+        name = re.sub(r"^(checkpoint|version)\.", "{what}.", kind)
         assert sources.count(f'"{kind}"') + sources.count(f'"{name}"') >= 2 or f'f"{name}"' in sources, kind
-        assert level in ("note", "warning", "problem")
-        assert mend.endswith(".")
+        assert level in ("info", "warning", "problem")
+        assert fix.endswith(".")
 
 
 class TestConfig:
@@ -188,15 +188,17 @@ class TestConfig:
         edit('topics = ["events"]', 'topics = ["events"]\nproperties = {"sasl.password" = {env = "DOCTOR_NOT_SET"}}')
         setting("learner.nope", 3)
         diagnoses = list(
-            examine(example / "pipeline.toml", 20, checks=[c for c in CHECKS if c.name in ("state", "ports", "cuts")])
+            examine(
+                example / "pipeline.toml", 20, checks=[c for c in CHECKS if c.name in ("state", "ports", "checkpoints")]
+            )
         )
         diagnose.seen.update(finding.kind for _, finding in diagnoses)
         told = [finding.matter for check, finding in diagnoses if check == "config"]
         for part in ("batchsize", "precision = 'fp99'", "serving.port = 99999", "DOCTOR_NOT_SET", "LEARNER__NOPE"):
             assert sum(part in matter for matter in told) == 1, part
         assert len(told) == 5
-        # The ports' and the state's settings are at fault; the cuts' are not.
-        assert {check for check, _ in diagnoses} == {"config", "cuts"}
+        # The ports' and the state's settings are at fault; the checkpoints' are not.
+        assert {check for check, _ in diagnoses} == {"config", "checkpoints"}
 
     @pytest.mark.finds("schema.invalid")
     @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ class TestInstallation:
         config.pipeline = config.pipeline.model_copy(update={"stream": stream})
         (finding,) = check_install(Patient(example, 1, config))
         diagnose.seen.add(finding.kind)
-        assert finding.mend == "Install it: pip install 'anabranch[arrow]'."
+        assert finding.fix == "Install it: pip install 'anabranch[arrow]'."
 
     @pytest.mark.finds("limit.files")
     def test_a_low_limit_of_open_files(self, diagnose):
@@ -263,7 +265,7 @@ class TestModel:
         setting("learner.device", "cuda:77")
         setting("serving.device", "cuda:77")
         told = [finding for finding in diagnose("model") if finding.kind]
-        assert [finding.mend.partition(" =")[0] for finding in told] == ["Set learner.device", "Set serving.device"]
+        assert [finding.fix.partition(" =")[0] for finding in told] == ["Set learner.device", "Set serving.device"]
 
     @pytest.mark.finds("device.precision", "model.optimizer")
     def test_a_precision_and_an_optimizer_that_cannot_be(self, diagnose, setting, edit):
@@ -330,18 +332,23 @@ class TestModel:
         matter = 'learner.comm_hook = "bf16" needs CUDA devices; write "fp16", or "none".'
         assert only(diagnose("model"), "learner.replicas").matter == matter
 
-    @pytest.mark.finds("share.refinement", "share.mps")
-    def test_refinements_of_the_share_that_the_device_lacks(self, diagnose, setting):
+    @pytest.mark.finds("device_sharing.refinement", "device_sharing.mps")
+    def test_refinements_of_device_sharing_that_the_device_lacks(self, diagnose, setting):
         setting("learner.device", "cpu")
-        setting("share.sms", 16)
-        setting("share.mps_percentage", 50)
+        setting("device_sharing.sms", 16)
+        setting("device_sharing.mps_percentage", 50)
         told = {finding.kind: finding.matter for finding in diagnose("model")}
-        assert told["share.refinement"] == "share.sms = 16 needs a CUDA device, but the device is cpu."
-        assert told["share.mps"] == "share.mps_percentage = 50 needs a CUDA device, but the device is cpu."
+        assert (
+            told["device_sharing.refinement"] == "device_sharing.sms = 16 needs a CUDA device, but the device is cpu."
+        )
+        assert (
+            told["device_sharing.mps"]
+            == "device_sharing.mps_percentage = 50 needs a CUDA device, but the device is cpu."
+        )
 
     def test_refinements_that_are_there_are_told(self, monkeypatch, tmp_path):
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-        (said,) = _share(ShareSettings(mps_percentage=30), torch.device("cuda"))
+        (said,) = _share(DeviceSharingSettings(mps_percentage=30), torch.device("cuda"))
         assert said.matter == (
             "Training gives way to requests on cuda; serving's kernels are taken first; "
             "training takes at most 30 % of the device's threads."
@@ -349,7 +356,7 @@ class TestModel:
 
     def test_it_says_how_the_device_is_shared(self, diagnose, setting):
         setting("learner.device", "cpu")
-        setting("share.policy", "fraction")
+        setting("device_sharing.policy", "fraction")
         sentence = "Training gives way to requests on cpu, and gets at least 50% of it; its threads run at a lower"
         assert any(finding.matter.startswith(sentence) for finding in diagnose("model"))
 
@@ -559,7 +566,7 @@ class TestTopics:
         assert producer.flush(30) == 0
         finding = only(diagnose("broker"), "message.codec")
         assert "compressed with zstd" in finding.matter
-        assert "anabranch[codecs]" in finding.mend
+        assert "anabranch[codecs]" in finding.fix
 
     @pytest.mark.finds("message.unusable")
     def test_a_message_that_cannot_be_used_is_told_field_by_field(self, diagnose, topic, send, edit):
@@ -684,7 +691,7 @@ class TestRedis:
         assert kinds(diagnose("redis")) == ["redis.memory"]
         edit("\ndisk = ", "\n# disk = ")
         assert kinds(diagnose("redis")) == ["redis.memory", "redis.policy"]
-        assert "maxmemory 62mb" in only(diagnose("redis"), "redis.memory").mend
+        assert "maxmemory 62mb" in only(diagnose("redis"), "redis.memory").fix
 
     @pytest.mark.finds("redis.unseen")
     def test_a_user_that_may_not_look_at_the_memory(self, diagnose, redis, mortal_redis):
@@ -710,10 +717,10 @@ class TestStateDirectory:
         assert "Read-only file system" in only(diagnose("state"), "state.unwritable").matter
 
     @pytest.mark.finds("state.full")
-    def test_too_little_room_for_a_cut(self, diagnose, setting, mounted):
+    def test_too_little_room_for_a_checkpoint(self, diagnose, setting, mounted):
         setting("state_dir", str(mounted("size=1m")))
         assert only(diagnose("state"), "state.full").matter.endswith(
-            "a full cut and a version need 0.6 MB, and the disk tier 32.0 MB."
+            "a full checkpoint and a version need 0.6 MB, and the disk tier 32.0 MB."
         )
 
     @pytest.mark.finds("state.filling")
@@ -774,15 +781,17 @@ class TestStateDirectory:
 class TestWhatIsSaved:
     @pytest.fixture
     def save(self, example):
-        """Writes a cut and a version under a schema; returns their directories."""
+        """Writes a checkpoint and a version under a schema; returns their directories."""
 
         def write(digest=None, model=None):
             config = load_config(example / "pipeline.toml")
             digest = digest or Schema(config.pipeline.events).digest
-            cut = Cuts(config.state_dir / "cuts", digest, 1).write(3, Cut(1, {"model": {"w": torch.ones(9)}}, {}), 1.0)
+            checkpoint = Checkpoints(config.state_dir / "checkpoints", digest, 1).write(
+                3, Checkpoint(1, {"model": {"w": torch.ones(9)}}, {}), 1.0
+            )
             manifest = Manifest(
                 number=4,
-                epoch=1,
+                generation=1,
                 parent=None,
                 time=1.0,
                 step=1,
@@ -794,20 +803,20 @@ class TestWhatIsSaved:
                 files={},
             )
             versions = Versions(config.state_dir / "versions")
-            return cut, versions.write({"w": torch.ones(9)}, manifest, Verdict("pass"))
+            return checkpoint, versions.write({"w": torch.ones(9)}, manifest, Verdict("pass"))
 
         return write
 
     def test_sound_ones_have_no_finding(self, diagnose, save):
         save()
-        told = [finding.matter for finding in diagnose("cuts") + diagnose("versions")]
+        told = [finding.matter for finding in diagnose("checkpoints") + diagnose("versions")]
         assert told == [
-            "The newest cut, 3, is whole and of this schema.",
+            "The newest checkpoint, 3, is whole and of this schema.",
             "The newest version, 4, is whole and of this schema.",
         ]
 
-    @pytest.mark.finds("cut.misfit")
-    def test_a_cut_of_another_strategy_model_or_optimizer(self, diagnose, example, edit, setting):
+    @pytest.mark.finds("checkpoint.misfit")
+    def test_a_checkpoint_of_another_strategy_model_or_optimizer(self, diagnose, example, edit, setting):
         setting("learner.device", "cpu")
         config = load_config(example / "pipeline.toml")
         layers = [torch.nn.Linear(*sizes) for sizes in ((64, 128), (128, 128), (128, 10))]
@@ -818,45 +827,48 @@ class TestWhatIsSaved:
             *(model, task, ExperienceReplay(), schema, settings, torch.device("cpu"), Precision("fp32", None))
         )
         tensors = {**trainer.tensors(), "replay": {"retired": torch.zeros(1)}}
-        cut = Cut(1, tensors, {"trainer": trainer.state(), OUTPUT: None})
-        Cuts(config.state_dir / "cuts", schema.digest, 1).write(3, cut, 1.0)
-        assert kinds(diagnose("model") + diagnose("cuts")) == []
+        checkpoint = Checkpoint(1, tensors, {"trainer": trainer.state(), OUTPUT: None})
+        Checkpoints(config.state_dir / "checkpoints", schema.digest, 1).write(3, checkpoint, 1.0)
+        assert kinds(diagnose("model") + diagnose("checkpoints")) == []
         setting("learner.strategy", "der")
-        matter = only(diagnose("model"), "cut.misfit").matter
+        matter = only(diagnose("model"), "checkpoint.misfit").matter
         assert matter.startswith('learner.strategy = "der" wants an output of shape [10] kept with each stored event')
         setting("learner.strategy", "er")
         setting("learner.optimizer.name", "sgd")
-        assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "cut.misfit").matter
+        assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "checkpoint.misfit").matter
         edit("hidden = 128", "hidden = 64")
-        assert "does not fit the model" in only(diagnose("model"), "cut.misfit").matter
+        assert "does not fit the model" in only(diagnose("model"), "checkpoint.misfit").matter
 
-    @pytest.mark.finds("cut.misfit")
-    def test_a_cut_of_another_release(self, diagnose, save):
-        cut, _ = save()
-        manifest = json.loads((cut / "manifest.json").read_text())
-        (cut / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-        assert "is of format 1, and this release reads" in only(diagnose("model"), "cut.misfit").matter
+    @pytest.mark.finds("checkpoint.misfit")
+    def test_a_checkpoint_of_another_release(self, diagnose, save):
+        checkpoint, _ = save()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+        assert "is of format 1, and this release reads" in only(diagnose("model"), "checkpoint.misfit").matter
 
-    @pytest.mark.finds("cut.damaged", "version.damaged")
+    @pytest.mark.finds("checkpoint.damaged", "version.damaged")
     def test_a_flipped_bit(self, diagnose, save):
         for directory in save():
             (path,) = directory.rglob("model.safetensors")
             content = path.read_bytes()
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        assert "does not have its digest" in only(diagnose("cuts"), "cut.damaged").matter
+        assert "does not have its digest" in only(diagnose("checkpoints"), "checkpoint.damaged").matter
         assert "model.safetensors does not have" in only(diagnose("versions"), "version.damaged").matter
 
-    @pytest.mark.finds("cut.damaged", "version.damaged")
+    @pytest.mark.finds("checkpoint.damaged", "version.damaged")
     def test_a_file_that_is_gone(self, diagnose, save):
         for directory in save():
             next(directory.rglob("model.safetensors")).unlink()
-        assert [*kinds(diagnose("cuts")), *kinds(diagnose("versions"))] == ["cut.damaged", "version.damaged"]
+        assert [*kinds(diagnose("checkpoints")), *kinds(diagnose("versions"))] == [
+            "checkpoint.damaged",
+            "version.damaged",
+        ]
 
-    @pytest.mark.finds("cut.schema", "version.schema")
+    @pytest.mark.finds("checkpoint.schema", "version.schema")
     def test_another_schema(self, diagnose, save):
         save("0" * 64)
-        assert only(diagnose("cuts"), "cut.schema").level == "problem"
-        assert only(diagnose("versions"), "version.schema").level == "note"
+        assert only(diagnose("checkpoints"), "checkpoint.schema").level == "problem"
+        assert only(diagnose("versions"), "version.schema").level == "info"
 
     @pytest.mark.finds("version.model")
     def test_other_args_of_the_model(self, diagnose, save, edit):
@@ -893,10 +905,10 @@ class TestPorts:
     def test_ports_that_others_have(self, diagnose, taken):
         first, second = diagnose("ports")
         assert first.matter == f"serving.port: another program listens on 127.0.0.1:{taken[0]}."
-        assert "learner.status" in second.mend
+        assert "learner.status" in second.fix
 
     def test_ports_that_the_pipeline_itself_has(self, diagnose, taken, example):
-        report = LearnerReport(pid=os.getpid(), epoch=1, started=1.0, time=time.time(), steps=0)
+        report = LearnerReport(pid=os.getpid(), generation=1, started=1.0, time=time.time(), steps=0)
         (example / "var").mkdir()
         write_report(example / "var", report)
         assert kinds(diagnose("ports")) == ["port.taken"]  # serving's, of which there is no report
@@ -906,7 +918,7 @@ class TestPorts:
         setting("serving.host", "192.0.2.1")
         for token in ("read", "admin"):
             setting(f"serving.tokens.{token}", "secret")
-        assert only(diagnose("ports"), "port.address").mend.startswith("Set serving.host")
+        assert only(diagnose("ports"), "port.address").fix.startswith("Set serving.host")
 
     @pytest.mark.finds("port.clash")
     def test_both_on_one_port(self, diagnose, setting, free_port):
@@ -980,7 +992,7 @@ class TestCommand:
         assert re.search(
             r"^problem  broker    No connection can be made to 127\.0\.0\.1:\d+: Connection refused\.$", out, re.M
         )
-        assert re.search(r"^ +Start the broker, or mend stream\.bootstrap_servers or the firewall\.$", out, re.M)
+        assert re.search(r"^ +Start the broker, or fix stream\.bootstrap_servers or the firewall\.$", out, re.M)
         assert out.endswith("\n1 problem\n")
 
     def test_a_problem_of_the_settings_is_exit_code_2(self, doctor, edit):
@@ -995,7 +1007,7 @@ class TestCommand:
         findings = json.loads(out)
         assert code == 3
         assert {frozenset(finding) for finding in findings} == {
-            frozenset({"check", "kind", "level", "matter", "mend", "unreachable"})
+            frozenset({"check", "kind", "level", "matter", "fix", "unreachable"})
         }
         assert findings[0]["check"] == "config"
 

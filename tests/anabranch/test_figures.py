@@ -39,7 +39,7 @@ KEYS = [
 def learner(outcomes, **changes):
     report = LearnerReport(
         pid=1,
-        epoch=1,
+        generation=1,
         started=0,
         time=0,
         steps=9,
@@ -70,7 +70,7 @@ def figures():
             "phase": 9,
             "last_offsets": {"events:0": 49, "events:1": 49},
             "learner": learner({"trained": 90, "held_out": 9, "dead_lettered": 1}),
-            "twin": learner({"trained": 90, "held_out": 9, "dead_lettered": 1}, accuracy={"old": 0.1}),
+            "baseline": learner({"trained": 90, "held_out": 9, "dead_lettered": 1}, accuracy={"old": 0.1}),
             "serving": serving(),
             "trained_through": {"events:0": 49, "events:1": 49},
             "requests": 500,
@@ -88,7 +88,7 @@ def figures():
 
 
 def test_the_demo_is_over_when_every_event_has_its_outcome_and_is_in_replies(figures):
-    assert Completion(twin=True).missing(figures()) is None
+    assert Completion(baseline=True).missing(figures()) is None
 
 
 @pytest.mark.parametrize(
@@ -98,20 +98,20 @@ def test_the_demo_is_over_when_every_event_has_its_outcome_and_is_in_replies(fig
         ({"learner": None}, "100 events were sent, but 0 have an outcome"),
         ({"learner": learner({"trained": 99})}, "100 events were sent, but 99 have an outcome"),
         ({"trained_through": {"events:0": 49}}, "the last reply's model has learned events:1 up to -1, not 49"),
-        ({"twin": learner({"trained": 40})}, "100 events were sent, but only 40 have an outcome in the twin"),
+        ({"baseline": learner({"trained": 40})}, "100 events were sent, but only 40 have an outcome in the baseline"),
     ],
 )
 def test_what_is_missing_is_named(figures, changes, missing):
-    assert Completion(twin=True).missing(figures(**changes)) == missing
+    assert Completion(baseline=True).missing(figures(**changes)) == missing
 
 
-def test_without_a_twin_none_is_waited_for(figures):
-    assert Completion(twin=False).missing(figures(twin=None)) is None
+def test_without_a_baseline_none_is_waited_for(figures):
+    assert Completion(baseline=False).missing(figures(baseline=None)) is None
 
 
 def test_a_minute_without_progress_is_overdue_and_progress_begins_it_anew(figures):
     now = [0.0]
-    completion = Completion(twin=False, clock=lambda: now[0])
+    completion = Completion(baseline=False, clock=lambda: now[0])
     assert not completion.is_overdue(figures(sent=1))
     for now[0], sent, overdue in ((59.0, 1, False), (60.0, 2, False), (119.0, 2, False), (121.0, 2, True)):
         assert completion.is_overdue(figures(sent=sent)) is overdue
@@ -126,8 +126,8 @@ def test_the_report_has_exactly_its_keys(figures):
     assert (report["replay_rows"], report["seconds"]) == ({"device": 90}, 12.346)
 
 
-def test_without_a_twin_its_accuracy_is_null(figures):
-    assert make_report(figures(twin=None)).accuracy_old_without_replay is None
+def test_without_a_baseline_its_accuracy_is_null(figures):
+    assert make_report(figures(baseline=None)).accuracy_old_without_replay is None
 
 
 def test_a_demo_that_has_only_begun_can_be_reported_and_shown(figures):
@@ -135,7 +135,7 @@ def test_a_demo_that_has_only_begun_can_be_reported_and_shown(figures):
         sent=0,
         last_offsets=None,
         learner=None,
-        twin=None,
+        baseline=None,
         serving=None,
         trained_through={},
         request_accuracy=None,
@@ -148,14 +148,14 @@ def test_a_demo_that_has_only_begun_can_be_reported_and_shown(figures):
     assert "version -" in plain_line(empty)
 
 
-def test_the_closing_words_compare_with_the_twin(figures):
+def test_the_closing_words_compare_with_the_baseline(figures):
     text = summary(figures())
     assert "100 events in 12 s: 90 trained, 9 held out, 1 dead lettered" in text
     assert "on old classes 80% (without replay: 10%)" in text
-    assert "without replay" not in summary(figures(twin=None))
+    assert "without replay" not in summary(figures(baseline=None))
 
 
-def test_the_plain_line_has_what_matters_and_what_is_ill(figures):
+def test_the_plain_line_has_what_matters_and_what_is_unhealthy(figures):
     line = plain_line(figures(restarts={"learner": 2}, last_failure="503 busy", failures=1))
     for part in ("100 events", "now 90%, old 80% (no replay 10%)", "version 11", "500 requests, 1 failed"):
         assert part in line

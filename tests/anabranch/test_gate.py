@@ -24,17 +24,17 @@ strategy = "none"
 optimizer = {{name = "sgd", lr = {lr}}}
 [versions]
 publish_every = "100ms"
-[cuts]
+[checkpoints]
 every = "1h"
 [gate]
-guard_fraction = 0.25
-guard_rows = 1000
+holdout_fraction = 0.25
+holdout_rows = 1000
 min_rows = {min_rows}
 max_drop_old = {max_drop}
 max_hold = "1s"
 [serving]
 port = {port}
-[share]
+[device_sharing]
 policy = "exclusive"  # a learner at a low level would wait for whatever else the machine does
 """
 BREAKING = """
@@ -184,17 +184,17 @@ def test_of_a_poisoned_stream_nothing_is_served_that_is_worse_and_an_alert_says_
     began = until(pipeline.has_served_all, "a version that has learned all clean events")
     before = pipeline.accuracy[began]
     assert before > 0.95
-    assert pipeline.versions.verdict(began).verdict in ("pass", "abstain")
+    assert pipeline.versions.verdict(began).verdict in ("pass", "inconclusive")
 
     with asked_all_the_while(pipeline):
         for seed in range(3, 9):
             pipeline.send(seed, 500, shift=1)
             # Were there no version before more of them have come, they would be what is old.
             until(pipeline.has_judged_all, "a version that has learned the poisoned events")
-        report = until(lambda: (r := pipeline.report()).ill and r, "an alert")
+        report = until(lambda: (r := pipeline.report()).problems and r, "an alert")
     worst = min(accuracy for version, accuracy in pipeline.accuracy.items() if version >= began)
     assert worst >= before - MAX_DROP, pipeline.accuracy
-    assert "no version has passed the gate since" in report.ill[0]
+    assert "no version has passed the gate since" in report.problems[0]
     assert "no version has passed the gate since" in pipeline.health()["sentence"]
     assert pipeline.metric("anabranch_gate_hold_seconds") > 0
 

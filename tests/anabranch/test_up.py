@@ -98,7 +98,7 @@ def pid_of(example, part):
 
 
 def scheduling_of(example):
-    return json.loads((example / "var" / "learner.json").read_text())["share"]["scheduling"]
+    return json.loads((example / "var" / "learner.json").read_text())["device_sharing"]["scheduling"]
 
 
 def test_what_is_produced_is_soon_in_predictions_also_after_a_part_was_killed(

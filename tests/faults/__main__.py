@@ -11,14 +11,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import cost, fuzz, kills, overload, poison, recovery, serving_kills, siege, twins
+from tests.faults import baselines, cost, fuzz, kills, overload, poison, recovery, serving_kills, siege
 from tests.faults.figures import Figures
 from tests.faults.pipeline import broker
 
 PARTS: dict[str, Callable[..., None]] = {
     "kills": kills.run,
     "recovery": recovery.run,
-    "twins": twins.run,
+    "baselines": baselines.run,
     "cost": cost.run,
     "serving": serving_kills.run,
     "fuzz": fuzz.run,

@@ -1,14 +1,15 @@
-"""What cuts and versions cost the steps of a learner, step by step.
+"""What checkpoints and versions cost the steps of a learner, step by step.
 
-A learner notes when each step ends, how long cuts and versions had it wait, and which steps have a cut or a version
-written beside them. A version costs what it had the loop wait, and what the steps beside it took longer than those
-around them, by their median. As much is found where nothing was written, since a machine that others use has slow
-steps at all times: the same sum over as many steps, at moments without any, is taken off. Cuts are counted likewise.
+A learner notes when each step ends, how long checkpoints and versions had it wait, and which steps have a checkpoint or
+a version written beside them. A version costs what it had the loop wait, and what the steps beside it took longer than
+those around them, by their median. As much is found where nothing was written, since a machine that others use has slow
+steps at all times: the same sum over as many steps, at moments without any, is taken off. Checkpoints are counted
+likewise.
 
-`cut_cost_fraction` goes by the clock, so that on a machine whose cores are all taken it counts what the writing thread
-takes from the steps of its core. `cut_cost_fraction_busy` is the same by the processor's time of the loop's thread, and
-`cut_cost_fraction_queued` by the time for which the kernel gave it no core though it could have worked; what is left of
-the first is what it slept, such as for the interpreter's lock.
+`checkpoint_cost_fraction` goes by the clock, so that on a machine whose cores are all taken it counts what the writing
+thread takes from the steps of its core. `checkpoint_cost_fraction_busy` is the same by the processor's time of the
+loop's thread, and `checkpoint_cost_fraction_queued` by the time for which the kernel gave it no core though it could
+have worked; what is left of the first is what it slept, such as for the interpreter's lock.
 """
 
 from dataclasses import dataclass
@@ -27,12 +28,16 @@ Floats = NDArray[np.float64]
 MODEL = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 BATCH = 96
 VERSION_SECONDS = 1.0
-CUT_SECONDS = 30.0
-_QUICK_CUT_SECONDS = 4.0
+CHECKPOINT_SECONDS = 30.0
+_QUICK_CHECKPOINT_SECONDS = 4.0
 _STORED = 10_000
 _POOL_ROWS = 20_000
 _AROUND_SECONDS = 1.0
-_CLOCKS = {"cut_cost_fraction": "end", "cut_cost_fraction_busy": "busy", "cut_cost_fraction_queued": "queued"}
+_CLOCKS = {
+    "checkpoint_cost_fraction": "end",
+    "checkpoint_cost_fraction_busy": "busy",
+    "checkpoint_cost_fraction_queued": "queued",
+}
 _SHAMS = 4
 """Moments without a write for each one with."""
 _RESAMPLED = 2000
@@ -59,8 +64,9 @@ class Lost:
 
 
 def lost(notes: NDArray[np.void], kind: str, clock: str = "end", seed: int = 0) -> Lost:
-    """Sum up what the writes of a kind, `version` or `cut`, cost by a clock; what has others beside it is left out."""
-    dice, other = np.random.default_rng(seed), "cut" if kind == "version" else "version"
+    """Sum up what the writes of a kind, `version` or `checkpoint`, cost by a clock; what has others beside it is left
+    out."""
+    dice, other = np.random.default_rng(seed), "checkpoint" if kind == "version" else "version"
     end, took, blocked = notes["end"][1:], np.diff(notes[clock]), notes["blocked"][1:]
     # The write that was at work at the end of a step, or at its beginning, was beside it.
     beside = np.maximum(notes[kind][1:], notes[kind][:-1])
@@ -87,7 +93,7 @@ def _usual(end: Floats, took: Floats, quiet: NDArray[np.bool_]) -> Floats:
     return np.array([np.median(steps[a:b]) if b > a else np.nan for a, b in zip(low, high, strict=True)])
 
 
-def noted(folder: Path, bootstrap: str, seconds: float, cut_seconds: float) -> NDArray[np.void]:
+def noted(folder: Path, bootstrap: str, seconds: float, checkpoint_seconds: float) -> NDArray[np.void]:
     """Let a learner learn for so long once its store is full, and return what it noted."""
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
@@ -99,7 +105,7 @@ def noted(folder: Path, bootstrap: str, seconds: float, cut_seconds: float) -> N
         "learner": {"batch_size": BATCH, "max_grad_norm": float("inf")},
         "replay": {"capacity": _STORED},
         "versions": {"publish_every": f"{VERSION_SECONDS:.0f}s"},
-        "cuts": {"every": f"{cut_seconds:.0f}s"},
+        "checkpoints": {"every": f"{checkpoint_seconds:.0f}s"},
     }
     notes = folder / "notes.npy"
     document = pipeline(stream, MODEL, 0, sections)
@@ -117,31 +123,33 @@ def noted(folder: Path, bootstrap: str, seconds: float, cut_seconds: float) -> N
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say which share of its steps a learner loses."""
-    seconds, cut_seconds = (60.0, _QUICK_CUT_SECONDS) if quick else (60 * minutes, CUT_SECONDS)
+    seconds, checkpoint_seconds = (60.0, _QUICK_CHECKPOINT_SECONDS) if quick else (60 * minutes, CHECKPOINT_SECONDS)
     figures.title(
-        "cost", f"steps of {BATCH} events for {seconds:.0f} s, a version a second, a cut every {cut_seconds:.0f} s"
+        "cost",
+        f"steps of {BATCH} events for {seconds:.0f} s, a version a second, a checkpoint every {checkpoint_seconds:.0f} "
+        f"s",
     )
-    notes = noted(folder, bootstrap, seconds, cut_seconds)
+    notes = noted(folder, bootstrap, seconds, checkpoint_seconds)
     for key, clock in _CLOCKS.items():
         if np.isnan(notes[clock]).any():
             continue
-        versions, cuts = lost(notes, "version", clock), lost(notes, "cut", clock)
+        versions, checkpoints = lost(notes, "version", clock), lost(notes, "checkpoint", clock)
         dice = np.random.default_rng(0)
-        many = sorted(_share(versions.mean(dice), cuts.mean(dice)) for _ in range(_RESAMPLED))
+        many = sorted(_share(versions.mean(dice), checkpoints.mean(dice)) for _ in range(_RESAMPLED))
         low, high = many[_RESAMPLED // 40], many[-_RESAMPLED // 40]
-        told = " and ".join(_told(each, name) for each, name in ((versions, "versions"), (cuts, "cuts")))
-        figures.say(key, _share(versions.mean(), cuts.mean()), f"95 %: [{low:.4f} .. {high:.4f}]; {told}")
+        told = " and ".join(_told(each, name) for each, name in ((versions, "versions"), (checkpoints, "checkpoints")))
+        figures.say(key, _share(versions.mean(), checkpoints.mean()), f"95 %: [{low:.4f} .. {high:.4f}]; {told}")
         figures.say(f"{key}_high", high)
-    waited = _share(float(versions.waited.mean()), float(cuts.waited.mean()))
-    figures.say("cut_cost_fraction_waited", waited, "of it the loop stood still")
+    waited = _share(float(versions.waited.mean()), float(checkpoints.waited.mean()))
+    figures.say("checkpoint_cost_fraction_waited", waited, "of it the loop stood still")
     figures.say(
-        "cut_cost_steps", len(notes), f"of {1e3 * float(np.median(np.diff(notes['end']))):.1f} ms by the median"
+        "checkpoint_cost_steps", len(notes), f"of {1e3 * float(np.median(np.diff(notes['end']))):.1f} ms by the median"
     )
 
 
-def _share(version_seconds: float, cut_seconds: float) -> float:
-    """Return the share of the time that is lost by a version every second and a cut every 30 s."""
-    return version_seconds / VERSION_SECONDS + cut_seconds / CUT_SECONDS
+def _share(version_seconds: float, checkpoint_seconds: float) -> float:
+    """Return the share of the time that is lost by a version every second and a checkpoint every 30 s."""
+    return version_seconds / VERSION_SECONDS + checkpoint_seconds / CHECKPOINT_SECONDS
 
 
 def _told(each: Lost, name: str) -> str:

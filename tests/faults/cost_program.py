@@ -24,10 +24,10 @@ NOTE = np.dtype(
         ("end", "f8"),  # seconds, by a clock that only grows
         ("busy", "f8"),  # seconds that the processor has worked for the loop's thread
         ("queued", "f8"),  # seconds that it could have worked and had no core; nan where the system does not say
-        ("blocked", "f8"),  # seconds in calls that cut and publish, since the boundary before
+        ("blocked", "f8"),  # seconds in calls that checkpoint and publish, since the boundary before
         ("steps", "f8"),
         ("version", "f8"),  # the newest one begun, whose thread is at work; 0 without one
-        ("cut", "f8"),
+        ("checkpoint", "f8"),
         ("watching", "f8"),  # whether the thread of versions looks after the served one meanwhile
     ]
 )
@@ -42,8 +42,8 @@ class NotingLoop(Loop):
         super().__init__(*arguments, **options)
         self._notes, self._blocked = array("d"), 0.0
         self._schedule: int | None = None
-        publisher, cutter = self._parts.publisher, self._parts.cutter
-        for part, name in ((publisher, "publish_if_due"), (cutter, "cut_if_due")):
+        publisher, checkpointer = self._parts.publisher, self._parts.checkpointer
+        for part, name in ((publisher, "publish_if_due"), (checkpointer, "checkpoint_if_due")):
             setattr(part, name, self._timed(getattr(part, name)))
 
     def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
@@ -51,12 +51,12 @@ class NotingLoop(Loop):
 
         def noted() -> None:
             at_boundary()
-            publisher, cutter = self._parts.publisher, self._parts.cutter
+            publisher, checkpointer = self._parts.publisher, self._parts.checkpointer
             busy, watching = publisher._background.busy, publisher._watching
             version = publisher.published + publisher.skipped + 1 if busy and not watching else 0
-            cut = cutter._highest if cutter.busy else 0
+            checkpoint = checkpointer._highest if checkpointer.busy else 0
             moment = time.perf_counter(), time.thread_time(), self._queued()
-            self._notes.extend((*moment, self._blocked, self.steps, version, cut, busy and watching))
+            self._notes.extend((*moment, self._blocked, self.steps, version, checkpoint, busy and watching))
             self._blocked = 0.0
 
         schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")

@@ -18,7 +18,7 @@ TARGETS: dict[str, tuple[Callable[[float, float], bool], float]] = {
     "ledger_exact": (EXACTLY, True),
     "recovery_seconds_p95": (AT_MOST, 5),
     "weights_equal": (EXACTLY, True),
-    "cut_cost_fraction": (AT_MOST, 0.01),
+    "checkpoint_cost_fraction": (AT_MOST, 0.01),
     "failed_requests": (EXACTLY, 0),
     "fuzzed": (AT_LEAST, 100_000),
     "crashes": (EXACTLY, 0),

@@ -58,7 +58,7 @@ factory = "faulty_model:build"
 {{learner}}
 device = "cpu"
 [gate]
-guard_fraction = 0.0
+holdout_fraction = 0.0
 """
 _BATCH = 64
 _GOOD_EVERY = 8

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from learner.state_dir.checkpoint import RANK, Cuts
+from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.report import LearnerReport
 from tests.faults.figures import Figures
 from tests.faults.pipeline import PATIENCE_SECONDS, Pipeline, Supervised, make_topic, send
@@ -69,10 +69,10 @@ device = "cpu"
 publish_every = "500ms"
 keep = 2
 keep_hourly = 0
-[cuts]
-every = "{cut_every}"
+[checkpoints]
+every = "{checkpoint_every}"
 [gate]
-guard_fraction = 0.0
+holdout_fraction = 0.0
 """
 PARTITIONS = 4
 ROW = np.dtype([("id", "<i8"), ("y", "<f4")])
@@ -107,7 +107,9 @@ class Account:
     seconds: float
 
 
-def killed_again_and_again(folder: Path, bootstrap: str, events: int, kills: int, cut_every: str, seed: int) -> Account:
+def killed_again_and_again(
+    folder: Path, bootstrap: str, events: int, kills: int, checkpoint_every: str, seed: int
+) -> Account:
     """Learn a stream of so many events while the learner is killed, and return how it ends.
 
     Each life gets a part of the stream of its own, in steps so small that it lasts for a while. Two kills of three come
@@ -116,7 +118,7 @@ def killed_again_and_again(folder: Path, bootstrap: str, events: int, kills: int
     dice = random.Random(seed)
     batch = max(2, round(events * _STEP_SECONDS / (kills * _LIFE_SECONDS)))
     topic = make_topic(bootstrap, "accounts", PARTITIONS)
-    text = TEXT.format(events=events, batch=batch, cut_every=cut_every)
+    text = TEXT.format(events=events, batch=batch, checkpoint_every=checkpoint_every)
     pipeline = Pipeline(folder, bootstrap, topic, CODE, text)
     messages = list(_messages(events, dice))
     bad = sum(1 for message in messages if len(message) % ROW.itemsize)
@@ -134,7 +136,7 @@ def killed_again_and_again(folder: Path, bootstrap: str, events: int, kills: int
             early += not stepped
             before = report.steps if report is not None else 0
             learner.kill()
-            again += max(0, before - _cut_step(pipeline)) if stepped else 0
+            again += max(0, before - _checkpoint_step(pipeline)) if stepped else 0
             learner.until(lambda pid=pid: learner.supervisor.pids().get("learner", pid) != pid, "another learner")
         send(bootstrap, topic, rest)
         left = PATIENCE_SECONDS + events / _LEAST_A_SECOND
@@ -156,9 +158,9 @@ def killed_again_and_again(folder: Path, bootstrap: str, events: int, kills: int
 
 
 def accounts(pipeline: Pipeline) -> NDArray[np.float32]:
-    """Return the weight of each event in the newest cut, float32 `[events]`."""
-    cuts = Cuts(pipeline.state_dir / "cuts", "", 0)
-    tensors = load_file(cuts.path / str(cuts.numbers()[-1]) / RANK / "model.safetensors")
+    """Return the weight of each event in the newest checkpoint, float32 `[events]`."""
+    checkpoints = Checkpoints(pipeline.state_dir / "checkpoints", "", 0)
+    tensors = load_file(checkpoints.path / str(checkpoints.numbers()[-1]) / RANK / "model.safetensors")
     weights: NDArray[np.float32] = tensors["learned"].numpy()
     return weights
 
@@ -166,13 +168,13 @@ def accounts(pipeline: Pipeline) -> NDArray[np.float32]:
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say what became of 200,000 events; fewer kills in the quick form."""
     kills = 8 if quick else 100
-    figures.title("kills", f"{kills} SIGKILLs of the learner in a stream of 200,000 events, a cut every second")
+    figures.title("kills", f"{kills} SIGKILLs of the learner in a stream of 200,000 events, a checkpoint every second")
     found = killed_again_and_again(folder, bootstrap, 200_000, kills, "1s", seed=int(time.time()))
     figures.say("kills", found.kills, f"{found.early} of them before a first step; {found.seconds:.0f} s")
     figures.say("lost", found.lost)
     figures.say("twice", found.twice)
     figures.say("ledger_exact", found.exact and found.other == 0)
-    figures.say("steps_done_again", found.again, "steps that were in no cut when a kill came")
+    figures.say("steps_done_again", found.again, "steps that were in no checkpoint when a kill came")
 
 
 def _exact(report: LearnerReport, events: int, bad: int) -> bool:
@@ -202,7 +204,7 @@ def _parts(messages: list[bytes], count: int) -> list[list[bytes]]:
     return [messages[begin:end] for begin, end in pairwise(ends)]
 
 
-def _cut_step(pipeline: Pipeline) -> int:
-    cuts = Cuts(pipeline.state_dir / "cuts", "", 0)
-    numbers = cuts.numbers()
-    return cuts.manifest(numbers[-1]).step if numbers else 0
+def _checkpoint_step(pipeline: Pipeline) -> int:
+    checkpoints = Checkpoints(pipeline.state_dir / "checkpoints", "", 0)
+    numbers = checkpoints.numbers()
+    return checkpoints.manifest(numbers[-1]).step if numbers else 0

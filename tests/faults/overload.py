@@ -57,10 +57,10 @@ device_bytes = "1MB"
 publish_every = "1s"
 keep = 2
 keep_hourly = 0
-[cuts]
+[checkpoints]
 every = "5s"
 [gate]
-guard_rows = 100
+holdout_rows = 100
 """
 TOO_FAST = 10
 _AHEAD = 5_000

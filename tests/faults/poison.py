@@ -52,7 +52,7 @@ factory = "faulty_model:build"
 device = "cpu"
 replicas = {replicas}
 [gate]
-guard_fraction = 0.02
+holdout_fraction = 0.02
 """
 _LARGE = 50_000
 _INFLATED = 8_000_000

@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts, stalls, delays, throttles and corrupts, as told at any moment.
+"""A TCP proxy that closes, stalls, delays, throttles and corrupts, as told at any moment.
 
 A Kafka broker says in its metadata where it is to be reached, so that clients would go round the proxy: what it says
 is replaced on the way. Both addresses have the same length in Kafka's protocol, where a port is an int32.
@@ -23,14 +23,14 @@ class Fault:
     """What is done to the bytes of every connection.
 
     Attributes:
-        cut: connections are closed, and new ones refused.
+        closed: connections are closed, and new ones refused.
         stalled: nothing goes on, and connections stay open.
         delay_seconds: that each chunk is late.
         bytes_per_second: of each connection and direction.
         corrupted: chance of a large chunk that one of its bits is flipped on the way to the client.
     """
 
-    cut: bool = False
+    closed: bool = False
     stalled: bool = False
     delay_seconds: float = 0.0
     bytes_per_second: float = float("inf")
@@ -70,7 +70,7 @@ class Proxy:
     def suffer(self, fault: Fault) -> None:
         """Do this to all bytes from now on, instead of what was done before."""
         self._fault = fault
-        if fault.cut:
+        if fault.closed:
             self._hang_up()
 
     def heal(self) -> None:
@@ -83,7 +83,7 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            if self._fault.cut:
+            if self._fault.closed:
                 client.close()
                 continue
             try:

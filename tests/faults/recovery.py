@@ -38,7 +38,7 @@ standby = true
 capacity = {capacity}
 device_bytes = "64MB"
 disk = {{bytes = {disk_bytes}}}
-[cuts]
+[checkpoints]
 every = "10s"
 [versions]
 publish_every = "1s"
@@ -51,7 +51,7 @@ _AHEAD = 10_000
 _READY = "learner is ready and stands by"
 _ALONE = {"ANABRANCH__LEARNER__STANDBY": "false"}
 _PLACES = 1.12
-"""Records of the file for each event: places that were left wait for cuts before they are written again."""
+"""Records of the file for each event: places that were left wait for checkpoints before they are written again."""
 
 
 def disk_bytes(rows: int) -> int:
@@ -82,7 +82,7 @@ def seconds_to_next_step(
             stack.callback(done.set)
             learner.wait_for(lambda report: report.replay_rows.get("disk", 0) >= rows * 0.98, "a store that is full")
             filled = time.time()
-            learner.wait_for(lambda report: (report.cut_time or 0) > filled, "a cut of the full store")
+            learner.wait_for(lambda report: (report.checkpoint_time or 0) > filled, "a checkpoint of the full store")
             found = _killed(pipeline, learner, kills, dice, standby=True)
         with Supervised(pipeline, **_ALONE) as learner:
             return found, _killed(pipeline, learner, kills, dice, standby=False)

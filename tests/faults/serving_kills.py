@@ -28,7 +28,7 @@ batch_size = 16
 device = "cpu"
 [versions]
 publish_every = "200ms"
-[cuts]
+[checkpoints]
 every = "1s"
 [serving]
 port = {port}

@@ -1,4 +1,4 @@
-"""A disk that takes no more: the last good cuts stay, it is said, and training goes on."""
+"""A disk that takes no more: the last good checkpoints stay, it is said, and training goes on."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from learner.state_dir.checkpoint import Cuts
+from learner.state_dir.checkpoint import Checkpoints
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up, encoded, events, total
 
@@ -34,7 +34,7 @@ batch_size = 16
 device = "cpu"
 [versions]
 publish_every = "200ms"
-[cuts]
+[checkpoints]
 every = "200ms"
 """
 SMALL = 200_000
@@ -44,7 +44,7 @@ SMALL = 200_000
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process can be set on Linux alone")
-def test_training_goes_on_while_no_cut_can_be_written_and_a_crash_then_costs_what_no_cut_has(
+def test_training_goes_on_while_no_checkpoint_can_be_written_and_a_crash_then_costs_what_no_checkpoint_has(
     kafka: Any, tmp_path: Path
 ) -> None:
     topic = make_topic(kafka.bootstrap, "disk")
@@ -59,19 +59,26 @@ def test_training_goes_on_while_no_cut_can_be_written_and_a_crash_then_costs_wha
 
     with Supervised(pipeline) as learner:
         learn()
-        covered = learner.wait_for(lambda report: total(report) == sent and (report.cut or 0) > 1, "a cut").cut
+        covered = learner.wait_for(
+            lambda report: total(report) == sent and (report.checkpoint or 0) > 1, "a checkpoint"
+        ).checkpoint
         pid = learner.pid()
         _, hard = psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE)
         psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (SMALL, hard))
         learn()
-        report = learner.wait_for(lambda report: total(report) == sent and len(report.ill) > 1, "a word on the disk")
-        assert any(f"could not be written to {pipeline.state_dir}/cuts: File too large" in each for each in report.ill)
-        good = Cuts(pipeline.state_dir / "cuts", "", 0).numbers()
+        report = learner.wait_for(
+            lambda report: total(report) == sent and len(report.problems) > 1, "a word on the disk"
+        )
+        assert any(
+            f"could not be written to {pipeline.state_dir}/checkpoints: File too large" in each
+            for each in report.problems
+        )
+        good = Checkpoints(pipeline.state_dir / "checkpoints", "", 0).numbers()
         assert max(good) >= covered
         assert learner.kill() == pid
-        report = learner.wait_for(lambda report: total(report) == sent and not report.ill, "health", no_more=pid)
-        assert "going on from cut" in learner.said(20_000)
-        learner.wait_for(lambda report: (report.cut or 0) > max(good), "a new cut")
+        report = learner.wait_for(lambda report: total(report) == sent and not report.problems, "health", no_more=pid)
+        assert "going on from checkpoint" in learner.said(20_000)
+        learner.wait_for(lambda report: (report.checkpoint or 0) > max(good), "a new checkpoint")
     assert adds_up(report)
     assert report.outcomes["trained"] + report.outcomes["held_out"] == sent
     assert report.replay_rows == {"device": report.outcomes["trained"]}
@@ -108,18 +115,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_training_goes_on_while_the_disk_is_full_to_the_last_byte(kafka: Any, tmp_path: Path, small_disk: Path) -> None:
     """Not even a report can be written; the disk tier has its places from the start."""
     topic = make_topic(kafka.bootstrap, "full")
-    text = TEXT.replace("[cuts]", "keep = 2\nkeep_hourly = 0\n[cuts]")
+    text = TEXT.replace("[checkpoints]", "keep = 2\nkeep_hourly = 0\n[checkpoints]")
     text += '[replay]\ncapacity = 1000\ndevice_bytes = 0\ndisk = {bytes = "2MB"}\n'
     pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, CODE, text)
     messages = encoded(events(200))
     with Supervised(pipeline) as learner:
         send(kafka.bootstrap, topic, messages)
-        before = learner.wait_for(lambda report: total(report) == len(messages) and (report.cut or 0) > 1, "a cut")
+        before = learner.wait_for(
+            lambda report: total(report) == len(messages) and (report.checkpoint or 0) > 1, "a checkpoint"
+        )
         pid, filling = learner.pid(), small_disk / "filling"
         with filling.open("wb") as file:
 
             def full() -> bool:
-                """Take what is left, also what a failed cut has given back; there was something unless it is True."""
+                """Take what is left, also what a failed checkpoint has given back; there was something unless it is
+                True."""
                 left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
                 with contextlib.suppress(OSError):  # others take of it too
                     os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), left)
@@ -132,10 +142,12 @@ def test_training_goes_on_while_the_disk_is_full_to_the_last_byte(kafka: Any, tm
             learner.until(
                 lambda: full() and "var cannot be written to: No space" in health(pipeline), "a missing report"
             )
-            learner.until(lambda: "could not be written to" in learner.said(20_000), "a word on cuts or versions")
+            learner.until(
+                lambda: "could not be written to" in learner.said(20_000), "a word on checkpoints or versions"
+            )
         filling.unlink()
-        report = learner.wait_for(lambda report: total(report) == 2 * len(messages) and not report.ill, "health")
-        learner.wait_for(lambda report: (report.cut or 0) > before.cut, "a new cut")
+        report = learner.wait_for(lambda report: total(report) == 2 * len(messages) and not report.problems, "health")
+        learner.wait_for(lambda report: (report.checkpoint or 0) > before.checkpoint, "a new checkpoint")
         assert learner.pid() == pid
     assert adds_up(report)
     assert report.replay_rows["disk"] == report.outcomes["trained"]

@@ -14,7 +14,7 @@ from tests.pipelines import adds_up, encoded, total
 
 FAULTS = {
     "corrupted": Fault(corrupted=0.5),
-    "cut": Fault(cut=True),
+    "closed": Fault(closed=True),
     "stalled": Fault(stalled=True),
     "delayed": Fault(delay_seconds=0.2),
     "throttled": Fault(bytes_per_second=20_000),
@@ -34,7 +34,7 @@ factory = "faulty_model:build"
 batch_size = 16
 device = "cpu"
 [gate]
-guard_fraction = 0.0
+holdout_fraction = 0.0
 [replay]
 capacity = 3000
 device_bytes = 0
@@ -58,7 +58,7 @@ def build():
 @pytest.mark.timeout(300)
 def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_broker(kafka: Any, tmp_path: Path) -> None:
     topic = make_topic(kafka.bootstrap, "proxy")
-    text = TEXT.format(events=EVENTS * (len(FAULTS) + 1), batch=16, cut_every="200ms")
+    text = TEXT.format(events=EVENTS * (len(FAULTS) + 1), batch=16, checkpoint_every="200ms")
     with Proxy(kafka.bootstrap) as proxy:
         pipeline = Pipeline(tmp_path, proxy.address, topic, CODE, text)
         with Supervised(pipeline) as learner:
@@ -67,8 +67,8 @@ def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_brok
                 rows = np.zeros(EVENTS, ROW)
                 rows["id"] = np.arange(EVENTS) + place * EVENTS
                 send(kafka.bootstrap, topic, (row.tobytes() for row in rows))
-                if fault.cut or fault.stalled:
-                    learner.until(lambda: pipeline.report().ill, "a word on the broker")
+                if fault.closed or fault.stalled:
+                    learner.until(lambda: pipeline.report().problems, "a word on the broker")
                     proxy.heal()
                 if fault.corrupted:
                     learner.until(lambda: proxy.corruptions, "a bit that is flipped")
@@ -76,7 +76,7 @@ def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_brok
                 wanted = (place + 1) * EVENTS
                 report = learner.wait_for(lambda report, n=wanted: total(report) == n, f"all events of {fault}")
                 proxy.heal()
-            report = learner.wait_for(lambda report: not report.ill, "health")
+            report = learner.wait_for(lambda report: not report.problems, "health")
             assert proxy.connections > 3
     assert report.steps == report.steps_since_start, "it was started again"
     assert adds_up(report)
@@ -100,12 +100,12 @@ def test_events_are_replayed_from_the_disk_whatever_becomes_of_the_way_to_redis(
                 send(kafka.bootstrap, topic, messages)
                 sent += len(messages)
                 learner.wait_for(lambda report, n=sent: total(report) == n, f"all events, with Redis {name}")
-                if fault.cut or fault.stalled:
-                    learner.wait_for(lambda report: any("redis" in each for each in report.ill), "a word on Redis")
+                if fault.closed or fault.stalled:
+                    learner.wait_for(lambda report: any("redis" in each for each in report.problems), "a word on Redis")
                 if fault.corrupted:
                     assert proxy.corruptions, "no bit was flipped"
                 proxy.heal()
-                learner.wait_for(lambda report: not report.ill, f"health after Redis was {name}")
+                learner.wait_for(lambda report: not report.problems, f"health after Redis was {name}")
             pid, report = learner.pid(), learner.wait_for(lambda _: True, "a report")
             assert report.pid == pid
             assert report.steps == report.steps_since_start, "it was started again"
@@ -125,7 +125,7 @@ def test_an_event_whose_acknowledgement_is_lost_is_sent_again_and_is_there_once(
         proxy.suffer(Fault(delay_seconds=2))
         sender.send(b"second")
         assert len(consume_all(kafka.bootstrap, topic, 2)) == 2
-        proxy.suffer(Fault(cut=True))
+        proxy.suffer(Fault(closed=True))
         assert sender.acknowledged == 1, "the acknowledgement was not late enough"
         proxy.heal()
         sender.flush()

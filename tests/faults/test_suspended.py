@@ -28,12 +28,12 @@ def halves() -> Iterator[list[bytes]]:
 
 
 def pipeline_on(bootstrap: str, folder: Path) -> Pipeline:
-    text = TEXT.format(events=EVENTS, batch=16, cut_every="200ms")
+    text = TEXT.format(events=EVENTS, batch=16, checkpoint_every="200ms")
     return Pipeline(folder, bootstrap, make_topic(bootstrap, "suspended"), CODE, text)
 
 
 def all_learned(report: LearnerReport) -> bool:
-    return total(report) == EVENTS and not report.ill
+    return total(report) == EVENTS and not report.problems
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_learner_that_is_suspended_keeps_its_lock_and_goes_on_where_it_was(kaf
     command = [sys.executable, "-m", "learner", "-c", str(pipeline.path)]
     with Supervised(pipeline) as learner:
         send(kafka.bootstrap, pipeline.topic, first)
-        learner.wait_for(lambda report: total(report) == HALF and (report.cut or 0) > 1, "half of the events")
+        learner.wait_for(lambda report: total(report) == HALF and (report.checkpoint or 0) > 1, "half of the events")
         pid, family = learner.pid(), learner.family()
         for process in family:
             process.send_signal(signal.SIGSTOP)
@@ -72,7 +72,7 @@ def test_a_learner_whose_broker_is_killed_waits_for_it_and_says_so(mortal_kafka:
         learner.wait_for(lambda report: total(report) == HALF, "half of the events")
         pid = learner.pid()
         mortal_kafka.kill()
-        learner.wait_for(lambda report: bool(report.ill), "a word on the broker")
+        learner.wait_for(lambda report: bool(report.problems), "a word on the broker")
         mortal_kafka.start()
         send(mortal_kafka.bootstrap, pipeline.topic, second)
         report = learner.wait_for(all_learned, "all events")

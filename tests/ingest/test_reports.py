@@ -60,7 +60,7 @@ def test_an_end_is_known_while_blocks_that_came_before_it_wait(source):
     assert (source.partitions[0].end, source.told) == (8000, asked)
     send(source.there, Broker([(0, 9000)], "the broker is slow", asked + 1))
     source.receive()
-    assert (source.partitions[0].end, source.told, source.ill) == (9000, asked + 1, "the broker is slow")
+    assert (source.partitions[0].end, source.told, source.problem) == (9000, asked + 1, "the broker is slow")
     assert source.poll(NOW).coverage[0].end == 200
 
 
@@ -72,9 +72,9 @@ def test_what_was_received_of_a_process_that_died_comes_before_the_next_one_is_s
     first.close()
     source.receive()
     assert [source.poll(NOW).coverage[0].end for _ in range(2)] == [100, 200]
-    assert source.ill is None
+    assert source.problem is None
     assert source.poll(NOW) is None
-    assert source.ill == "the ingest process died; another one is started"
+    assert source.problem == "the ingest process died; another one is started"
     source.poll(timedelta(seconds=1))
     assert source.there is not first
     assert source.received[P0][0].offset == 200

@@ -30,7 +30,7 @@ from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.faulty_events import RaisingEventsError
 from learner.model.task import Classification
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.step_result import StepResult
@@ -208,7 +208,7 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
         if step == scenario.get("drift_at"):
             trainer.scale_learning_rate(0.5)
             trainer.drifted()
-        if step == scenario.get("cut_at"):
+        if step == scenario.get("checkpoint_at"):
             trainer.restore(trainer.tensors(), trainer.state())
         if step + 1 == scenario.get("write_at"):
             write(trainer, step + 1, scenario["write_to"])
@@ -222,24 +222,24 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found | taken_up | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
 
 
-def cuts_at(path: str) -> Cuts:
-    return Cuts(Path(path), "schema", 1)
+def checkpoints_at(path: str) -> Checkpoints:
+    return Checkpoints(Path(path), "schema", 1)
 
 
 def write(trainer: Trainer, step: int, path: str) -> None:
-    """Write a cut of what is the trainer's."""
+    """Write a checkpoint of what is the trainer's."""
     tensors, (tensors["rng"], values) = trainer.tensors(), trainer.generators()
-    cuts_at(path).write(1, Cut(step, tensors, {"trainer": trainer.state(), "rng": values}), 0.0)
+    checkpoints_at(path).write(1, Checkpoint(step, tensors, {"trainer": trainer.state(), "rng": values}), 0.0)
 
 
 def go_on(trainer: Trainer, path: str) -> tuple[dict[str, Tensor], int]:
-    """Take up a cut, and return the generators of all ranks thereafter, and the step."""
-    found = cuts_at(path).newest()
+    """Take up a checkpoint, and return the generators of all ranks thereafter, and the step."""
+    found = checkpoints_at(path).newest()
     assert found is not None
-    _, cut = found
-    trainer.restore(cut.tensors, cut.state["trainer"])
-    trainer.restore_generators(cut.tensors["rng"], cut.state["rng"])
-    return {f"rng.{name}": value for name, value in trainer.generators()[0].items()}, cut.step
+    _, checkpoint = found
+    trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
+    trainer.restore_generators(checkpoint.tensors["rng"], checkpoint.state["rng"])
+    return {f"rng.{name}": value for name, value in trainer.generators()[0].items()}, checkpoint.step
 
 
 def main() -> None:

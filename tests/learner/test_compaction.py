@@ -1,4 +1,4 @@
-"""A log of forgotten events that has become long is written anew by the learner at work."""
+"""A log of erased events that has become long is written anew by the learner at work."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +12,14 @@ from ingest.events.identity import base_of
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.reader.reader import Partition
-from learner.checkpointing.erasure import Forgetting
+from learner.checkpointing.erasure import Erasure
 from replay.erasure.erased_events import ByKey
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
 
 
-class Cuts:
-    """No cuts, in a thread that does at once what it is given."""
+class Checkpoints:
+    """No checkpoints, in a thread that does at once what it is given."""
 
     busy = False
 
@@ -34,30 +34,30 @@ class Cuts:
 def test_a_learner_at_work_compacts_a_long_log_and_tries_again_when_it_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = ForgottenLog(tmp_path / "forgotten.log")
+    written = ErasureLog(tmp_path / "erasures.log")
     records = [ByKey(time=0.0, by=f"e#0[0]@{n}", key_hash=f"{n:016x}", up_to={"e#0[0]": n}) for n in range(1, 9000)]
     written.append(records)
-    written.append(Applied(time=0.0, through=written.count, store=0, guard=0))
+    written.append(Applied(time=0.0, through=written.count, store=0, holdout=0))
     assert written.is_long
-    cuts: Any = Cuts()
-    forgetting = Forgetting(written, cuts, tmp_path, None, cuts, cuts)
+    checkpoints: Any = Checkpoints()
+    erasure = Erasure(written, checkpoints, tmp_path, None, checkpoints, checkpoints)
     before = written.path.stat().st_size
 
     def away(*_arguments: object) -> None:
-        raise DependencyError("forgotten.log cannot be read: Stale file handle")
+        raise DependencyError("erasures.log cannot be read: Stale file handle")
 
     monkeypatch.setattr("learner.checkpointing.erasure._RETRY_SECONDS", 0.0)
     monkeypatch.setattr("learner.checkpointing.erasure._EVERY_SECONDS", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(ForgottenLog, "compact", away)
+        patch.setattr(ErasureLog, "compact", away)
         for _ in range(5):
-            forgetting.look_if_due()
+            erasure.look_if_due()
     assert written.path.stat().st_size == before
     for _ in range(5):
-        forgetting.look_if_due()
+        erasure.look_if_due()
     assert written.path.stat().st_size < before / 2
     assert not written.is_long
-    fresh = ForgottenLog(written.path)
+    fresh = ErasureLog(written.path)
     fresh.refresh()
     assert (fresh.count, fresh.through) == (written.count, written.through)
 
@@ -67,26 +67,26 @@ def test_what_is_dropped_is_below_what_kafka_has_and_below_what_is_learned(
 ) -> None:
     """And a partition whose topic was made anew, or has lost its end, is as far as the one in its place."""
     monkeypatch.setattr("learner.checkpointing.erasure._EVERY_SECONDS", 0.0)
-    monkeypatch.setattr(ForgottenLog, "is_long", True)
+    monkeypatch.setattr(ErasureLog, "is_long", True)
     names = [TopicPartition("e", 0), TopicPartition("e", 1), TopicPartition("e", 0, 1), TopicPartition("gone", 0)]
     ends = [{"e#0[0]": 50}, {"e#0[0]": 51}, {"e#1[0]": 50}, {"e#1[0]": 51}, {"e#0[1]": 30}, {"e#0[1]": 31}]
     ends += [{"gone#0[0]": 1}]
-    written = ForgottenLog(tmp_path / "forgotten.log")
+    written = ErasureLog(tmp_path / "erasures.log")
     written.append([ByKey(time=0.0, by="command", key_hash=f"{n:016x}", up_to=each) for n, each in enumerate(ends)])
-    written.append(Applied(time=0.0, through=written.count, store=0, guard=0))
-    cuts: Any = Cuts()
-    forgetting = Forgetting(written, cuts, tmp_path, None, cuts, cuts)
+    written.append(Applied(time=0.0, through=written.count, store=0, holdout=0))
+    checkpoints: Any = Checkpoints()
+    erasure = Erasure(written, checkpoints, tmp_path, None, checkpoints, checkpoints)
     starts = [None, 40, 50, None]
     positions = dict(zip(names, map(Position, [5, 30, 70, 9]), strict=True))
     found = [Partition(name, 0, 99, None, start) for name, start in zip(names, starts, strict=True)]
-    forgetting.meet(found, lambda: positions)
+    erasure.meet(found, lambda: positions)
     for _ in range(5):
-        forgetting.look_if_due()
+        erasure.look_if_due()
 
     def is_left(number: int, name: str) -> bool:
         event = {"partition": np.zeros(1, np.int32), "offset": np.zeros(1, np.int64)}
         event["key_hash"] = np.array([number], np.uint64)
-        return bool(written.forgotten.covers(np.array([base_of(name)], np.uint64), event)[0])
+        return bool(written.erased.covers(np.array([base_of(name)], np.uint64), event)[0])
 
     left = [number for number, each in enumerate(ends) if is_left(number, *each)]
     assert left == [1, 3, 5, 6]

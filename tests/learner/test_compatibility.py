@@ -14,7 +14,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.build import Workbench
 from learner.compatibility import RULES, point, refused
-from learner.config import LearnerSettings, ShareSettings
+from learner.config import DeviceSharingSettings, LearnerSettings
 from learner.distributed.channel import Channel
 from learner.model.device import Precision, choose_precision
 from learner.model.embedding import Embedding
@@ -176,19 +176,19 @@ def test_what_does_not_go_together_is_one_sentence(
 
 
 def test_compiled_code_has_no_layers_to_give_way_between() -> None:
-    share = ShareSettings.model_validate({"yield_at": "layer"})
-    assert list(refused(point(LearnerSettings(), ReplaySettings(), share=share))) == []
-    chosen = point(LearnerSettings.model_validate({"compile": True}), ReplaySettings(), share=share)
+    share = DeviceSharingSettings.model_validate({"yield_at": "layer"})
+    assert list(refused(point(LearnerSettings(), ReplaySettings(), sharing=share))) == []
+    chosen = point(LearnerSettings.model_validate({"compile": True}), ReplaySettings(), sharing=share)
     ((key, said),) = refused(chosen)
-    assert key == "share.yield_at"
+    assert key == "device_sharing.yield_at"
     assert said == (
-        'share.yield_at = "layer" does not go with learner.compile = true: '
+        'device_sharing.yield_at = "layer" does not go with learner.compile = true: '
         'compiled code runs across the borders of layers; write "micro-batch"'
     )
 
 
 def test_each_rule_is_of_keys_that_there_are() -> None:
-    known = set(point(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",)), ShareSettings()))
+    known = set(point(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",)), DeviceSharingSettings()))
     assert {key for rule in RULES for key in (rule.key, rule.other)} <= known
     assert list(refused(point(LearnerSettings(), ReplaySettings()))) == []
 

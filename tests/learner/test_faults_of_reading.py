@@ -1,4 +1,5 @@
-"""Reading cuts and versions: what is damaged is refused, and what the operating system does not give is left alone."""
+"""Reading checkpoints and versions: what is damaged is refused, and what the operating system does not give is left
+alone."""
 
 import errno
 import json
@@ -12,18 +13,18 @@ import pytest
 import torch
 
 from learner.checkpointing.erase_checkpoints import Eraser
-from learner.errors import CutError, VersionError
+from learner.errors import CheckpointError, VersionError
 from learner.resume import Resumed
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.folders import LocalStorage
 from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
-from replay.erasure.erased_events import ByKey, Forgotten
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erased_events import ByKey, ErasedEvents
+from replay.erasure.erasure_log import ErasureLog
 
 ERRORS = pytest.mark.parametrize(
     "number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES], ids=lambda number: errno.errorcode[number]
 )
-FILES_OF_A_CUT = ["manifest.json", "state.json", "model.safetensors", "guard.safetensors"]
+FILES_OF_A_CHECKPOINT = ["manifest.json", "state.json", "model.safetensors", "holdout.safetensors"]
 
 
 @contextmanager
@@ -44,57 +45,61 @@ def failing(path: Path, number: int) -> Iterator[None]:
         yield
 
 
-def cut_of(number: int) -> Cut:
-    tensors = {"model": {"w": torch.full((4,), float(number))}, "rng": {}, "guard": {}}
-    return Cut(number, tensors, {"ledger": [], "number": number})
+def checkpoint_of(number: int) -> Checkpoint:
+    tensors = {"model": {"w": torch.full((4,), float(number))}, "rng": {}, "holdout": {}}
+    return Checkpoint(number, tensors, {"ledger": [], "number": number})
 
 
 @pytest.fixture
-def cuts(tmp_path: Path) -> Cuts:
-    made = Cuts(tmp_path / "var" / "cuts", "schema", 1)
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    made = Checkpoints(tmp_path / "var" / "checkpoints", "schema", 1)
     for number in (1, 2, 3):
-        made.write(number, cut_of(number), 0.0)
+        made.write(number, checkpoint_of(number), 0.0)
     return made
 
 
-def forgotten() -> Forgotten:
-    return Forgotten([ByKey(number=1, time=0.0, by="command", key_hash="00" * 8, up_to={})])
+def erased() -> ErasedEvents:
+    return ErasedEvents([ByKey(number=1, time=0.0, by="command", key_hash="00" * 8, up_to={})])
 
 
-def path_of(cuts: Cuts, number: int, name: str) -> Path:
-    return cuts.path / str(number) / ("" if name == "manifest.json" else "rank-0") / name
+def path_of(checkpoints: Checkpoints, number: int, name: str) -> Path:
+    return checkpoints.path / str(number) / ("" if name == "manifest.json" else "rank-0") / name
 
 
 @ERRORS
-@pytest.mark.parametrize("name", FILES_OF_A_CUT)
-def test_no_older_cut_takes_the_place_of_one_that_is_away_and_none_is_deleted(
-    cuts: Cuts, name: str, number: int, tmp_path: Path
+@pytest.mark.parametrize("name", FILES_OF_A_CHECKPOINT)
+def test_no_older_checkpoint_takes_the_place_of_one_that_is_away_and_none_is_deleted(
+    checkpoints: Checkpoints, name: str, number: int, tmp_path: Path
 ) -> None:
-    with failing(path_of(cuts, 3, name), number), pytest.raises(OSError, match=name) as caught:
-        Resumed.newest(cuts, ForgottenLog(tmp_path / "forgotten.log"))
+    with failing(path_of(checkpoints, 3, name), number), pytest.raises(OSError, match=name) as caught:
+        Resumed.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     assert caught.value.errno == number
-    cuts.write(4, cut_of(4), 0.0)
-    cuts.prune(4)
-    assert cuts.numbers() == [1, 2, 3, 4]
+    checkpoints.write(4, checkpoint_of(4), 0.0)
+    checkpoints.prune(4)
+    assert checkpoints.numbers() == [1, 2, 3, 4]
 
 
 @ERRORS
-def test_a_folder_of_cuts_that_cannot_be_listed_is_not_an_empty_one(cuts: Cuts, number: int, tmp_path: Path) -> None:
-    for path in (cuts.path, path_of(cuts, 3, "manifest.json")):
-        with failing(path, number), pytest.raises(OSError, match="cuts"):
-            Resumed.newest(cuts, ForgottenLog(tmp_path / "forgotten.log"))
-    assert cuts.numbers() == [1, 2, 3]
+def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
+    checkpoints: Checkpoints, number: int, tmp_path: Path
+) -> None:
+    for path in (checkpoints.path, path_of(checkpoints, 3, "manifest.json")):
+        with failing(path, number), pytest.raises(OSError, match="checkpoints"):
+            Resumed.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
+    assert checkpoints.numbers() == [1, 2, 3]
 
 
 @ERRORS
-@pytest.mark.parametrize("name", FILES_OF_A_CUT)
-def test_the_eraser_deletes_no_cut_that_is_away(cuts: Cuts, name: str, number: int, tmp_path: Path) -> None:
-    eraser = Eraser(cuts, tmp_path / "replay", forgotten())
-    with failing(path_of(cuts, 2, name), number), pytest.raises(OSError, match=name):
+@pytest.mark.parametrize("name", FILES_OF_A_CHECKPOINT)
+def test_the_eraser_deletes_no_checkpoint_that_is_away(
+    checkpoints: Checkpoints, name: str, number: int, tmp_path: Path
+) -> None:
+    eraser = Eraser(checkpoints, tmp_path / "replay", erased())
+    with failing(path_of(checkpoints, 2, name), number), pytest.raises(OSError, match=name):
         eraser.run()
-    assert cuts.numbers() == [1, 2, 3]
+    assert checkpoints.numbers() == [1, 2, 3]
     eraser.run()
-    assert cuts.numbers() == [1, 2, 3]
+    assert checkpoints.numbers() == [1, 2, 3]
 
 
 def flip(path: Path) -> None:
@@ -131,7 +136,7 @@ def leave(path: Path) -> None:
 
 
 def of_another(path: Path) -> None:
-    """Put the manifest of another cut in its place; of another file, only cut it short."""
+    """Put the manifest of another checkpoint in its place; of another file, only cut it short."""
     if path.name == "manifest.json":
         path.write_bytes((path.parent.parent / "1" / path.name).read_bytes())
     else:
@@ -142,67 +147,70 @@ DAMAGES = pytest.mark.parametrize("damage", [flip, become_fifo, become_link, bec
 
 
 @DAMAGES
-@pytest.mark.parametrize("name", FILES_OF_A_CUT)
-def test_a_damaged_cut_is_refused_and_kept_until_as_many_whole_ones_are_newer(
-    cuts: Cuts, name: str, damage: Callable[[Path], None]
+@pytest.mark.parametrize("name", FILES_OF_A_CHECKPOINT)
+def test_a_damaged_checkpoint_is_refused_and_kept_until_as_many_whole_ones_are_newer(
+    checkpoints: Checkpoints, name: str, damage: Callable[[Path], None]
 ) -> None:
-    damage(path_of(cuts, 3, name))
-    found = cuts.newest()
+    damage(path_of(checkpoints, 3, name))
+    found = checkpoints.newest()
     assert found is not None
     assert (found[0], found[1].state["number"]) == (2, 2)
     for number, left in ((4, [2, 3, 4]), (5, [4, 5])):
-        cuts.write(number, cut_of(number), 0.0)
-        cuts.prune(2)
-        assert cuts.numbers() == left
+        checkpoints.write(number, checkpoint_of(number), 0.0)
+        checkpoints.prune(2)
+        assert checkpoints.numbers() == left
 
 
 @DAMAGES
-def test_cuts_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
-    cuts: Cuts, damage: Callable[[Path], None], tmp_path: Path
+def test_checkpoints_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
+    checkpoints: Checkpoints, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    for number in cuts.numbers():
+    for number in checkpoints.numbers():
         if number != 1:
-            damage(path_of(cuts, number, "manifest.json"))
-    flip(path_of(cuts, 1, "model.safetensors"))
-    sentence = r"there are cuts in .*cuts \(1, 2, 3\), and none can be used: cut 3: .*; put it back .* or begin anew by"
-    with pytest.raises(CutError, match=sentence):
-        Resumed.newest(cuts, ForgottenLog(tmp_path / "forgotten.log"))
-    nest(path_of(cuts, 1, "manifest.json"))
-    with pytest.raises(OSError, match="all cuts are damaged, and are deleted once there is a whole one"):
-        Eraser(cuts, tmp_path / "replay", forgotten()).run()
-    assert cuts.numbers() == [1, 2, 3]
-    cuts.write(4, cut_of(4), 0.0)
-    Eraser(cuts, tmp_path / "replay", forgotten()).run()
-    assert cuts.numbers() == [4]
+            damage(path_of(checkpoints, number, "manifest.json"))
+    flip(path_of(checkpoints, 1, "model.safetensors"))
+    sentence = (
+        r"there are checkpoints in .*checkpoints \(1, 2, 3\), and none can be used: checkpoint 3: .*; put it back "
+        ".* or begin anew by"
+    )
+    with pytest.raises(CheckpointError, match=sentence):
+        Resumed.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
+    nest(path_of(checkpoints, 1, "manifest.json"))
+    with pytest.raises(OSError, match="all checkpoints are damaged, and are deleted once there is a whole one"):
+        Eraser(checkpoints, tmp_path / "replay", erased()).run()
+    assert checkpoints.numbers() == [1, 2, 3]
+    checkpoints.write(4, checkpoint_of(4), 0.0)
+    Eraser(checkpoints, tmp_path / "replay", erased()).run()
+    assert checkpoints.numbers() == [4]
     assert victim.read_text() == "precious"
 
 
-def test_a_folder_of_a_cut_that_is_a_link_is_refused_and_nothing_behind_it_is_deleted(
-    cuts: Cuts, tmp_path: Path
+def test_a_folder_of_a_checkpoint_that_is_a_link_is_refused_and_nothing_behind_it_is_deleted(
+    checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
-    (cuts.path / "3").rename(elsewhere)
-    (cuts.path / "3").symlink_to(elsewhere)
-    shutil.move(cuts.path / "2" / "rank-0", tmp_path / "parts")
-    (cuts.path / "2" / "rank-0").symlink_to(tmp_path / "parts")
+    (checkpoints.path / "3").rename(elsewhere)
+    (checkpoints.path / "3").symlink_to(elsewhere)
+    shutil.move(checkpoints.path / "2" / "rank-0", tmp_path / "parts")
+    (checkpoints.path / "2" / "rank-0").symlink_to(tmp_path / "parts")
     (tmp_path / "parts" / "precious").write_text("precious")
-    found = cuts.newest()
+    found = checkpoints.newest()
     assert found is not None
     assert found[0] == 1
-    Eraser(cuts, tmp_path / "replay", forgotten()).run()
-    assert cuts.numbers() == [1]
+    Eraser(checkpoints, tmp_path / "replay", erased()).run()
+    assert checkpoints.numbers() == [1]
     assert (elsewhere / "manifest.json").exists()
     assert (tmp_path / "parts" / "precious").exists()
 
 
 @pytest.mark.parametrize("name", ["²", "\N{ARABIC-INDIC DIGIT ONE}", "9" * 30, "01"])
-def test_folders_whose_names_are_no_numbers_are_passed_over(cuts: Cuts, name: str) -> None:
-    shutil.copytree(cuts.path / "3", cuts.path / name)
-    assert (cuts.numbers(), LocalStorage(cuts.path).highest()) == ([1, 2, 3], 3)
-    cuts.clean()
-    assert (cuts.path / name).exists()
+def test_folders_whose_names_are_no_numbers_are_passed_over(checkpoints: Checkpoints, name: str) -> None:
+    shutil.copytree(checkpoints.path / "3", checkpoints.path / name)
+    assert (checkpoints.numbers(), LocalStorage(checkpoints.path).highest()) == ([1, 2, 3], 3)
+    checkpoints.clean()
+    assert (checkpoints.path / name).exists()
 
 
 @pytest.fixture
@@ -211,7 +219,7 @@ def versions(tmp_path: Path) -> Versions:
     for number in (1, 2):
         manifest = Manifest(
             number=number,
-            epoch=3 - number,
+            generation=3 - number,
             parent=None,
             time=0.0,
             step=1,
@@ -245,13 +253,13 @@ def test_a_version_that_is_away_is_not_refused(versions: Versions, number: int) 
 
 
 @ERRORS
-def test_an_epoch_that_is_away_is_asked_for_again(versions: Versions, number: int) -> None:
+def test_an_generation_that_is_away_is_asked_for_again(versions: Versions, number: int) -> None:
     with failing(versions.directory(1) / "manifest.json", number):
         assert versions.stale([1, 2]) == set()
         with pytest.raises(OSError, match="manifest"):
-            versions.epoch()
+            versions.generation()
     assert versions.stale([1, 2]) == {2}
-    assert versions.epoch() == 2
+    assert versions.generation() == 2
 
 
 @pytest.mark.parametrize("damage", [flip, become_fifo, become_link, become_directory, nest, leave])

@@ -117,7 +117,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tm
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # what torch imports for ZeRO
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_cut_as_before(
+def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_checkpointed_as_before(
     schema: Schema, tmp_path: Path, kind: str
 ) -> None:
     """In a group of one, with the fused optimizer, which on CUDA wants its counts of steps there too."""
@@ -132,7 +132,9 @@ def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_cut_as_bef
             replicas = Replicas(settings)
             return Trainer(*parts, choose_precision("fp32", device), ranks=replicas), replicas
 
-        def cut(trainer: Trainer, replicas: Replicas) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
+        def checkpoint(
+            trainer: Trainer, replicas: Replicas
+        ) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
             replicas.gather()
             return trainer.tensors(), trainer.state()
 
@@ -140,16 +142,16 @@ def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_cut_as_bef
         examples = before[0].examples(fake_columns(schema, range(12), label=[0, 1, 2]))
         for _ in range(3):
             before[0].step(examples)
-        after[0].restore(*cut(*before))
+        after[0].restore(*checkpoint(*before))
         optimizer: Any = after[0].update.optimizer
         assert not optimizer.state, "a copy beside the inner optimizer's"
         moments = [value for values in optimizer.optim.state.values() for value in values.values()]
         assert len(moments) == 2 * 3
         assert {each.device.type for each in moments} == {kind}
-        assert cut(*after)[1] == cut(*before)[1]
+        assert checkpoint(*after)[1] == checkpoint(*before)[1]
         for _ in range(2):
             for part in ("model", "optimizer"):
-                kept, again = (cut(*each)[0][part] for each in (before, after))
+                kept, again = (checkpoint(*each)[0][part] for each in (before, after))
                 assert kept.keys() == again.keys()
                 assert all(torch.equal(value, again[name]) for name, value in kept.items()), part
             assert before[0].step(examples).loss == after[0].step(examples).loss

@@ -25,10 +25,10 @@ batch_size = 16
 replay_ratio = 0
 [versions]
 publish_every = "1h"
-[cuts]
+[checkpoints]
 every = "300ms"
 [gate]
-guard_fraction = 0.1
+holdout_fraction = 0.1
 """
 SLOW = """
 import time

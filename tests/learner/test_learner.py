@@ -15,8 +15,8 @@ import torch
 from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
-from learner.state_dir.checkpoint import Cuts
-from learner.state_dir.lock import EPOCH, LOCK, hold_state_directory
+from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.lock import GENERATION, LOCK, hold_state_directory
 from learner.state_dir.report import LearnerReport, read_report
 from learner.state_dir.version import Versions
 from tests import forkserver
@@ -28,7 +28,7 @@ stop_timeout = "20s"
 [versions]
 publish_every = "100ms"
 [gate]
-guard_fraction = 0.1
+holdout_fraction = 0.1
 """
 SLOW = """
 from torch import nn
@@ -65,10 +65,10 @@ def ended(config: Path, **environment: str) -> tuple[int, str]:
 
 
 def read_log(learner: Learner, times: int) -> str:
-    """Wait for a first report, and return what all processes so far said; `times` of them went on from a cut."""
+    """Wait for a first report, and return what all processes so far said; `times` of them went on from a checkpoint."""
     learner.wait_for(lambda _: True)
     said = learner.log.read_text()
-    assert said.count("going on from cut") == times, said
+    assert said.count("going on from checkpoint") == times, said
     return said
 
 
@@ -93,7 +93,7 @@ def test_a_stream_is_learned_accounted_for_and_published(
     assert report.outcomes["dead_lettered"] == 2
     assert report.outcomes["skipped"] == 2
     assert report.skipped == {"unlabelled": 2}
-    assert report.outcomes["held_out"] == report.guard_rows > 60
+    assert report.outcomes["held_out"] == report.holdout_rows > 60
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 1200
     assert report.replay_rows == {"device": report.outcomes["trained"]}
     assert report.accuracy["now"] > 0.9
@@ -105,13 +105,13 @@ def test_a_stream_is_learned_accounted_for_and_published(
     for figure in (
         f'anabranch_replay_rows{{tier="device"}} {float(report.replay_rows["device"])}',
         f'anabranch_replay_bound_bytes{{tier="device"}} {floatToGoString(report.replay_bounds["device"])}',
-        f"anabranch_guard_rows {float(report.guard_rows)}",
+        f"anabranch_holdout_rows {float(report.holdout_rows)}",
         'anabranch_ingest_skipped_rows{reason="unlabelled"} 2.0',
         f'anabranch_learner_trained_through_offset{{partition="0",topic="{topic}"}} 601.0',
-        "anabranch_learner_ill 0.0",
+        "anabranch_learner_problems 0.0",
     ):
         assert figure in metrics
-    assert json.loads(learner.get("/healthz")) == {"ok": True, "ill": []}
+    assert json.loads(learner.get("/healthz")) == {"ok": True, "problems": []}
 
     assert [path.name for path in (learner.state_dir / "traces").iterdir()] == ["steps-2-5.json"]
     assert learner.stop() == 0
@@ -137,11 +137,11 @@ def test_a_lone_event_that_is_not_trained_on_is_covered_by_a_version_soon(
 ) -> None:
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
-    learner = start(config, ANABRANCH__GATE__GUARD_FRACTION="0")
+    learner = start(config, ANABRANCH__GATE__HOLDOUT_FRACTION="0")
     produce(kafka.bootstrap, topic, events(32))
     learner.wait_for(lambda each: total(each) == 32)
     assert learner.stop() == 0
-    learner = start(config, ANABRANCH__GATE__GUARD_FRACTION="0.999999")
+    learner = start(config, ANABRANCH__GATE__HOLDOUT_FRACTION="0.999999")
     produce(kafka.bootstrap, topic, [event])
     learner.wait_for(lambda each: total(each) == 33 and (each.version or 0) > 0)
     versions = Versions(learner.state_dir / "versions")
@@ -157,7 +157,7 @@ def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
 ) -> None:
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic, model=OVERFLOWING)
-    learner = start(config, ANABRANCH__GATE__GUARD_FRACTION="0")
+    learner = start(config, ANABRANCH__GATE__HOLDOUT_FRACTION="0")
     produce(kafka.bootstrap, topic, events(16))
     learner.wait_for(lambda each: total(each) == 16)
     produce(kafka.bootstrap, topic, [{"x": [3e38, 3e38, -3e38], "y": 0}])
@@ -186,9 +186,9 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
         produce(kafka.bootstrap, topic, values, partition=partition)
     environment = {
         "ANABRANCH__LEARNER__DETERMINISTIC": "true",
-        "ANABRANCH__CUTS__EVERY": "500ms",
+        "ANABRANCH__CHECKPOINTS__EVERY": "500ms",
         "ANABRANCH__REPLAY__CAPACITY": "500",
-        "ANABRANCH__GATE__GUARD_FRACTION": "0",
+        "ANABRANCH__GATE__HOLDOUT_FRACTION": "0",
     }
     steps = 3800 // 16
     learner = start(config, **environment)
@@ -197,7 +197,7 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
     whole = learner.state_dir.rename(learner.state_dir.parent / "whole")
     for kill in (True, False):
         learner = start(config, **environment)
-        report = learner.wait_for(lambda each: each.steps_since_start > 20 and (each.cut or 0) > 1)
+        report = learner.wait_for(lambda each: each.steps_since_start > 20 and (each.checkpoint or 0) > 1)
         assert report.steps < steps, "it is over before it is interrupted"
         if kill:
             learner.kill()
@@ -210,7 +210,11 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
     assert learner.stop() == 0
     for part in ("model", "optimizer"):
         mine, others = (
-            load_file(max((path / "cuts").iterdir(), key=lambda cut: int(cut.name)) / "rank-0" / f"{part}.safetensors")
+            load_file(
+                max((path / "checkpoints").iterdir(), key=lambda checkpoint: int(checkpoint.name))
+                / "rank-0"
+                / f"{part}.safetensors"
+            )
             for path in (learner.state_dir, whole)
         )
         assert mine.keys() == others.keys() != set()
@@ -218,7 +222,7 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
 
 
 @pytest.mark.parametrize("home", ["device", "disk"])
-def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
+def test_after_kill_9_it_goes_on_from_the_checkpoint_and_everything_adds_up(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -229,7 +233,7 @@ def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
     topic = make_topic(partitions=2)
     config = pipeline(kafka.bootstrap, topic)
     produced = 0
-    environment = {"ANABRANCH__CUTS__EVERY": "200ms"}
+    environment = {"ANABRANCH__CHECKPOINTS__EVERY": "200ms"}
     if home == "disk":
         environment |= {"ANABRANCH__REPLAY__DISK__BYTES": "1MB", "ANABRANCH__REPLAY__DEVICE_BYTES": "10kB"}
     learner = start(config, **environment)
@@ -237,21 +241,21 @@ def test_after_kill_9_it_goes_on_from_the_cut_and_everything_adds_up(
         for partition in range(2):
             produce(kafka.bootstrap, topic, [*events(150), b"bad"], partition=partition)
         produced += 302
-        report = learner.wait_for(lambda each, n=produced: total(each) >= n // 2 and (each.cut or 0) > 1)
+        report = learner.wait_for(lambda each, n=produced: total(each) >= n // 2 and (each.checkpoint or 0) > 1)
         assert adds_up(report)
         learner.kill()
         learner = start(config, **environment)
-        assert "going on from cut" in read_log(learner, round_)
+        assert "going on from checkpoint" in read_log(learner, round_)
     report = learner.wait_for(lambda each: total(each) == produced)
     assert adds_up(report)
     assert report.outcomes["dead_lettered"] == 8
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 1200
     assert report.replay_rows[home] == report.outcomes["trained"], "an event is in the store twice, or not at all"
     assert report.replay_lost == 0
-    assert report.guard_rows == report.outcomes["held_out"]
+    assert report.holdout_rows == report.outcomes["held_out"]
 
 
-def test_sigterm_cuts_so_that_no_event_comes_twice(
+def test_sigterm_writes_a_checkpoint_so_that_no_event_comes_twice(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -268,16 +272,16 @@ def test_sigterm_cuts_so_that_no_event_comes_twice(
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 300)
     assert before is not None
-    assert before.cut is not None
-    manifest = json.loads((learner.state_dir / "cuts" / str(before.cut) / "manifest.json").read_bytes())
-    assert before.cut_time == manifest["time"]
+    assert before.checkpoint is not None
+    manifest = json.loads((learner.state_dir / "checkpoints" / str(before.checkpoint) / "manifest.json").read_bytes())
+    assert before.checkpoint_time == manifest["time"]
     assert report.steps == before.steps + report.steps_since_start
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 300
     assert adds_up(report)
 
 
 @pytest.mark.any_broker
-def test_a_learner_that_rests_makes_no_cuts_and_is_well(
+def test_a_learner_that_rests_makes_no_checkpoints_and_is_well(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -285,27 +289,27 @@ def test_a_learner_that_rests_makes_no_cuts_and_is_well(
     start: Callable[..., Learner],
 ) -> None:
     topic = make_topic()
-    learner = start(pipeline(kafka.bootstrap, topic, '[cuts]\nevery = "50ms"\n'))
+    learner = start(pipeline(kafka.bootstrap, topic, '[checkpoints]\nevery = "50ms"\n'))
 
     def rests() -> LearnerReport:
-        """Wait until twenty cuts were due and none was made."""
+        """Wait until twenty checkpoints were due and none was made."""
         since = learner.wait_for(lambda _: True)
         while (now := learner.wait_for(lambda _: True)).time < since.time + 1:
-            since = since if now.cut == since.cut else now
+            since = since if now.checkpoint == since.checkpoint else now
         return now
 
     produce(kafka.bootstrap, topic, events(100))
-    learner.wait_for(lambda each: total(each) == 100 and (each.cut or 0) > 1)
+    learner.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
     before = rests()
-    assert before.ill == []
+    assert before.problems == []
     produce(kafka.bootstrap, topic, events(100))
-    learner.wait_for(lambda each: (each.cut or 0) > (before.cut or 0))
+    learner.wait_for(lambda each: (each.checkpoint or 0) > (before.checkpoint or 0))
     report = rests()
     assert total(report) == 200
     assert learner.stop() == 0
     after = read_report(learner.state_dir)
     assert after is not None
-    assert after.cut == report.cut, "a learner that had nothing new made a last cut"
+    assert after.checkpoint == report.checkpoint, "a learner that had nothing new made a last checkpoint"
 
 
 @pytest.mark.any_broker
@@ -361,7 +365,7 @@ def test_a_second_learner_on_the_same_state_directory_ends_with_2(
 
 
 @pytest.mark.any_broker
-def test_a_learner_goes_on_after_what_is_there_of_versions_and_cuts_where_the_file_of_epochs_was_lost(
+def test_a_learner_goes_on_after_what_is_there_of_versions_and_checkpoints_where_the_file_of_generations_was_lost(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -376,10 +380,14 @@ def test_a_learner_goes_on_after_what_is_there_of_versions_and_cuts_where_the_fi
         learner.wait_for(lambda each, n=50 * turn: total(each) == n)
         assert learner.stop() == 0
         versions = Versions(learner.state_dir / "versions")
-        cuts = Cuts(learner.state_dir / "cuts", "", 0)
-        assert [versions.epoch(), cuts.epoch(), cuts.manifest(max(cuts.numbers())).epoch] == [turn] * 3
+        checkpoints = Checkpoints(learner.state_dir / "checkpoints", "", 0)
+        assert [
+            versions.generation(),
+            checkpoints.generation(),
+            checkpoints.manifest(max(checkpoints.numbers())).generation,
+        ] == [turn] * 3
         assert versions.stale(versions.numbers()) == set()
-        (learner.state_dir / EPOCH).unlink()
+        (learner.state_dir / GENERATION).unlink()
         if turn == 2:
             shutil.rmtree(learner.state_dir / "versions")
 
@@ -393,16 +401,16 @@ def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writ
     start: Callable[..., Learner],
 ) -> None:
     topic = make_topic()
-    learner = start(pipeline(kafka.bootstrap, topic, '[cuts]\nevery = "50ms"\n'))
+    learner = start(pipeline(kafka.bootstrap, topic, '[checkpoints]\nevery = "50ms"\n'))
     produce(kafka.bootstrap, topic, events(100))
-    learner.wait_for(lambda each: total(each) == 100 and (each.cut or 0) > 1)
+    learner.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
     (learner.state_dir / LOCK).unlink()  # as a network file system may let go of it
-    with hold_state_directory(learner.state_dir) as epoch:
-        assert epoch == 2
-        before = sorted((learner.state_dir / "cuts").iterdir())
+    with hold_state_directory(learner.state_dir) as generation:
+        assert generation == 2
+        before = sorted((learner.state_dir / "checkpoints").iterdir())
         produce(kafka.bootstrap, topic, events(100))
         assert learner.process.wait(30) == 2
-        assert sorted((learner.state_dir / "cuts").iterdir()) == before
+        assert sorted((learner.state_dir / "checkpoints").iterdir()) == before
     assert "another learner has taken" in learner.log.read_text().splitlines()[-1]
 
 
@@ -484,16 +492,16 @@ def test_training_goes_on_whatever_becomes_of_redis(
         sent += more
         return learner.wait_for(lambda each: total(each) == sent)
 
-    def redis_is_ill(report: LearnerReport) -> bool:
-        return any("replay.redis" in sentence for sentence in report.ill)
+    def redis_is_unhealthy(report: LearnerReport) -> bool:
+        return any("replay.redis" in sentence for sentence in report.problems)
 
     def healed() -> LearnerReport:
-        return learner.wait_for(lambda report: not redis_is_ill(report))
+        return learner.wait_for(lambda report: not redis_is_unhealthy(report))
 
     assert learn().replay_lost == 0
     mortal_redis.stop()
     learn()
-    learner.wait_for(redis_is_ill)
+    learner.wait_for(redis_is_unhealthy)
     mortal_redis.start()
     healed()
     learn()
@@ -502,7 +510,7 @@ def test_training_goes_on_whatever_becomes_of_redis(
     healed()
     mortal_redis.bound(mortal_redis.used_bytes, "noeviction")
     learn()
-    learner.wait_for(redis_is_ill)
+    learner.wait_for(redis_is_unhealthy)
     mortal_redis.bound(0, "noeviction")
     report = learn(400)
     healed()
@@ -538,7 +546,7 @@ def test_events_are_compared_where_the_model_puts_them(
     resumed = start(config, ANABRANCH__MODEL__EMBEDDING="1")
     produce(kafka.bootstrap, topic, events(100))
     resumed.wait_for(lambda each: total(each) == 900)
-    assert not resumed.wait_for(lambda _: True).ill
+    assert not resumed.wait_for(lambda _: True).problems
     assert resumed.stop() == 0
     assert ended(config)[1].startswith("anabranch: replay.")
 
@@ -594,7 +602,7 @@ def test_the_output_of_the_model_is_kept_with_each_event_for_der(
     pipeline: Callable[..., Path],
     start: Callable[..., Learner],
 ) -> None:
-    """Also of a cut that is gone on from, but not under a strategy that keeps none."""
+    """Also of a checkpoint that is gone on from, but not under a strategy that keeps none."""
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
     environment = {"ANABRANCH__LEARNER__STRATEGY": "der++", "ANABRANCH__STREAM__UNLABELLED": "store"}
@@ -605,7 +613,7 @@ def test_the_output_of_the_model_is_kept_with_each_event_for_der(
     resumed = start(config, **environment)
     produce(kafka.bootstrap, topic, events(200))
     report = resumed.wait_for(lambda each: total(each) == 600)
-    assert (report.outcomes["stored_only"], report.ill) == (100, [])
+    assert (report.outcomes["stored_only"], report.problems) == (100, [])
     assert resumed.stop() == 0
     shown = forkserver.run(
         ["-m", "anabranch", "replay", "sample", "5", "-c", str(config)], env={**os.environ, **environment}

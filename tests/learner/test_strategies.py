@@ -145,7 +145,7 @@ class TestEveryStrategy:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-    def test_it_learns_on_a_gpu_and_goes_on_from_a_cut(self, schema: Schema, name: str, precision: str) -> None:
+    def test_it_learns_on_a_gpu_and_goes_on_from_a_checkpoint(self, schema: Schema, name: str, precision: str) -> None:
         options = {
             "optimizer": {"name": "adamw", "lr": 1e-2},
             "precision": precision,
@@ -479,7 +479,7 @@ class TestClassMeans:
     def test_what_is_added_up_does_not_depend_on_the_number_of_ranks(
         self, schema: Schema, kind: type[NearestClassMean]
     ) -> None:
-        """So that a cut may be gone on from with another; here the other rank of two has nothing to add."""
+        """So that a checkpoint may be gone on from with another; here the other rank of two has nothing to add."""
         alone, one_of_two = (make_trainer(schema, small(), kind()) for _ in range(2))
 
         def average(parts: Sequence[Tensor]) -> None:

@@ -20,7 +20,7 @@ from ingest.kafka.fake import fake_columns
 from replay.background_store import Clerk, ClerkError
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.erasure.erased_events import ByRange, Forgotten
+from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.plan import Draw
 from replay.store import MOST_WAITING, Store
 
@@ -72,9 +72,9 @@ class Life:
         self._offered = max(self._offered, begin + n)
         self._keeper.offer(columns, PARTITIONS)
 
-    def forget(self, first: int, last: int) -> int:
+    def erase(self, first: int, last: int) -> int:
         record = ByRange(time=0.0, by="test", partition="events#0[0]", first=first, last=last)
-        return self.store.forget(Forgotten([record]))
+        return self.store.erase(ErasedEvents([record]))
 
     def step(self, n: int) -> list[float]:
         """Return the events that a step draws, after which n new ones come."""
@@ -103,7 +103,7 @@ class Life:
 
 acts = st.lists(
     st.tuples(
-        st.sampled_from(["step", "step", "step", "offer", "again", "see", "flush", "room", "forget"]),
+        st.sampled_from(["step", "step", "step", "offer", "again", "see", "flush", "room", "erase"]),
         st.integers(1, 90),
     ),
     min_size=5,
@@ -134,8 +134,8 @@ def test_no_timing_decides_what_is_held_or_drawn(schema: Schema, kind: str, aske
             elif act == "again":
                 one.offer(n, n // 2)
                 other.offer(n, n // 2)
-            elif act == "forget":
-                assert one.forget(n, n + n // 3) == other.forget(n, n + n // 3)
+            elif act == "erase":
+                assert one.erase(n, n + n // 3) == other.erase(n, n + n // 3)
             elif act == "see":
                 assert one.seen() == other.seen()
             elif act == "flush":

@@ -1,4 +1,4 @@
-"""From one arrangement of tiers to another: what a cut has is taken up by a store with other settings."""
+"""From one arrangement of tiers to another: what a checkpoint has is taken up by a store with other settings."""
 
 import dataclasses
 import errno
@@ -19,7 +19,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.snapshot import Contents
 from replay.store import AHEAD, Store
 from replay.tiers.disk import DiskTier
@@ -59,8 +59,8 @@ def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
         store.add(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
 
 
-def cut(store: Store, number: int = 1) -> Contents:
-    return FakeCuts(store).cut(number)
+def checkpoint(store: Store, number: int = 1) -> Contents:
+    return FakeCheckpoints(store).checkpoint(number)
 
 
 def payload(store: Store) -> dict[int, list[float]]:
@@ -98,7 +98,7 @@ def test_contents_move_to_another_arrangement_with_their_plans(
     for each in (store, undisturbed):
         fill(each, schema, 0, 5000)
         each.plan_ahead(7, 20)
-    contents = cut(store)
+    contents = checkpoint(store)
     moved = build(after, contents)
     assert payload(moved) == payload(undisturbed)
     for each in (moved, undisturbed):
@@ -117,7 +117,7 @@ def test_a_disk_that_holds_less_keeps_the_smallest_priorities(
 ) -> None:
     store = build(DISK)
     fill(store, schema, 0, 5000)
-    moved = build(SMALLER, cut(store))
+    moved = build(SMALLER, checkpoint(store))
     priorities = np.sort(store.entries.copy()["priority"])
     assert 300 < len(moved) < 1000
     assert np.array_equal(np.sort(moved.entries.copy()["priority"]), priorities[: len(moved)])
@@ -126,22 +126,22 @@ def test_a_disk_that_holds_less_keeps_the_smallest_priorities(
 
 
 @pytest.mark.parametrize(("after", "mine"), [(LARGER, ["2.rows"]), (MEMORY, [])], ids=["larger disk", "memory"])
-def test_the_old_file_goes_when_no_cut_can_name_it(
+def test_the_old_file_goes_when_no_checkpoint_can_name_it(
     schema: Schema, build: Build, tmp_path: Path, after: dict[str, Any], mine: list[str]
 ) -> None:
     store = build(DISK)
     fill(store, schema, 0, 3000)
-    contents = cut(store, 4)
+    contents = checkpoint(store, 4)
     moved = build(after, contents)
     names = lambda: sorted(path.name for path in tmp_path.iterdir())  # noqa: E731
     assert names() == ["1.rows", *mine]
     for number, oldest, left in ((5, 3, ["1.rows"]), (6, 4, ["1.rows"]), (7, 5, [])):
         moved.hold(number)
         moved.let_go(oldest)
-        assert names() == [*left, *mine], f"with cuts from {oldest} on"
+        assert names() == [*left, *mine], f"with checkpoints from {oldest} on"
 
 
-def test_files_that_belong_to_no_cut_are_removed(build: Build, tmp_path: Path) -> None:
+def test_files_that_belong_to_no_checkpoint_are_removed(build: Build, tmp_path: Path) -> None:
     build(DISK)
     (tmp_path / ".tmp-2.rows").write_bytes(b"half")
     make_way(tmp_path)
@@ -152,7 +152,7 @@ def test_files_that_belong_to_no_cut_are_removed(build: Build, tmp_path: Path) -
 def test_rows_that_went_bad_are_left_behind_when_they_are_copied(schema: Schema, build: Build) -> None:
     store = build(DISK)
     fill(store, schema, 0, 3000)
-    contents = cut(store)
+    contents = checkpoint(store)
     good = payload(store)
     spoil(store, places=3)
     moved = build(LARGER, contents)
@@ -174,7 +174,7 @@ def spoil(store: Store, places: int) -> None:
             file.write(bytes([byte ^ 1]))
 
 
-def test_a_row_that_went_bad_is_left_out_of_draws_and_forgotten(
+def test_a_row_that_went_bad_is_left_out_of_draws_and_erased(
     schema: Schema, build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = build({**DISK, "device_bytes": "1kB"}, capacity=200)
@@ -209,18 +209,18 @@ def test_a_disk_that_is_out_of_reach_for_a_while_costs_no_event(
         for step in range(10):
             store.plan_ahead(step, 50)
             assert len(store.draw(step, 50)) < 50
-        assert "cannot be read: Stale file handle; what it has is not rehearsed" in str(store.ill)
+        assert "cannot be read: Stale file handle; what it has is not rehearsed" in str(store.problem)
     for step in range(10, 30):
         store.plan_ahead(step, 50)
         draw = store.draw(step, 50)
-    assert (len(draw), len(store), store.lost, store.ill) == (50, held, 0, None)
+    assert (len(draw), len(store), store.lost, store.problem) == (50, held, 0, None)
 
 
 def test_a_store_is_not_gone_on_from_with_another_seed(schema: Schema, build: Build, tmp_path: Path) -> None:
     store = build(DISK)
     fill(store, schema, 0, 100)
-    contents = cut(store, 7)
-    with pytest.raises(SettingsError, match=r"seed = 1 is not that of cut 7, which is 0: .*put it back"):
+    contents = checkpoint(store, 7)
+    with pytest.raises(SettingsError, match=r"seed = 1 is not that of checkpoint 7, which is 0: .*put it back"):
         build_store(ReplaySettings.model_validate(DISK), schema, torch.device("cpu"), 1, tmp_path, contents)
 
 
@@ -239,19 +239,19 @@ def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
         patch.setattr("replay.tiers.disk.os.pwritev", read_only)
         fill(store, schema, 300, 1000)
         store.tiers.sync()
-        assert store.tiers.ill is not None
-        assert "1.rows cannot be written: Read-only file system; events are not stored" in store.tiers.ill
+        assert store.tiers.problem is not None
+        assert "1.rows cannot be written: Read-only file system; events are not stored" in store.tiers.problem
     store.plan_ahead(0, 50)
     assert store.lost > 0
     assert len(store.draw(0, 50)) == 50
     assert len(store) <= held
     fill(store, schema, 1000, 3000)
     store.tiers.sync()
-    assert store.tiers.ill is None
+    assert store.tiers.problem is None
     assert len(payload(store)) == len(store) > 150
 
 
-def test_a_cut_is_not_whole_before_its_rows_are_on_the_disk(
+def test_a_checkpoint_is_not_whole_before_its_rows_are_on_the_disk(
     schema: Schema, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = build(DISK)
@@ -263,17 +263,17 @@ def test_a_cut_is_not_whole_before_its_rows_are_on_the_disk(
     monkeypatch.setattr("replay.tiers.disk.os.fsync", lambda *args: (order.append("sync"), fsync(*args))[1])
     store.add(fake_columns(schema, range(10)), PARTITIONS)
     held = store.hold(1)
-    cutter = threading.Thread(target=lambda: (store.contents(held), order.append("contents")))
-    cutter.start()
-    cutter.join(0.05)
+    checkpointer = threading.Thread(target=lambda: (store.contents(held), order.append("contents")))
+    checkpointer.start()
+    checkpointer.join(0.05)
     assert order == []
     gate.set()
-    cutter.join()
+    checkpointer.join()
     assert order == ["write", "sync", "contents"]
 
 
 def test_a_store_without_a_slot_to_write_declines_events(schema: Schema, build: Build) -> None:
-    """It happens when cuts cannot be written for long, so that no slot is given back."""
+    """It happens when checkpoints cannot be written for long, so that no slot is given back."""
     store = build(SMALLER, capacity=400)
     for number, begin in enumerate(range(0, 60_000, 100), start=1):
         store.hold(number)
@@ -286,15 +286,15 @@ def test_a_store_without_a_slot_to_write_declines_events(schema: Schema, build: 
     assert len(payload(store)) == len(store)
 
 
-def test_the_file_of_another_cut_is_refused(schema: Schema, build: Build, tmp_path: Path) -> None:
+def test_the_file_of_another_checkpoint_is_refused(schema: Schema, build: Build, tmp_path: Path) -> None:
     store = build(DISK)
     fill(store, schema, 0, 500)
-    contents = cut(store)
+    contents = checkpoint(store)
     file = contents.standing.file
     assert file is not None
     another = dataclasses.replace(contents.standing, file=dataclasses.replace(file, id="0" * 32))
     other = dataclasses.replace(contents, standing=another)
-    with pytest.raises(SettingsError, match=r"1.rows is not the file that cut 1 belongs to; put that one back"):
+    with pytest.raises(SettingsError, match=r"1.rows is not the file that checkpoint 1 belongs to; put that one back"):
         build(DISK, other)
     (tmp_path / "1.rows").unlink()
     with pytest.raises(SettingsError, match=r"1.rows, which cannot be opened.*is its disk mounted"):

@@ -18,7 +18,7 @@ from ingest.kafka.fake import fake_columns
 from replay import policies
 from replay.build import build_store
 from replay.config import COMPARING, ReplaySettings
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.policies import ADMISSIONS, SAMPLERS
 from replay.reservoir.quotas import Quotas
 from replay.snapshot import Contents
@@ -111,7 +111,7 @@ class TestSamplers:
         fill(store, schema, list(range(20)))
         draw = store.fetch(store.plan(0, 100))
         store.learned(draw, np.linspace(0, 5, 100, dtype=np.float32))
-        again = open_store(200, FakeCuts(store).cut(1), sampling=name)
+        again = open_store(200, FakeCheckpoints(store).checkpoint(1), sampling=name)
         for each in (store, again):
             fill(each, schema, [20, 21])
         assert [drawn(store, step, 30) for step in range(5)] == [drawn(again, step, 30) for step in range(5)]

@@ -89,7 +89,7 @@ def use(url: str) -> None:
         tier.erase(slots)
         assert not tier.read(slots, slots.astype(np.uint64))[1].any()
         assert server.memory() == (0, "noeviction")
-        assert server.ill is None
+        assert server.problem is None
 
 
 def test_rows_cross_tls_when_the_authority_is_named(front: Front, certificate: Certificate) -> None:

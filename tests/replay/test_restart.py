@@ -1,4 +1,5 @@
-"""A store that goes on from a cut draws what it would have drawn; under another policy it keeps what that one keeps."""
+"""A store that goes on from a checkpoint draws what it would have drawn; under another policy it keeps what that one
+keeps."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.snapshot import Contents
 from replay.store import Store
 
@@ -71,17 +72,17 @@ def test_no_restart_changes_a_draw(
             expected.append(take_step(whole, schema, step, rows))
         store = build(ARRANGEMENTS[0])
         store.plan_ahead(0, DRAWN)
-        cuts, step = FakeCuts(store), 0
+        checkpoints, step = FakeCheckpoints(store), 0
         for number, (length, undone, arrangement) in enumerate(lives, start=1):
             for _ in range(length):
                 assert take_step(store, schema, step, rows) == expected[step]
                 step += 1
-            contents = cuts.cut(number)
+            contents = checkpoints.checkpoint(number)
             for ahead in range(step, step + undone):
                 take_step(store, schema, ahead, 20)
             store.close()
             store = build(arrangement, contents)
-            cuts = FakeCuts(store, contents)
+            checkpoints = FakeCheckpoints(store, contents)
         for last in range(step, steps):
             assert take_step(store, schema, last, rows) == expected[last]
         assert store.lost == 0
@@ -123,8 +124,8 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
     for step in range(20):
         store.add(block(schema, step, 100), PARTITIONS)
     store.plan_ahead(0, DRAWN)
-    cuts = FakeCuts(store)
-    first = cuts.cut(1)
+    checkpoints = FakeCheckpoints(store)
+    first = checkpoints.checkpoint(1)
     kept = np.sort(first.index["offset"])
     for step in range(20):
         columns = block(schema, step, 100)
@@ -138,8 +139,8 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
             each.add(block(schema, step, 100), PARTITIONS)
     names = ["offset", "group", "priority"]
     assert np.array_equal(np.sort(store.entries.copy()[names]), np.sort(other.entries.copy()[names])) or before == after
-    # The next cut tells the new priorities, not those of the one before.
-    again = build(arrangement, FakeCuts(store, first).cut(2), admission=after)
+    # The next checkpoint tells the new priorities, not those of the one before.
+    again = build(arrangement, FakeCheckpoints(store, first).checkpoint(2), admission=after)
     assert np.array_equal(again.entries.copy()[names], store.entries.copy()[names])
     assert len(again.draw(0, DRAWN)) == DRAWN
     assert store.lost == again.lost == 0

@@ -11,12 +11,12 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
 KEPT = 3
-"""Cuts that may be resumed."""
+"""Checkpoints that may be resumed."""
 
 
 def events(schema: Schema, begin: int, n: int) -> Columns:
@@ -36,22 +36,23 @@ def rows_of(store: Store) -> dict[int, list[float]]:
 def test_a_step_finds_slots_for_all_its_events(
     schema: Schema, tmp_path: Path, tiers: dict[str, object], step: int
 ) -> None:
-    """Also one with more events than are kept; cuts are made when the store asks for them, and one in five steps."""
+    """Also one with more events than are kept; checkpoints are made when the store asks for them, and one in five
+    steps."""
     options = {"admission": "recent", "half_life": "1s", **tiers}
     store = build_store(ReplaySettings.model_validate(options), schema, torch.device("cpu"), 0, tmp_path, step=step)
-    cuts, number = FakeCuts(store), 0
+    checkpoints, number = FakeCheckpoints(store), 0
     for turn in range(12):
         for _ in range(KEPT + 1):
             if store.has_room() and turn % 5 != 1:
                 break
             number += 1
-            cuts.cut(number, oldest=max(1, number - KEPT + 1))
+            checkpoints.checkpoint(number, oldest=max(1, number - KEPT + 1))
         assert store.has_room()
         moment = store.hold(number := number + 1) if turn % 3 == 2 else None
         store.offer(events(schema, turn * step, step), PARTITIONS)
         store.plan_ahead(turn, 8)
         if moment is not None:
-            cuts.finish(moment)
+            checkpoints.finish(moment)
             store.let_go(max(1, number - KEPT + 1))
     assert store.lost == 0
     assert len(store) >= store.capacity

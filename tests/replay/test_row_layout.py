@@ -16,7 +16,7 @@ def schema(*features: str) -> Schema:
 
 def test_rows_can_be_read_after_the_features_have_changed_places_in_the_file():
     before, after = schema("a", "b"), schema("b", "a")
-    assert before.digest == after.digest  # so that a cut is taken up
+    assert before.digest == after.digest  # so that a checkpoint is taken up
     columns = {name: np.zeros(1, dtype) for name, (dtype, _) in before.payload().items()}
     columns["feature.a"], columns["feature.b"] = np.float32([1]), np.float32([2])
     rows = torch.from_numpy(RowLayout(before.payload()).pack(columns, np.arange(1)))

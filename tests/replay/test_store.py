@@ -21,8 +21,8 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.erasure.erased_events import ByRange, Forgotten
-from replay.fake import FakeCuts
+from replay.erasure.erased_events import ByRange, ErasedEvents
+from replay.fake import FakeCheckpoints
 from replay.reservoir.admission import exponentials
 from replay.store import AHEAD, BLOCK, MOST_WAITING, MOST_WAITING_BYTES, Store
 from replay.tiers import registry as kinds
@@ -167,10 +167,11 @@ def test_the_k_smallest_of_all_that_was_offered_are_held(
 def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
     schema: Schema, batches: list[tuple[int, int, int, bool, bool]], k: int, admission: str
 ) -> None:
-    """Whenever a cut is made, and whether or not some have to leave; else a run that was killed would draw others."""
+    """Whenever a checkpoint is made, and whether or not some have to leave; else a run that was killed would draw
+    others."""
     options = ReplaySettings.model_validate({"capacity": max(k, 5), "admission": admission})
     at_once, waited = (build_store(options, schema, torch.device("cpu"), 0) for _ in range(2))
-    cuts = FakeCuts(waited)
+    checkpoints = FakeCheckpoints(waited)
     for step, (partition, begin, count, backwards, is_cut) in enumerate(batches):
         offsets = list(range(begin, begin + count))[:: -1 if backwards else 1]
         label = [(0, 0, 0, 1, 2)[offset % 5] for offset in offsets]
@@ -178,7 +179,7 @@ def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
         at_once.add(columns, PARTITIONS)
         waited.offer(columns, PARTITIONS)
         if is_cut:
-            cuts.cut(step + 1)
+            checkpoints.checkpoint(step + 1)
         drawn = []
         for store in (at_once, waited):
             store.plan_ahead(step, 7)
@@ -202,15 +203,15 @@ def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_st
         assert len(store) == 10 * BLOCK
 
 
-@pytest.mark.parametrize("look", ["cut", "plan", "forget"])
+@pytest.mark.parametrize("look", ["checkpoint", "plan", "erase"])
 def test_whoever_looks_at_the_store_finds_what_waits(schema: Schema, look: str) -> None:
     store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), 0)
     store.offer(fake_columns(schema, range(10)), PARTITIONS)
     found = {
-        "cut": lambda: len(FakeCuts(store).cut(1).index),
+        "checkpoint": lambda: len(FakeCheckpoints(store).checkpoint(1).index),
         "plan": lambda: len(store.plan(0, 20)),
-        "forget": lambda: store.forget(
-            Forgotten([ByRange(time=0, by="command", partition="events#0[0]", first=0, last=9)])
+        "erase": lambda: store.erase(
+            ErasedEvents([ByRange(time=0, by="command", partition="events#0[0]", first=0, last=9)])
         ),
     }[look]()
     assert found == 10
@@ -380,19 +381,19 @@ class TestDraws:
             assert AHEAD <= len(store.hold(step + 1).plans) < AHEAD + BLOCK
             store.let_go(None)
 
-    def test_a_cut_has_a_plan_as_it_was_whatever_becomes_of_its_draw(
+    def test_a_checkpoint_has_a_plan_as_it_was_whatever_becomes_of_its_draw(
         self, schema: Schema, make_store: MakeStore
     ) -> None:
         store = make_store(100)
         store.add(fake_columns(schema, range(80)), PARTITIONS)
-        cuts = FakeCuts(store)
+        checkpoints = FakeCheckpoints(store)
         store.plan_ahead(0, 30)
-        untouched = [plan.rows.clone() for plan in cuts.cut(1).standing.plans]
+        untouched = [plan.rows.clone() for plan in checkpoints.checkpoint(1).standing.plans]
         held = store.hold(2)
         for step in range(len(held.plans)):
             for column in store.draw(step, 30).columns.values():
                 column.zero_()
-        plans = cuts.finish(held).standing.plans
+        plans = checkpoints.finish(held).standing.plans
         assert [plan.step for plan in plans] == [*range(len(held.plans))]
         assert all(torch.equal(plan.rows, rows) for plan, rows in zip(plans, untouched, strict=True))
         store.let_go(None)
@@ -495,7 +496,7 @@ def test_a_store_draws_alike_wherever_its_memory_lies(
         drawn = other.fetch(other.plan(step, 32)).columns
         assert all(drawn[name].device.type == device for name in expected)
         assert all(drawn[name].cpu().equal(value) for name, value in expected.items())
-    expected, found = (FakeCuts(store).cut(1) for store in (plain, other))
+    expected, found = (FakeCheckpoints(store).checkpoint(1) for store in (plain, other))
     assert np.array_equal(expected.index, found.index)
     if expected.payload is not None:
         assert found.payload is not None
@@ -504,37 +505,37 @@ def test_a_store_draws_alike_wherever_its_memory_lies(
         store.close()
 
 
-class TestCuts:
-    """What a cut holds of a store, and what becomes of it."""
+class TestCheckpoints:
+    """What a checkpoint holds of a store, and what becomes of it."""
 
     def test_contents_are_those_of_the_moment_however_much_is_added_meanwhile(
         self, schema: Schema, make_store: MakeStore
     ) -> None:
-        store, twin = make_store(640), make_store(640)
+        store, baseline = make_store(640), make_store(640)
         for begin in range(0, 4000, 200):
-            for each in (store, twin):
+            for each in (store, baseline):
                 each.add(fake_columns(schema, range(begin, begin + 200), label=[0, 1, 2, 3]), PARTITIONS)
         moment = store.hold(1)
         begin = 4000
         while store.slots.free > store.burst and begin < 10_000:
             store.add(fake_columns(schema, range(begin, begin + 50), label=[3]), PARTITIONS)
             begin += 50
-        contents = FakeCuts(store).finish(moment)
+        contents = FakeCheckpoints(store).finish(moment)
         store.let_go(1)
         assert begin > 4200, "a hold leaves too little room"
         restored = make_store(640, contents=contents)
-        assert held(restored) == held(twin)
-        expected, found = everything(twin), everything(restored)
+        assert held(restored) == held(baseline)
+        expected, found = everything(baseline), everything(restored)
         for name in expected:
             assert found[name][found["feature.n"].argsort(stable=True)].sum() == expected[name].sum()
         # It goes on as if nothing had been: the same events, the same draws.
-        for each in (restored, twin):
+        for each in (restored, baseline):
             each.add(fake_columns(schema, range(4000, 6000), label=[1]), PARTITIONS)
-        assert held(restored) == held(twin)
-        assert restored.plan(7, 50).records["offset"].tolist() == twin.plan(7, 50).records["offset"].tolist()
-        assert everything(restored)["feature.n"].tolist() == everything(twin)["feature.n"].tolist()
+        assert held(restored) == held(baseline)
+        assert restored.plan(7, 50).records["offset"].tolist() == baseline.plan(7, 50).records["offset"].tolist()
+        assert everything(restored)["feature.n"].tolist() == everything(baseline)["feature.n"].tolist()
 
-    def test_slots_that_were_freed_are_used_again_when_no_cut_names_them(
+    def test_slots_that_were_freed_are_used_again_when_no_checkpoint_names_them(
         self, schema: Schema, make_store: MakeStore
     ) -> None:
         store, number = make_store(64), 0
@@ -554,19 +555,19 @@ class TestCuts:
     def test_a_smaller_store_takes_up_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:
         large = make_store(500)
         large.add(fake_columns(schema, range(3000)), PARTITIONS)
-        small = make_store(50, contents=FakeCuts(large).cut(1))
+        small = make_store(50, contents=FakeCheckpoints(large).checkpoint(1))
         assert held(small) == k_smallest(schema, [(0, offset) for offset in range(3000)], 50, 0)
 
-    def test_an_empty_store_can_be_cut(self, make_store: MakeStore) -> None:
+    def test_an_empty_store_can_be_checkpointed(self, make_store: MakeStore) -> None:
         store = make_store(10)
-        restored = make_store(10, contents=FakeCuts(store).cut(1))
+        restored = make_store(10, contents=FakeCheckpoints(store).checkpoint(1))
         assert len(restored) == 0
 
     def test_contents_of_another_layout_are_refused(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(10)
         store.add(fake_columns(schema, range(5)), PARTITIONS)
         store.plan_ahead(0, 3)
-        contents = FakeCuts(store).cut(1)
+        contents = FakeCheckpoints(store).checkpoint(1)
         torn = [dataclasses.replace(plan, rows=plan.rows[:, :8]) for plan in contents.standing.plans]
         standing = dataclasses.replace(contents.standing, plans=torn)
         with pytest.raises(SettingsError, match="other columns"):

@@ -1,6 +1,7 @@
-"""Kill -9: the store that is opened again has every event of the last cut, whole, and goes on as if nothing had been.
+"""Kill -9: the store that is opened again has every event of the last checkpoint, whole, and goes on as if nothing had
+been.
 
-With the cutter of the learner, in a thread of its own, over a file in which slots are soon written again.
+With the checkpointer of the learner, in a thread of its own, over a file in which slots are soon written again.
 """
 
 import hashlib
@@ -26,11 +27,11 @@ from ingest.config import SchemaSettings
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
-from learner.checkpointing.checkpointer import Cutter, Moment
+from learner.checkpointing.checkpointer import Checkpointer, Moment
 from learner.checkpointing.replay_state import unpack
-from learner.config import CutsSettings
+from learner.config import CheckpointSettings
 from learner.metrics import LearnerMetrics
-from learner.state_dir.checkpoint import Cuts
+from learner.state_dir.checkpoint import Checkpoints
 from replay.background_store import Clerk
 from replay.build import build_store
 from replay.config import ReplaySettings
@@ -109,13 +110,14 @@ class Rehearsal:
 
 
 class Life(Rehearsal):
-    """One that goes on from the newest cut and makes cuts; `close` ends it as a crash does, but for open files."""
+    """One that goes on from the newest checkpoint and makes checkpoints; `close` ends it as a crash does, but for open
+    files."""
 
     def __init__(self, path: Path, schema: Schema, settings: str, tiers: str, redis: str = "") -> None:
         """`redis` is the address of a server, where the tiers want one."""
-        cuts = Cuts(path / "cuts", schema.digest, 1)
-        cuts.clean()
-        found = cuts.newest()
+        checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
+        checkpoints.clean()
+        found = checkpoints.newest()
         contents, segments = (unpack(found[1]) if found else None) or (None, ())
         chosen = dict(TIERS[tiers])
         if "redis" in chosen:
@@ -123,12 +125,14 @@ class Life(Rehearsal):
         options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings], **chosen})
         self._clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay", contents, keys=KEYS))
         super().__init__(self._clerk, schema, found[1].step if found else 0)
-        every = CutsSettings.model_validate({"every": "5ms"})
-        self._cutter = Cutter(cuts, every, self._clerk, LearnerMetrics(CollectorRegistry()), segments)
+        every = CheckpointSettings.model_validate({"every": "5ms"})
+        self._checkpointer = Checkpointer(
+            checkpoints, every, self._clerk, LearnerMetrics(CollectorRegistry()), segments
+        )
 
-    def cut_if_due(self) -> None:
-        self._cutter.cut_if_due(lambda number: Moment(self.step, {}, {}, self.store.hold(number)))
-        assert self._cutter.ill is None
+    def checkpoint_if_due(self) -> None:
+        self._checkpointer.checkpoint_if_due(lambda number: Moment(self.step, {}, {}, self.store.hold(number)))
+        assert self._checkpointer.problem is None
 
     def close(self) -> None:
         self._clerk.close()
@@ -173,7 +177,7 @@ def expect_whole(store: Store, schema: Schema) -> None:
     records = store.entries.records(slots)
     for partition in (0, 1):
         mine = records["partition"] == partition
-        if not mine.any():  # the first cut may be made before anything came
+        if not mine.any():  # the first checkpoint may be made before anything came
             continue
         expected = columns_of(schema, partition, records["offset"][mine])
         for name, column in columns.items():
@@ -222,13 +226,17 @@ def test_a_store_is_whole_after_kills_at_random_moments(
     tiers: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    """After each: every event of the last cut, no torn one, no slot leaked, and the next draws bit for bit.
+    """After each: every event of the last checkpoint, no torn one, no slot leaked, and the next draws bit for bit.
 
-    The same holds for the oldest cut that is kept. The next life goes on from the last one: what it has at its own last
-    cut shows that it did as if undisturbed.
+    The same holds for the oldest checkpoint that is kept. The next life goes on from the last one: what it has at its
+    own last checkpoint shows that it did as if undisturbed.
     """
     schema = Schema(SchemaSettings.model_validate(SCHEMA))
-    moments, undisturbed, cuts = random.Random(kills), Undisturbed(schema, settings), Cuts(tmp_path / "cuts", "", 1)
+    moments, undisturbed, checkpoints = (
+        random.Random(kills),
+        Undisturbed(schema, settings),
+        Checkpoints(tmp_path / "checkpoints", "", 1),
+    )
     longest, crashes, newest = 0.15, 0, set[int]()
     server = request.getfixturevalue("shared_redis").url if "redis" in TIERS[tiers] else ""
     while crashes < kills:
@@ -236,14 +244,14 @@ def test_a_store_is_whole_after_kills_at_random_moments(
         threading.Event().wait(moments.uniform(0.01, longest))
         os.kill(pid, signal.SIGKILL)
         nursery.await_end()
-        number = max(cuts.numbers(), default=0)
+        number = max(checkpoints.numbers(), default=0)
         if number in newest | {0}:
-            longest *= 1.1  # for a slow machine: if lives end before a cut, nothing goes on
+            longest *= 1.1  # for a slow machine: if lives end before a checkpoint, nothing goes on
         if not number:
             continue
         newest.add(number)
         crashes += 1
-        for path in (tmp_path, *_with_the_oldest_alone(tmp_path, cuts.numbers())):
+        for path in (tmp_path, *_with_the_oldest_alone(tmp_path, checkpoints.numbers())):
             life = Life(path, schema, settings, tiers, server)
             expect_whole(life.store, schema)
             assert life.state() == undisturbed.state(life.step), "others are held or planned"
@@ -254,12 +262,15 @@ def test_a_store_is_whole_after_kills_at_random_moments(
 
 
 def _with_the_oldest_alone(path: Path, numbers: list[int]) -> list[Path]:
-    """Return a place, if there is more than one cut, where only the oldest is left, as if the others were damaged."""
+    """Return a place, if there is more than one checkpoint, where only the oldest is left, as if the others were
+    damaged."""
     if len(numbers) < 2:
         return []
     oldest = path / "oldest"
     shutil.rmtree(oldest, ignore_errors=True)
-    shutil.copytree(path / "cuts" / str(numbers[0]), oldest / "cuts" / str(numbers[0]), copy_function=os.link)
+    shutil.copytree(
+        path / "checkpoints" / str(numbers[0]), oldest / "checkpoints" / str(numbers[0]), copy_function=os.link
+    )
     (oldest / "replay").symlink_to(path / "replay")
     return [oldest]
 
@@ -309,7 +320,7 @@ def _breed() -> None:
             path, *how = json.loads(line)
             life = Life(Path(path), schema, *how)
             while True:
-                life.cut_if_due()
+                life.checkpoint_if_due()
                 life.take_step()
         print(pid, flush=True)  # noqa: T201
         sys.stdin.readline()

@@ -1,4 +1,5 @@
-"""The store against a plain model of it: events come, are planned, drawn, evicted, forgotten; cuts fail, are resumed.
+"""The store against a plain model of it: events come, are planned, drawn, evicted, erased; checkpoints fail, are
+resumed.
 
 In random order, over every arrangement of tiers and from each to each, under every policy of admission.
 """
@@ -32,8 +33,8 @@ from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.checkpoint.capture import Held
 from replay.config import ReplaySettings
-from replay.erasure.erased_events import ByKey, ByRange, Forgotten, Record
-from replay.fake import FakeCuts
+from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
+from replay.fake import FakeCheckpoints
 from replay.plan import Draw
 from replay.sampling.base import BY_POSITION
 from replay.snapshot import Contents
@@ -131,7 +132,7 @@ def expect_no_slot_leaked(store: Store) -> None:
     assert sorted(everything.tolist()) == list(range(store.tiers.slots))
 
 
-def is_forgotten(record: Record, event: Event) -> bool:
+def is_erased(record: Record, event: Event) -> bool:
     """The plain definition."""
     partition, offset, row = event
     if isinstance(record, ByRange):
@@ -141,10 +142,11 @@ def is_forgotten(record: Record, event: Event) -> bool:
 
 
 def remembered(contents: Contents, records: list[Record]) -> Contents:
-    """Return a cut without what is forgotten, and without the plans from the first on that names such an event."""
-    forgets = lambda events: any(is_forgotten(record, event) for record in records for event in events)  # noqa: E731
-    stays = np.array([not forgets([event]) for event in names_of(contents.index)], np.bool_)
-    plans = list(itertools.takewhile(lambda plan: not forgets(names_of(plan.events)), contents.standing.plans))
+    """Return a checkpoint without what is erased, and without the plans from the first on that names such an
+    event."""
+    erases = lambda events: any(is_erased(record, event) for record in records for event in events)  # noqa: E731
+    stays = np.array([not erases([event]) for event in names_of(contents.index)], np.bool_)
+    plans = list(itertools.takewhile(lambda plan: not erases(names_of(plan.events)), contents.standing.plans))
     sampler = dict(contents.standing.sampler)
     sampler |= {name: sampler[name][stays] for name in BY_POSITION & sampler.keys()}
     return Contents(
@@ -178,7 +180,7 @@ def stores(schema: Schema, folder: Path, url: str, k: int = 40) -> Iterator[Open
 
 @dataclass
 class Moment:
-    """What a cut must bring back."""
+    """What a checkpoint must bring back."""
 
     held: list[Event]
     offered: set[Event]
@@ -210,9 +212,9 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.schema, self.open, self.arrangements = schema, open_, arrangements
         self.admission, self.k = admission, k
-        self.model, self.cuts = Model(), dict[int, Moment]()
+        self.model, self.checkpoints = Model(), dict[int, Moment]()
         self.number, self.pending = 0, None
-        self.forgotten = list[Record]()
+        self.erased = list[Record]()
         self.fates = dict[Event, bool]()
         self.dice = np.random.default_rng(0)
 
@@ -220,7 +222,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self, sampling: str) -> None:
         self.options = {"admission": self.admission, "sampling": sampling}
         self.store = self.open(self.arrangements[0], **self.options)
-        self.fakes = FakeCuts(self.store)
+        self.fakes = FakeCheckpoints(self.store)
 
     @rule(
         partition=st.integers(0, 2),
@@ -238,14 +240,14 @@ class StoreMachine(RuleBasedStateMachine):
             events += events[: count // 2]
         elif order == "rows":
             events = [(partition, begin + place // 3, place % 3) for place in range(count)]
-        events = [event for event in events if not self.is_forgotten(event)]
+        events = [event for event in events if not self.is_erased(event)]
         if not events:
             return
         if not self.has_room(len(events)):
             self._finish(written=True, keep=1)
             self._hold()
             self._finish(written=True, keep=1)
-            assert self.has_room(len(events)), "a cut has not freed the slots that no cut names"
+            assert self.has_room(len(events)), "a checkpoint has not freed the slots that no checkpoint names"
         self.store.offer(columns_of(self.schema, events), PARTITIONS)
         self.model.offered |= set(events)
 
@@ -278,28 +280,28 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.learned(draw, self.dice.exponential(size=len(draw)).astype(np.float32))
 
     @rule(partition=st.integers(0, 2), first=st.integers(0, 450), length=st.integers(0, 20), by_key=st.booleans())
-    def forget(self, partition: int, first: int, length: int, by_key: bool) -> None:
-        """While no cut is made, which the learner waits for too; what is planned of them is planned anew."""
+    def erase(self, partition: int, first: int, length: int, by_key: bool) -> None:
+        """While no checkpoint is made, which the learner waits for too; what is planned of them is planned anew."""
         self._finish(written=True, keep=2)
         record: Record = ByRange(time=0, by="command", partition=NAMES[partition], first=first, last=first + length)
         if by_key:
             record = ByKey(time=0, by="command", key_hash=f"{length + 1:016x}", up_to=dict.fromkeys(NAMES, first))
-        self.forgotten.append(record)
+        self.erased.append(record)
         self.fates.clear()
-        gone = [event for event in held(self.store) if is_forgotten(record, event)]
-        waits, count = len(self.store._waiting), self.store.forget(Forgotten([record]))
-        assert count == len(gone) or (waits and count <= len(gone) + waits), "others are forgotten than were held"
+        gone = [event for event in held(self.store) if is_erased(record, event)]
+        waits, count = len(self.store._waiting), self.store.erase(ErasedEvents([record]))
+        assert count == len(gone) or (waits and count <= len(gone) + waits), "others are erased than were held"
         for plan in self.store._plans:
             events, before = names_of(plan.records), self.model.plans[plan.step]
-            if any(is_forgotten(record, event) for event in before):
+            if any(is_erased(record, event) for event in before):
                 assert len(events) == len(set(events)) == min(len(before), len(self.store))
                 self.model.plans[plan.step] = events
             else:
                 assert events == before
 
-    def is_forgotten(self, event: Event) -> bool:
+    def is_erased(self, event: Event) -> bool:
         if event not in self.fates:
-            self.fates[event] = any(is_forgotten(record, event) for record in self.forgotten)
+            self.fates[event] = any(is_erased(record, event) for record in self.erased)
         return self.fates[event]
 
     @precondition(lambda self: self.pending is None)
@@ -313,30 +315,30 @@ class StoreMachine(RuleBasedStateMachine):
         self._finish(written=written, keep=keep)
 
     @rule(keep=st.integers(2, 3))
-    def cut(self, keep: int) -> None:
+    def checkpoint(self, keep: int) -> None:
         self._finish(written=True, keep=keep)
         self._hold()
         self._finish(written=True, keep=keep)
 
     @rule(data=st.data(), newest_is_broken=st.sampled_from([False, False, True]))
     def crash(self, data: st.DataObject, newest_is_broken: bool) -> None:
-        """Go on from a cut, with the tiers as they are; what was not written is forgotten."""
+        """Go on from a checkpoint, with the tiers as they are; what was not written is erased."""
         arrangement = data.draw(st.sampled_from(self.arrangements))
         self.pending = None
-        if newest_is_broken and len(self.cuts) > 1:
-            del self.cuts[max(self.cuts)]
-        if not self.cuts:
+        if newest_is_broken and len(self.checkpoints) > 1:
+            del self.checkpoints[max(self.checkpoints)]
+        if not self.checkpoints:
             self.store, self.model = self.open(arrangement, **self.options), Model()
-            self.fakes = FakeCuts(self.store)
+            self.fakes = FakeCheckpoints(self.store)
             return
-        moment = self.cuts[max(self.cuts)]
+        moment = self.checkpoints[max(self.checkpoints)]
         assert moment.contents is not None
-        contents = remembered(moment.contents, self.forgotten)
+        contents = remembered(moment.contents, self.erased)
         self.store = self.open(arrangement, contents, **self.options)
-        self.fakes = FakeCuts(self.store, contents)
+        self.fakes = FakeCheckpoints(self.store, contents)
         plans = {plan.step: moment.plans[plan.step] for plan in contents.standing.plans}
         self.model = Model(set(moment.offered), plans, moment.step)
-        expected = [event for event in moment.held if not self.is_forgotten(event)]
+        expected = [event for event in moment.held if not self.is_erased(event)]
         assert held(self.store) == expected, "others are held after a restart, or in another order"
         assert self.store.roll.quotas.thresholds.tolist() == moment.thresholds
         assert [plan.step for plan in self.store._plans] == sorted(plans)
@@ -350,10 +352,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.taken_in = set(self.model.offered)
         assert len(events) == len(set(events)) == len(self.store), "an event is held twice"
         assert len(events) <= self.store.roll.quotas.limit
-        remembered_ = {event for event in self.model.taken_in if not self.is_forgotten(event)}
+        remembered_ = {event for event in self.model.taken_in if not self.is_erased(event)}
         assert set(events) <= remembered_
         assert self.store.lost == 0
-        # What was forgotten leaves holes: thresholds do not rise.
+        # What was erased leaves holes: thresholds do not rise.
         assert kept(self.schema, self.admission, self.model.taken_in, self.k) & remembered_ <= set(events)
 
     @invariant()
@@ -379,11 +381,11 @@ class StoreMachine(RuleBasedStateMachine):
         held_, moment = self.pending
         if written:
             moment.contents = self.fakes.finish(held_)
-            self.cuts[self.number] = moment
-            for number in sorted(self.cuts)[:-keep]:
-                del self.cuts[number]
+            self.checkpoints[self.number] = moment
+            for number in sorted(self.checkpoints)[:-keep]:
+                del self.checkpoints[number]
         self.pending = None
-        self.store.let_go(min(self.cuts, default=None), written=written)
+        self.store.let_go(min(self.checkpoints, default=None), written=written)
 
 
 def run(schema: Schema, folder: Path, url: str, arrangements: list[str], admission: str, examples: int) -> None:

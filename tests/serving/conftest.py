@@ -199,7 +199,7 @@ class Publisher:
         number: int,
         weights: Mapping[str, Tensor] | None = None,
         offsets: Mapping[str, int] | None = None,
-        verdict: str = "abstain",
+        verdict: str = "inconclusive",
         reasons: Sequence[str] = (),
         **changes: Any,
     ) -> Path:
@@ -208,7 +208,7 @@ class Publisher:
         incarnation = changes.pop("incarnation", 0)
         members = {
             "number": number,
-            "epoch": 1,
+            "generation": 1,
             "parent": None,
             "time": time.time(),
             "step": number,

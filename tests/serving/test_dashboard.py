@@ -21,7 +21,7 @@ TOKENS = {"read": "lesen", "admin": "verwalten"}
 
 
 def learner_report(**changes: Any) -> LearnerReport:
-    members: dict[str, Any] = {"pid": 1, "epoch": 1, "started": time.time() - 60, "time": time.time(), "steps": 7}
+    members: dict[str, Any] = {"pid": 1, "generation": 1, "started": time.time() - 60, "time": time.time(), "steps": 7}
     return LearnerReport(**members | changes)
 
 
@@ -71,10 +71,10 @@ def test_status_lists_the_versions_with_what_became_of_them(
         assert list(fates) == [5, 4, 3, 2, 1]
         assert fates == {
             5: (None, "refused"),
-            4: ("abstain", "refused"),
+            4: ("inconclusive", "refused"),
             3: ("fail", "refused"),
-            2: ("abstain", "served"),
-            1: ("abstain", "swapped"),
+            2: ("inconclusive", "served"),
+            1: ("inconclusive", "swapped"),
         }
         assert "manifest.json cannot be read" in versions[0]["reason"]
         for number in range(6, 40):
@@ -108,10 +108,10 @@ def test_history_begins_with_the_server_and_tells_only_what_is_new(
     numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Any
 ) -> None:
     numbers.publish(1)
-    (tmp_path / "twin").mkdir()
+    (tmp_path / "baseline").mkdir()
     write_report(numbers.deployment.state_dir, learner_report(accuracy={"now": 0.5}, rates={"steps": 2.0}))
-    write_report(tmp_path / "twin", learner_report(accuracy={"old": 0.25}))
-    with served(numbers, twin=str(tmp_path / "twin")) as server:
+    write_report(tmp_path / "baseline", learner_report(accuracy={"old": 0.25}))
+    with served(numbers, baseline=str(tmp_path / "baseline")) as server:
 
         def history(**params: int) -> Any:
             return httpx.get(server.url + "/api/history", params=params).json()
@@ -123,10 +123,10 @@ def test_history_begins_with_the_server_and_tells_only_what_is_new(
         assert {len(column) for column in points["series"].values()} == {len(points["time"])}
         assert points["series"]["now"][0] == 0.5
         assert points["series"]["old"][0] is None
-        assert points["series"]["twin_old"][0] == 0.25
+        assert points["series"]["baseline_old"][0] == 0.25
         assert history(since=points["time"][-1])["time"][0] == points["time"][-1]
         assert len(history(step=120)["time"]) <= 2
-        assert httpx.get(server.url + "/api/status").json()["twin"]["accuracy"] == {"old": 0.25}
+        assert httpx.get(server.url + "/api/status").json()["baseline"]["accuracy"] == {"old": 0.25}
 
 
 @pytest.mark.parametrize("query", ["step=7", "since=nan", "since=-1", "step=x", "since=1e9"])
@@ -146,7 +146,7 @@ def await_sentence(page: Any, start: str) -> None:
     page.wait_for_function("s => document.getElementById('sentence').textContent.startsWith(s)", arg=start)
 
 
-def test_in_a_browser_a_start_an_ill_part_and_a_lost_server_are_told(
+def test_in_a_browser_a_start_an_unhealthy_part_and_a_lost_server_are_told(
     browser: Any, numbers: Any, served: Served
 ) -> None:
     page = browser.new_page()
@@ -155,15 +155,15 @@ def test_in_a_browser_a_start_an_ill_part_and_a_lost_server_are_told(
         await_sentence(page, "No learner has reported yet")
         assert "not reported yet" in page.text_content("#chart")
         numbers.publish(1)
-        write_report(numbers.deployment.state_dir, learner_report(ill=["the broker is gone", "the disk is full"]))
+        write_report(numbers.deployment.state_dir, learner_report(problems=["the broker is gone", "the disk is full"]))
         await_sentence(page, "2 things are wrong.")
-        assert page.locator("#ill li").all_text_contents() == [
+        assert page.locator("#problems li").all_text_contents() == [
             "Learner: the broker is gone",
             "Learner: the disk is full",
         ]
         write_report(numbers.deployment.state_dir, learner_report(accuracy={"now": 0.5, "old": 0.25}))
         await_sentence(page, "All is well.")
-        assert page.locator("#ill li").count() == 0
+        assert page.locator("#problems li").count() == 0
     await_sentence(page, "The server does not answer.")
     assert re.match(r"What is below is \d+ s old", page.text_content("#meta"))
     assert page.get_attribute("body", "data-state") == "lost"
@@ -241,7 +241,7 @@ def test_in_a_browser_hostile_names_and_sentences_are_words(browser: Any, number
     torn.write_text(HOSTILE)
     partition = PartitionReport(start=0, end=9, finished=3, passed=0, gaps=0, removed=0, pending=6, trained_through=2)
     report = learner_report(
-        ill=[HOSTILE, "b"],
+        problems=[HOSTILE, "b"],
         partitions={HOSTILE: partition, "events:1": partition},
         skipped={HOSTILE: 4},
         outcomes={"skipped": 4},
@@ -260,7 +260,7 @@ def test_in_a_browser_hostile_names_and_sentences_are_words(browser: Any, number
         page.route("**/api/status", lambda route: route.fulfill(json=status))
         page.goto(server.url)
         await_sentence(page, "2 things are wrong.")
-        assert page.locator("#ill li").first.text_content() == f"Learner: {HOSTILE}"
+        assert page.locator("#problems li").first.text_content() == f"Learner: {HOSTILE}"
         assert page.text_content("#pipeline") == HOSTILE
         assert page.locator("#partitions tbody th").first.text_content() == HOSTILE
         assert HOSTILE in page.text_content("#versions .reason")

@@ -133,7 +133,7 @@ def test_before_the_first_version_the_server_lives_but_is_not_ready(
             assert response.status_code == 503
             assert response.headers["retry-after"] == "1"
             assert "no version of tiny is ready yet" in response.json()["error"]
-        assert "no version can be served yet" in server.report().ill
+        assert "no version can be served yet" in server.report().problems
         numbers.publish(1)
         body = body_of(1, parameters={"min_trained_through": "events:0=10"})
         assert httpx.post(server.infer, json=body).json()["model_version"] == "1"
@@ -412,8 +412,8 @@ def test_status_tells_of_learner_and_serving(running: Any, body_of: Body, eventu
     assert status["serving"]["requests"] == {"200": 1, "400": 1}
     assert status["serving"]["swaps"] == {"swapped": 1}
     assert 0 < status["serving"]["request_p50_seconds"] <= status["serving"]["request_p99_seconds"] < 10
-    assert status["serving"]["ill"] == []
-    write_learner_report(running.deployment.state_dir, LearnerReport(pid=1, epoch=1, started=0, time=0, steps=7))
+    assert status["serving"]["problems"] == []
+    write_learner_report(running.deployment.state_dir, LearnerReport(pid=1, generation=1, started=0, time=0, steps=7))
     assert httpx.get(running.url + "/api/status").json()["learner"]["steps"] == 7
     eventually(lambda: running.report().requests == {"200": 1, "400": 1})
     assert running.report().address == running.url
@@ -438,7 +438,7 @@ def test_metrics_have_the_promised_names(running: Any, body_of: Body) -> None:
         "anabranch_serving_shadow_rows_total",
         "anabranch_serving_shadow_disagreement_total",
         "anabranch_serving_swaps_total",
-        "anabranch_serving_ill",
+        "anabranch_serving_problems",
     }
     assert 'anabranch_serving_requests_total{code="200"} 1.0' in text
 

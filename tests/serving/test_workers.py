@@ -154,7 +154,7 @@ def test_all_workers_follow_versions_and_orders_and_count_as_one(
         status = httpx.get(f"{server.report.address}/api/status").json()
         assert (status["serving"]["workers"], status["serving"]["pid"]) == (2, server.process.pid)
         assert status["serving"]["requests"] == {"200": 40 * 4 + 8}
-    assert (server.report.ready, server.report.ill) == (False, [STOPPED])
+    assert (server.report.ready, server.report.problems) == (False, [STOPPED])
     assert server.process.returncode == Exit.DONE
 
 
@@ -183,7 +183,7 @@ def test_a_killed_worker_costs_what_it_had_in_hand_and_comes_back(
             eventually(lambda: answered.total() > 100)
             os.kill(first, signal.SIGKILL)
             eventually(lambda: server.workers > {second})
-            eventually(lambda: server.report.ill)
+            eventually(lambda: server.report.problems)
             eventually(lambda: server.serves(1), 60)
             so_far = answered.total()
             eventually(lambda: answered.total() > so_far + 100)
@@ -195,7 +195,7 @@ def test_a_killed_worker_costs_what_it_had_in_hand_and_comes_back(
         # What the dead one had answered still counts.
         assert server.count("anabranch_serving_requests_total") >= answered.total()
         assert second in server.workers
-        assert not server.report.ill
+        assert not server.report.problems
 
 
 def test_requests_in_flight_are_answered_when_it_stops(crew: Any, numbers: Any, body_of: Any, eventually: Any) -> None:

@@ -117,12 +117,12 @@ function watch() {
   $("updated").textContent = status ? `Updated ${seconds < 3 ? "just now" : `${age(seconds)} ago`}` : "";
 }
 
-function say(state, sentence, ill) {
+function say(state, sentence, problems) {
   document.body.dataset.state = state;
   if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence;
-  const reasons = ill.length > 1 ? ill : [];
-  if ([...$("ill").children].map((item) => item.textContent).join() !== reasons.join()) {
-    $("ill").replaceChildren(...reasons.map((reason) => element("li", {}, reason)));
+  const reasons = problems.length > 1 ? problems : [];
+  if ([...$("problems").children].map((item) => item.textContent).join() !== reasons.join()) {
+    $("problems").replaceChildren(...reasons.map((reason) => element("li", {}, reason)));
   }
   const colour = { well: "%2315774a", starting: "%238b5a00" }[state] ?? "%23bf2329";
   const icon = `data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><circle cx='8' cy='8' r='6' fill='${colour}'/></svg>`;
@@ -136,7 +136,7 @@ const score = (value, whole) => (regression() ? digits(value) : percent(value, w
 
 function render() {
   const { learner, serving, health } = status;
-  say(health.state, health.sentence.replace(/^./, (first) => first.toUpperCase()), health.ill);
+  say(health.state, health.sentence.replace(/^./, (first) => first.toUpperCase()), health.problems);
   $("pipeline").textContent = status.name;
   const told = [
     known(serving.version) ? `Version ${serving.version}, swapped in ${age(status.time - serving.version_since)} ago` : "Nothing is served yet",
@@ -155,16 +155,16 @@ function render() {
 }
 
 function lines() {
-  const { learner, twin } = status, now = regression() ? learner?.error : learner?.accuracy;
-  const other = regression() ? twin?.error : twin?.accuracy;
-  const plain = twin?.strategy === "none" && learner?.strategy !== "none";
+  const { learner, baseline } = status, now = regression() ? learner?.error : learner?.accuracy;
+  const other = regression() ? baseline?.error : baseline?.accuracy;
+  const plain = baseline?.strategy === "none" && learner?.strategy !== "none";
   const all = [
     { kind: "now", series: "now", name: "Now", short: "now", about: "newest events, before training", value: now?.now },
     { kind: "old", series: "old", name: "Old", short: "old", about: "held out, the older ones", value: now?.old },
     { kind: "worst", series: "worst", name: "Worst class", short: "worst class", about: "held out, where it does worst", value: now?.worst },
-    { kind: "twin", series: "twin_old", name: plain ? "Old, without replay" : "Old, twin", short: plain ? "no replay" : "twin", about: plain ? "a twin that learns from new alone" : "the twin", value: other?.old },
+    { kind: "baseline", series: "baseline_old", name: plain ? "Old, without replay" : "Old, baseline", short: plain ? "no replay" : "baseline", about: plain ? "a baseline that learns from new alone" : "the baseline", value: other?.old },
   ];
-  return all.filter((line) => (line.kind !== "twin" || twin) && (line.kind !== "worst" || !regression()));
+  return all.filter((line) => (line.kind !== "baseline" || baseline) && (line.kind !== "worst" || !regression()));
 }
 
 function bounds() {
@@ -174,8 +174,8 @@ function bounds() {
 
 function shown(names) {
   const { from } = bounds(), begin = points.time.findIndex((time) => time >= from);
-  const cut = (values) => (begin < 0 ? [] : values.slice(begin));
-  return { times: cut(points.time), values: names.map((name) => cut(points.series[name])), gap: 3.5 * points.step };
+  const checkpoint = (values) => (begin < 0 ? [] : values.slice(begin));
+  return { times: checkpoint(points.time), values: names.map((name) => checkpoint(points.series[name])), gap: 3.5 * points.step };
 }
 
 function renderAccuracy() {
@@ -242,7 +242,7 @@ function renderTiles() {
   }
 }
 
-const VERDICTS = { pass: "✓", fail: "✕", abstain: "○" };
+const VERDICTS = { pass: "✓", fail: "✕", inconclusive: "○" };
 
 function renderVersions() {
   const { learner, versions } = status, scores = regression() ? -1 : 1;
@@ -317,13 +317,13 @@ function renderPartitions() {
 }
 
 function renderParts() {
-  const { learner, serving, twin } = status, ago = (time) => `${age(status.time - time)} ago`;
+  const { learner, serving, baseline } = status, ago = (time) => `${age(status.time - time)} ago`;
   const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0, { shadow } = serving;
   const parts = [
-    ["Last cut", learner?.cut ? `number ${learner.cut}, ${known(learner.cut_time) ? ago(learner.cut_time) : "age not known"}` : "none yet"],
-    ["Guard set", learner ? `${count(learner.guard_rows)} events` : NONE],
+    ["Last checkpoint", learner?.checkpoint ? `number ${learner.checkpoint}, ${known(learner.checkpoint_time) ? ago(learner.checkpoint_time) : "age not known"}` : "none yet"],
+    ["Holdout set", learner ? `${count(learner.holdout_rows)} events` : NONE],
     ["Learner reported", learner ? ago(learner.time) : "never"],
-    ...(twin ? [["Twin reported", ago(twin.time)]] : []),
+    ...(baseline ? [["Baseline reported", ago(baseline.time)]] : []),
     ["Swaps", `${count(swaps)}, ${count(refused)} refused`],
     ...(shadow ? [["Shadow", shadow.failed ?? (shadow.rows ? `version ${shadow.version} disagrees by ${score(shadow.disagreement)}, over ${count(shadow.rows)} rows` : `version ${shadow.version}, nothing compared yet`)]] : []),
   ];

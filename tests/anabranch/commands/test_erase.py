@@ -1,4 +1,4 @@
-"""`anabranch replay forget` where no learner runs: it works under the learner's lock, for which a learner waits."""
+"""`anabranch replay erase` where no learner runs: it works under the learner's lock, for which a learner waits."""
 
 import sys
 import threading
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import anabranch.commands.erase
-from anabranch.commands.erase import forget
+from anabranch.commands.erase import erase_events
 from anabranch.config.loader import Config, load_config
 from learner.state_dir.lock import LOCK, hold_state_directory
 
@@ -45,7 +45,7 @@ def test_a_learner_that_is_started_meanwhile_waits_until_the_files_are_clean(
     monkeypatch.setattr(learner.checkpointing.erase_offline, "erase", slow)
     with ThreadPoolExecutor() as pool:
         started = pool.submit(start)
-        assert forget(config, [], ["events[0]@1..2"], timedelta(0)).applied
+        assert erase_events(config, [], ["events[0]@1..2"], timedelta(0)).applied
         assert started.result(30), "it did not wait"
 
 
@@ -58,12 +58,12 @@ def test_what_takes_seconds_to_import_is_there_before_the_lock_is_taken(
 
     monkeypatch.delitem(sys.modules, "learner.checkpointing.erase_offline", raising=False)
     monkeypatch.setattr(anabranch.commands.erase, "hold_state_directory", hold)
-    assert forget(config, [], ["events[0]@1..2"], timedelta(0)).applied
+    assert erase_events(config, [], ["events[0]@1..2"], timedelta(0)).applied
 
 
 def test_beside_a_learner_it_waits_for_its_word_and_leaves_its_files_alone(config: Config) -> None:
     with hold_state_directory(config.state_dir):
-        answer = forget(config, [], ["events[0]@1..2"], timedelta(0))
+        answer = erase_events(config, [], ["events[0]@1..2"], timedelta(0))
         assert not answer.applied
         assert "the learner has not said in time" in str(answer.missing)
     assert (config.state_dir / LOCK).read_bytes() == b""

@@ -39,7 +39,7 @@ def config(write_pipeline: Callable[..., Path], free_port: Callable[[], int]) ->
 def publish(config: Config, number: int, verdict: str) -> None:
     manifest = Manifest(
         number=number,
-        epoch=1,
+        generation=1,
         parent=None,
         time=time.time(),
         step=number,

@@ -16,7 +16,7 @@ import serving.reporting.report
 from anabranch.cli.common import show
 from anabranch.commands.status import read_status, render
 from anabranch.config.loader import load_config
-from learner.state_dir.report import LearnerReport, PartitionReport, ShareReport
+from learner.state_dir.report import DeviceSharingReport, LearnerReport, PartitionReport
 from serving.reporting.report import ServingReport
 
 PARTITION = PartitionReport(
@@ -41,11 +41,11 @@ def dead_pid():
 def learner_report(**changes):
     report = LearnerReport(
         pid=os.getpid(),
-        epoch=3,
+        generation=3,
         started=time.time() - 100,
         time=time.time(),
         steps=1234,
-        ill=["the Kafka broker does not answer"],
+        problems=["the Kafka broker does not answer"],
         outcomes={"trained": 900, "held_out": 50, "dead_lettered": 8},
         partitions={"events:0": PARTITION},
         accuracy={"now": 0.875, "worst": 0.5, "old": 0.75},
@@ -57,9 +57,9 @@ def learner_report(**changes):
         rates={"steps": 9.5, "rows_new": 600.0, "rows_replay": 601.0},
         replay_rows={"device": 900},
         replay_bytes={"device": 2_500_000},
-        guard_rows=50,
-        cut=4,
-        cut_time=time.time() - 90,
+        holdout_rows=50,
+        checkpoint=4,
+        checkpoint_time=time.time() - 90,
         version=17,
         versions_published=17,
     )
@@ -92,8 +92,8 @@ def screen(config):
     return " ".join(console.file.getvalue().split())
 
 
-def test_the_share_is_on_the_screen(config):
-    share = ShareReport(
+def test_device_sharing_is_on_the_screen(config):
+    share = DeviceSharingReport(
         policy="fraction",
         servers=1,
         training=0.75,
@@ -102,13 +102,13 @@ def test_the_share_is_on_the_screen(config):
         wait_p99_seconds=0.0034,
         micro_batch_size=32,
     )
-    learner.state_dir.report.write_report(config.state_dir, learner_report(share=share))
-    assert "share fraction: 75% training, 1 server, p99 3.4 ms to give way, micro-batches of 32" in screen(config)
+    learner.state_dir.report.write_report(config.state_dir, learner_report(device_sharing=share))
+    assert "device sharing fraction: 75% training, 1 server, p99 3.4 ms to yield, micro-batches of 32" in screen(config)
 
 
 def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
-    ill = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
-    learner.state_dir.report.write_report(config.state_dir, learner_report(ill=ill))
+    problem = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=problem))
     show(None, lambda: render(read_status(config)))
     shown = capsys.readouterr().out
     assert not set(shown) & {"\x1b", "\x07", "\x9b"}
@@ -162,7 +162,7 @@ def test_the_screen_has_every_figure(config):
         "address http://127.0.0.1:8000",
         "version 16",
         "learned events:0=950",
-        "cut 4, made 0:01:30 ago",
+        "checkpoint 4, made 0:01:30 ago",
         "freshness p50 0.31 s, p99 0.84 s",
         "swaps swapped 15, refused 1",
         "refused 15: version 15: its model.safetensors does not have its digest",
@@ -219,7 +219,7 @@ def test_json_holds_both_reports_whole(config):
 def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
     now = time.time()
     learner.state_dir.report.write_report(
-        config.state_dir, LearnerReport(pid=os.getpid(), epoch=1, started=now, time=now, steps=0)
+        config.state_dir, LearnerReport(pid=os.getpid(), generation=1, started=now, time=now, steps=0)
     )
     text = screen(config)
     for figure in ("accuracy not known yet", "outcomes none", "replay empty", "version none yet"):

@@ -32,7 +32,7 @@ def publish(config):
     def write(number, verdict="pass", reasons=(), schema=None, args=None):
         manifest = Manifest(
             number=number,
-            epoch=2,
+            generation=2,
             parent=number - 1,
             time=1_700_000_000.0 + number,
             step=number * 100,
@@ -114,7 +114,7 @@ class TestShow:
         for which in (1, "latest", "served"):
             assert show_version(config, which).refused is None
         said = screen(render_one(show_version(config, 1)))
-        for fact in ("1, served", "epoch 2", "my_model:build", "drop_new 0.25", "whole; serving may take it"):
+        for fact in ("1, served", "generation 2", "my_model:build", "drop_new 0.25", "whole; serving may take it"):
             assert fact in said
 
     def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(self, config, publish):

@@ -70,7 +70,7 @@ class TestDefaults:
         assert (replay.capacity, replay.device_bytes) == (1_000_000, 256_000_000)
         versions = pipeline.versions
         assert (versions.publish_every, versions.keep, versions.keep_hourly) == (timedelta(seconds=1), 20, 24)
-        assert (pipeline.gate.guard_fraction, pipeline.gate.guard_rows) == (0.01, 2000)
+        assert (pipeline.gate.holdout_fraction, pipeline.gate.holdout_rows) == (0.01, 2000)
         serving = pipeline.serving
         assert (serving.host, serving.port, serving.max_batch) == ("127.0.0.1", 8000, 64)
         assert serving.max_delay == timedelta(milliseconds=2)
@@ -133,7 +133,7 @@ class TestUnknownKeys:
 
     def test_that_are_like_none_are_answered_with_all(self, refused):
         assert refused({"gate": "zzz = 1"}).endswith(
-            "unknown key gate.zzz; known keys are guard_fraction, guard_rows, max_drop_new, "
+            "unknown key gate.zzz; known keys are holdout_fraction, holdout_rows, max_drop_new, "
             "max_drop_old, max_hold, min_rows, on_hold"
         )
 
@@ -220,7 +220,7 @@ class TestValues:
             ("learner", 'device = "tpu"', 'learner.device = \'tpu\': write "auto", "cpu",'),
             ("learner", "optimizer = {lr = 0}", "learner.optimizer.lr = 0: Input should be greater than 0"),
             ("replay", 'device_bytes = "3 XB"', "replay.device_bytes = '3 XB': could not interpret byte unit: XB"),
-            ("gate", "guard_fraction = 1.0", "gate.guard_fraction = 1.0: Input should be less than 1"),
+            ("gate", "holdout_fraction = 1.0", "gate.holdout_fraction = 1.0: Input should be less than 1"),
             ("serving", "port = 70000", "serving.port = 70000: Input should be less than or equal to 65535"),
             ("serving", 'timeout = "0s"', "serving.timeout = '0s': must be longer than 0s"),
             ("serving.tls", 'cert = "cert.pem"', "serving.tls: cert and key go together"),
@@ -293,14 +293,14 @@ class TestEnvironment:
             "ANABRANCH__MODEL__ARGS__HIDDEN": "7",
             "OTHER": "x",
         }
-        pipeline = load({"gate": "guard_rows = 5"}, environment).pipeline
+        pipeline = load({"gate": "holdout_rows = 5"}, environment).pipeline
         assert pipeline.stream.bootstrap_servers == "kafka:9092"
         assert pipeline.stream.topics == ("a", "b")
         assert pipeline.stream.dead_letter_topic == "a.dead"
         assert (pipeline.learner.batch_size, pipeline.learner.stop_timeout) == (8, timedelta(seconds=5))
         assert pipeline.serving.tokens.read.get_secret_value() == "open sesame"
         assert pipeline.model.args == {"hidden": 7}
-        assert pipeline.gate.guard_rows == 5
+        assert pipeline.gate.holdout_rows == 5
 
     @pytest.mark.parametrize("turn", [1, -1])
     def test_a_name_and_its_arguments_come_in_any_order(self, load, turn):

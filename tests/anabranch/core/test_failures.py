@@ -10,14 +10,14 @@ import torch
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
 from ingest.errors import BrokerError
-from learner.errors import CutError, VersionError
+from learner.errors import CheckpointError, VersionError
 
 AWAY = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES, errno.EROFS, errno.ETIMEDOUT, errno.ENXIO]
 DAMAGED = [errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP]
 
 
 def system_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number), "cuts/1/manifest.json")
+    return OSError(number, os.strerror(number), "checkpoints/1/manifest.json")
 
 
 def chained(outer: Exception, cause: BaseException) -> Exception:
@@ -29,14 +29,14 @@ def chained(outer: Exception, cause: BaseException) -> Exception:
 def test_what_the_operating_system_does_not_give_is_away_and_no_damage(number: int) -> None:
     assert failure_of(system_error(number)) is Failure.AWAY
     assert failure_of(chained(VersionError("version 1"), system_error(number))) is Failure.AWAY
-    with pytest.raises(OSError, match="manifest"), damage_is(CutError, "cut 1"):
+    with pytest.raises(OSError, match="manifest"), damage_is(CheckpointError, "checkpoint 1"):
         raise system_error(number)
 
 
 @pytest.mark.parametrize("number", DAMAGED, ids=errno.errorcode.get)
 def test_a_file_that_is_missing_or_no_file_is_damage(number: int) -> None:
     assert failure_of(system_error(number)) is Failure.DAMAGED
-    with pytest.raises(CutError, match=r"cut 1: .*manifest"), damage_is(CutError, "cut 1"):
+    with pytest.raises(CheckpointError, match=r"checkpoint 1: .*manifest"), damage_is(CheckpointError, "checkpoint 1"):
         raise system_error(number)
 
 
@@ -66,7 +66,9 @@ def test_damage_dependencies_and_bugs_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b'{"a": "\xff"}', b"[" * 100_000, b"{", b"", b'{"a": 1}'], ids=["utf-8", "deep", "cut", "empty", "type"]
+    "content",
+    [b'{"a": "\xff"}', b"[" * 100_000, b"{", b"", b'{"a": 1}'],
+    ids=["utf-8", "deep", "checkpoint", "empty", "type"],
 )
 def test_json_that_cannot_be_decoded_is_damage_whatever_is_wrong_with_it(content: bytes) -> None:
     with pytest.raises(DamagedError):
@@ -92,7 +94,9 @@ def test_each_flipped_bit_of_a_document_is_decoded_or_damage() -> None:
 
 def test_an_error_of_the_system_that_ends_a_process_is_a_dependency_that_names_the_file() -> None:
     with (
-        pytest.raises(DependencyError, match=r"^no cut can be read: cuts/1/manifest.json: Input/output error$"),
-        away_is_dependency("no cut can be read"),
+        pytest.raises(
+            DependencyError, match=r"^no checkpoint can be read: checkpoints/1/manifest.json: Input/output error$"
+        ),
+        away_is_dependency("no checkpoint can be read"),
     ):
         raise system_error(errno.EIO)

@@ -30,13 +30,13 @@ def config(write_pipeline: Callable[..., Path]) -> Config:
 
 def test_what_a_daemon_writes_is_for_its_user_alone(config: Config) -> None:
     def work(found: Config, _stop: object) -> None:
-        (found.state_dir / "cuts").mkdir(parents=True)
-        (found.state_dir / "cuts" / "guard.safetensors").write_bytes(b"events")
+        (found.state_dir / "checkpoints").mkdir(parents=True)
+        (found.state_dir / "checkpoints" / "holdout.safetensors").write_bytes(b"events")
 
     assert enter("learner", "Learn.", work, ["-c", str(config.path)]) == 0
     assert mode(config.state_dir) == 0o700
-    assert mode(config.state_dir / "cuts") == 0o700
-    assert mode(config.state_dir / "cuts" / "guard.safetensors") == 0o600
+    assert mode(config.state_dir / "checkpoints") == 0o700
+    assert mode(config.state_dir / "checkpoints" / "holdout.safetensors") == 0o600
     (config.folder / "after").touch()
     assert mode(config.folder / "after") == 0o644, "the umask is not restored"
 

@@ -183,8 +183,8 @@ def test_deaths_without_progress_are_counted_and_progress_forgets_them(part, run
     ("figures", "life", "asked"),
     [
         ("steps_since_start=1", 10, [1, 1, 1, 2, 3, 4]),
-        ("steps_since_start=1, cut=7", 10, [1, 1, 1, 1, 2, 3]),
-        ("steps_since_start=1, cut=starts", 10, [1] * 6),
+        ("steps_since_start=1, checkpoint=7", 10, [1, 1, 1, 1, 2, 3]),
+        ("steps_since_start=1, checkpoint=starts", 10, [1] * 6),
         ("steps_since_start=1", 60, [1] * 6),
         ("version=1", 10, [1, 1, 1, 2, 3, 4]),
     ],
@@ -422,7 +422,7 @@ def test_a_stop_ends_what_stands_by_at_once(part, running, until, noted, is_gone
 
 
 def test_output_goes_to_the_part_s_file_and_variables_reach_it(part, running, until, place):
-    code = "print(os.environ['COLOUR'], flush=True)\nprint('ill', file=sys.stderr, flush=True)\n" + STAYS
+    code = "print(os.environ['COLOUR'], flush=True)\nprint('trouble', file=sys.stderr, flush=True)\n" + STAYS
     output = place / "log"
     stop, result = running(Supervisor([part(code, environment={"COLOUR": "blue"}, output=output)]))
     until(lambda: output.exists() and output.read_text() == "blue\nill\n", "the output")

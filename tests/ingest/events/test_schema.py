@@ -121,7 +121,7 @@ class TestDigest:
         digests = {schema_of(features).digest for features in (self.FEATURES, swapped, written_out)}
         assert len(digests) == 1
 
-    def test_does_not_change_with_a_bound_so_that_cuts_stay_of_use(self):
+    def test_does_not_change_with_a_bound_so_that_checkpoints_stay_of_use(self):
         bounded = {**self.FEATURES, "b": {"dtype": "int8", "min": 0, "max": 6}}
         assert schema_of(bounded).digest == schema_of(self.FEATURES).digest
 

@@ -56,7 +56,7 @@ def read(sources: Sources, seen: Seen, events: int, partitions: Sequence[int] = 
     deadline = time.monotonic() + 60
     last: dict[int, int] = {}
     while count(seen, partitions) < events:
-        assert time.monotonic() < deadline, f"{seen.total()} events of {events} after 60 s; ill: {sources.ill}"
+        assert time.monotonic() < deadline, f"{seen.total()} events of {events} after 60 s; problem: {sources.problem}"
         block = sources.poll(timedelta(seconds=1))
         if block is not None:
             assert (block.columns["feature.x"] == [1, 2, 3]).all()
@@ -80,7 +80,7 @@ def until(sources: Sources, condition: Callable[[], bool], seconds: float = 30) 
     """Poll while nothing comes, until something holds."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, sources.ill
+        assert time.monotonic() < deadline, sources.problem
         idle(sources, 0.1)
 
 
@@ -111,8 +111,8 @@ def test_partitions_go_from_host_to_host_and_every_event_comes_once(
         read(sources, seen, 24000)
         assert once(seen, 4, 6000)
         until(sources, lambda: sources._shares == [0] * 4)  # what it had read already may have been all
-        assert sources.ill is not None
-        assert "another host does not read its part of the stream" in sources.ill
+        assert sources.problem is not None
+        assert "another host does not read its part of the stream" in sources.problem
         for partition in range(4):
             produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
         read(sources, seen, 24400)
@@ -151,13 +151,13 @@ def test_a_host_that_is_idle_for_long_still_says_that_its_broker_is_away(
             idle(it, 1)
             if not second % 3:
                 it.commit({0: 0, 1: 0})
-        assert it.ill is None
-        proxy.suffer(Fault(cut=True))
-        until(it, lambda: proxy.address in str(it.ill), 10)
+        assert it.problem is None
+        proxy.suffer(Fault(closed=True))
+        until(it, lambda: proxy.address in str(it.problem), 10)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
-def test_a_host_that_was_lost_reads_again_and_nobody_is_ill(
+def test_a_host_that_was_lost_reads_again_and_nobody_is_unhealthy(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -178,12 +178,12 @@ def test_a_host_that_was_lost_reads_again_and_nobody_is_ill(
             read(sources, seen, 2 * sent)
 
         def lost() -> bool:
-            return "another host does not read its part of the stream" in str(sources.ill)
+            return "another host does not read its part of the stream" in str(sources.problem)
 
         def well() -> bool:
             remote.keep()
             sources.look(rates)
-            return sources.ill is None and sources._shares == [0, 1]
+            return sources.problem is None and sources._shares == [0, 1]
 
         learn()
         (relay,) = (each._process for each in sources._others)
@@ -203,7 +203,7 @@ def test_a_host_that_was_lost_reads_again_and_nobody_is_ill(
         monkeypatch.setattr(silence, "SILENT_SECONDS", 8.0)
         remote._process.send_signal(signal.SIGSTOP)
         until(sources, lost)
-        assert "hangs" in str(sources.ill)
+        assert "hangs" in str(sources.problem)
         learn()
         remote._process.send_signal(signal.SIGCONT)
         until(sources, well)
@@ -225,15 +225,15 @@ def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
             send()
             sources.look([300.0, 200.0, 200.0, 200.0])
             read(sources, seen, 400)
-            proxy.suffer(Fault(cut=True))
+            proxy.suffer(Fault(closed=True))
             sources.look([1.0, 900.0, 900.0, 1.0])
             assert sources._shares == [0, 0, 1, 1], "nobody has said yet that the broker is away"
-            until(sources, lambda: proxy.address in str(sources.ill))
+            until(sources, lambda: proxy.address in str(sources.problem))
             sources.look([1.0, 1.0, 900.0, 900.0])
             assert sources._shares == [0, 0, 1, 1]
             remote.close()
             until(sources, lambda: sources._shares == [0] * 4)
-            until(sources, lambda: proxy.address in str(sources.ill))
+            until(sources, lambda: proxy.address in str(sources.problem))
             send()
             proxy.heal()
             read(sources, seen, 800)
@@ -298,7 +298,7 @@ def test_a_host_that_cannot_read_leaves_all_to_the_first(
         sources.look([1.0, 1.0])
         read(sources, seen, 200)
         assert once(seen, 2, 100)
-        assert nowhere in str(sources.ill)
+        assert nowhere in str(sources.problem)
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def read(source: Source, events: int) -> list[tuple[int, int, int, Outcome]]:
     seen: list[tuple[int, int, int, Outcome]] = []
     deadline = time.monotonic() + 60
     while len(seen) < events:
-        assert time.monotonic() < deadline, f"{len(seen)} events of {events} after 60 s; ill: {source.ill}"
+        assert time.monotonic() < deadline, f"{len(seen)} events of {events} after 60 s; problem: {source.problem}"
         seen += read_for(source, timedelta(seconds=1))
     return seen
 
@@ -346,7 +346,7 @@ def test_a_message_larger_than_what_is_fetched_at_once_comes_all_the_same(
         assert [(o, k) for _, o, _, k in read(source, 3)] == [(offset, Outcome.PENDING) for offset in range(3)]
 
 
-def test_a_broker_that_answers_with_more_than_may_be_received_is_ill_and_how_to_mend_it_is_said(
+def test_a_broker_that_answers_with_more_than_may_be_received_is_unhealthy_and_how_to_fix_it_is_said(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
     if STREAM["client"] == "confluent":
@@ -356,8 +356,8 @@ def test_a_broker_that_answers_with_more_than_may_be_received_is_ill_and_how_to_
     small = dict.fromkeys(("fetch.max.bytes", "fetch.message.max.bytes", "receive.message.max.bytes"), 20_000)
     with opened(kafka.bootstrap, topic, properties=small) as source:
         deadline = time.monotonic() + 60
-        while "larger than receive.message.max.bytes, which stream.properties can raise" not in (source.ill or ""):
-            assert time.monotonic() < deadline, source.ill
+        while "larger than receive.message.max.bytes, which stream.properties can raise" not in (source.problem or ""):
+            assert time.monotonic() < deadline, source.problem
             assert read_for(source, timedelta(seconds=0.2)) == []
 
 
@@ -389,12 +389,12 @@ def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
             source._process.wait()
             seen += read(source, 500)
         seen += read(source, 6000 - len(seen))
-        assert source.ill is None
+        assert source.problem is None
     assert Counter((p, o) for p, o, *_ in seen) == Counter((p, o) for p in range(2) for o in range(3000))
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
-def test_an_ingest_process_that_hangs_is_said_to_be_ill_and_another_one_goes_on(
+def test_an_ingest_process_that_hangs_is_said_to_be_unhealthy_and_another_one_goes_on(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(silence, "SILENT_SECONDS", 8.0)
@@ -406,12 +406,12 @@ def test_an_ingest_process_that_hangs_is_said_to_be_ill_and_another_one_goes_on(
         source._process.send_signal(signal.SIGSTOP)
         produce(kafka.bootstrap, topic, [GOOD] * 10)
         deadline = time.monotonic() + 30
-        while source.ill is None:
+        while source.problem is None:
             assert time.monotonic() < deadline, "nothing is said"
             seen += read_for(source, timedelta(seconds=0.2))
-        assert source.ill == "the ingest process hangs; another one is started"
+        assert source.problem == "the ingest process hangs; another one is started"
         seen += read(source, 20 - len(seen))
-        assert source.ill is None
+        assert source.problem is None
     assert [offset for _, offset, *_ in seen] == list(range(20))
 
 
@@ -425,7 +425,7 @@ def test_an_ingest_process_with_nothing_to_say_is_left_alone(
         for _ in range(90):
             assert source.poll(timedelta(seconds=0.2)) is None
         assert source._process is process
-        assert source.ill is None
+        assert source.problem is None
 
 
 def test_what_is_damaged_on_the_way_is_fetched_again(
@@ -442,7 +442,7 @@ def test_what_is_damaged_on_the_way_is_fetched_again(
         found: list[tuple[int, int]] = []
         deadline = time.monotonic() + 60
         while len(found) < len(rows):
-            assert time.monotonic() < deadline, f"{len(found)} events after 60 s; ill: {source.ill}"
+            assert time.monotonic() < deadline, f"{len(found)} events after 60 s; problem: {source.problem}"
             block = source.poll(timedelta(milliseconds=100))
             if block is not None:
                 x = block.columns["feature.x"]
@@ -593,17 +593,17 @@ def test_a_broker_that_is_killed_and_comes_back_costs_nothing(
         process = source._process
         seen = read(source, 1)
         mortal_kafka.kill()
-        while source.ill is None:
+        while source.problem is None:
             # What is fetched already goes on coming, also while nobody takes the dead letters.
             seen += read_for(source, timedelta(seconds=1))
-        assert "dead letters cannot be written" in source.ill or "does not answer" in source.ill
+        assert "dead letters cannot be written" in source.problem or "does not answer" in source.problem
         mortal_kafka.start()
         for topic in topics:
             produce(server, topic, [GOOD] * 100, partition=0)
         seen += read(source, 2 * 6100 - len(seen))
         deadline = time.monotonic() + 30
-        while source.ill is not None:
-            assert time.monotonic() < deadline, source.ill
+        while source.problem is not None:
+            assert time.monotonic() < deadline, source.problem
             seen += read_for(source, timedelta(seconds=1))
         assert source._process is process
         names = [partition.name for partition in source.partitions]

@@ -231,14 +231,16 @@ class TestStandingStill:
         monkeypatch.setattr(worker_module, "_BUSY_SHARE", 1.0)
         monkeypatch.setattr(stalls, "STALLED_SECONDS", 0.1)
 
-    def test_a_position_that_does_not_move_though_the_topic_goes_on_is_ill(self) -> None:
+    def test_a_position_that_does_not_move_though_the_topic_goes_on_is_unhealthy(self) -> None:
         partition, other = FakePartition(), FakePartition()
         partition.append(message(0, 1))
         with learner(Stuck({P0: partition, P1: other})) as end:
-            while not end.hear(lambda each: isinstance(each, Broker)).ill:
+            while not end.hear(lambda each: isinstance(each, Broker)).problem:
                 send(end.connection, Resume())  # it reports on as long as the learner says something
                 other.append(message(0, 1))
-            assert end.broker[-1].ill.startswith("events[0] stands still at offset 0, while it ends at 1: the broker")
+            assert end.broker[-1].problem.startswith(
+                "events[0] stands still at offset 0, while it ends at 1: the broker"
+            )
 
     def test_one_that_waits_for_a_learner_that_takes_nothing_is_not_told_so(self) -> None:
         partition = FakePartition()
@@ -252,7 +254,7 @@ class TestStandingStill:
             while time.monotonic() < begin + 0.5:
                 end.hear(lambda each: isinstance(each, Broker))
                 send(end.connection, Resume())
-        assert [each.ill for each in end.broker] == [None] * len(end.broker)
+        assert [each.problem for each in end.broker] == [None] * len(end.broker)
 
 
 class Held(FakeClient):
@@ -327,7 +329,7 @@ class TestPassingOver:
         with learner(client, positions=[(P0, Position(0))]) as end:
             send(end.connection, PassOver())
             client.may.set()
-            end.hear(lambda each: isinstance(each, Broker) and each.ill is not None)
+            end.hear(lambda each: isinstance(each, Broker) and each.problem is not None)
             client.away = False
             assert end.block()[0].coverage == (Coverage(0, 0, 1, passed=1),)
 
@@ -342,7 +344,7 @@ def test_a_block_comes_only_after_its_dead_letters_are_acknowledged() -> None:
         block, _ = end.block()
         assert len(block) == 2
         assert [letter.value for letter in client.letters] == [b"torn"]
-    assert any(each.ill and "events.dead" in each.ill for each in end.broker)
+    assert any(each.problem and "events.dead" in each.problem for each in end.broker)
 
 
 def test_a_block_tells_of_the_dead_letters_that_were_not_written(caplog: pytest.LogCaptureFixture) -> None:
@@ -369,11 +371,11 @@ def test_a_broker_that_is_away_is_said_and_waited_for() -> None:
     with learner(client) as end:
         end.hear(lambda each: isinstance(each, Opened))
         client.away = True
-        end.hear(lambda each: isinstance(each, Broker) and each.ill is not None)
+        end.hear(lambda each: isinstance(each, Broker) and each.problem is not None)
         partition.append(message(0, 1))
         client.away = False
         assert len(end.block()[0]) == 1
-        end.hear(lambda each: isinstance(each, Broker) and each.ill is None)
+        end.hear(lambda each: isinstance(each, Broker) and each.problem is None)
 
 
 def test_a_bug_in_decoding_is_said_and_does_not_stop_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,10 +393,10 @@ def test_a_bug_in_decoding_is_said_and_does_not_stop_the_stream(monkeypatch: pyt
     client = FakeClient({P0: partition})
     with learner(client) as end:
         assert end.block()[0].columns["outcome"].tolist() == [Outcome.DEAD_LETTERED, Outcome.PENDING]
-        said = end.hear(lambda each: isinstance(each, Broker) and each.ill is not None)
+        said = end.hear(lambda each: isinstance(each, Broker) and each.problem is not None)
         assert isinstance(said, Broker)
-        assert said.ill is not None
-        assert "TypeError: unforeseen" in said.ill
+        assert said.problem is not None
+        assert "TypeError: unforeseen" in said.problem
     assert [letter.value for letter in client.letters] == [b"poison"]
 
 

@@ -107,7 +107,7 @@ class TestDrift:
     def test_a_mark_changes_nothing(self) -> None:
         drift = Drift(settings())
         assert any(drift.add(at, each) for at, each in enumerate(steps([0.9, 0.5])))
-        assert (drift.lr_factor, drift.replay_factor, drift.cuts) == (1, 1, False)
+        assert (drift.lr_factor, drift.replay_factor, drift.checkpoints) == (1, 1, False)
 
     def test_without_an_action_drift_is_not_looked_for(self) -> None:
         drift = Drift(settings(actions=[]))

@@ -13,7 +13,7 @@ from ingest.kafka.fake import Columns, fake_columns
 from learner.adaptation.forgetting_probe import ENOUGH, Probe
 from learner.adaptation.replay_ratio import MeasuredRatio, Tally
 from learner.config import LearnerSettings
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
@@ -49,26 +49,26 @@ def as_draw(columns: Columns) -> Draw:
 
 
 def test_held_out_events_tell_what_those_that_are_known_by_heart_do_not(schema: Schema, trainer: Trainer) -> None:
-    guard = GuardSet(schema, 1000)
-    probe = Probe(MeasuredRatio(0.5, bounded=True), guard, trainer, ROWS)
+    holdout = HoldoutSet(schema, 1000)
+    probe = Probe(MeasuredRatio(0.5, bounded=True), holdout, trainer, ROWS)
     by_heart = as_draw(predicted(trainer, schema, range(20), shift=0))
     assert probe.score(0, None) is None
     for offset in range(1000, 1000 + 2 * ENOUGH, 10):
-        enough = guard.older >= ENOUGH
+        enough = holdout.older >= ENOUGH
         assert [probe.drawn(step) for step in range(5)] == [0 if enough else ROWS, 0, 0, 0, 0 if enough else ROWS]
         assert probe.score(4, by_heart) == Tally(ROWS, 0.0 if enough else ROWS)
         assert probe.score(5, by_heart) is None
-        guard.add(predicted(trainer, schema, range(offset, offset + 10), shift=1), NAMES)
+        holdout.add(predicted(trainer, schema, range(offset, offset + 10), shift=1), NAMES)
     assert enough
 
 
 def test_the_same_step_scores_the_same_events_also_after_a_restart(schema: Schema, trainer: Trainer) -> None:
-    guard, again = GuardSet(schema, 1000), GuardSet(schema, 1000)
+    holdout, again = HoldoutSet(schema, 1000), HoldoutSet(schema, 1000)
     for offset in range(0, 400, 4):
         shift = offset // 4 % 2
-        guard.add(predicted(trainer, schema, range(offset, offset + 4), shift=shift), NAMES)
-    again.restore(guard.tensors())
+        holdout.add(predicted(trainer, schema, range(offset, offset + 4), shift=shift), NAMES)
+    again.restore(holdout.tensors())
     ratio = MeasuredRatio(0.5, bounded=True)
-    scores = [Probe(ratio, each, trainer, 50).score(step, None) for step in (0, 4, 8) for each in (guard, again)]
+    scores = [Probe(ratio, each, trainer, 50).score(step, None) for step in (0, 4, 8) for each in (holdout, again)]
     assert scores[::2] == scores[1::2]
     assert len({score.score for score in scores if score is not None}) > 1

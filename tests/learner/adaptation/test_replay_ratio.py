@@ -148,7 +148,7 @@ def test_what_chance_shows_of_few_events_does_not_raise_the_ratio() -> None:
     assert np.mean(run(ratio, model, 60_000, change=change, rows=10)[-10_000:]) < 0.15
 
 
-def test_a_weight_of_nothing_ends_replay_that_a_cut_has() -> None:
+def test_a_weight_of_nothing_ends_replay_that_a_checkpoint_has() -> None:
     before, after = MeasuredRatio(0.5, bounded=True), MeasuredRatio(0.0, bounded=True)
     assert run(before, Model(0.97, 0.1, 0.95), 1000)[-1] > 0.9
     after.restore(json.loads(json.dumps(before.state())))
@@ -158,10 +158,14 @@ def test_a_weight_of_nothing_ends_replay_that_a_cut_has() -> None:
 def test_it_goes_on_from_amid_the_wait_before_a_trial() -> None:
     whole = MeasuredRatio(0.5, bounded=True)
     begun = run(whole, Model(0.97, 0.1, 0.95), 1000).index(1.0)
-    cut, resumed, model = MeasuredRatio(0.5, bounded=True), MeasuredRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
-    run(cut, model, begun - 25)
-    resumed.restore(json.loads(json.dumps(cut.state())))
-    starts = [run(each, replace(model), 60, seed=1).index(1.0) for each in (resumed, cut)]
+    checkpoint, resumed, model = (
+        MeasuredRatio(0.5, bounded=True),
+        MeasuredRatio(0.5, bounded=True),
+        Model(0.97, 0.1, 0.95),
+    )
+    run(checkpoint, model, begun - 25)
+    resumed.restore(json.loads(json.dumps(checkpoint.state())))
+    starts = [run(each, replace(model), 60, seed=1).index(1.0) for each in (resumed, checkpoint)]
     assert starts[0] == starts[1] < 40
 
 

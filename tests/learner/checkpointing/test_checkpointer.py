@@ -1,4 +1,4 @@
-"""The cutter: what it keeps of a moment, and what a disk that fails costs."""
+"""The checkpointer: what it keeps of a moment, and what a disk that fails costs."""
 
 import errno
 import json
@@ -14,11 +14,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import DependencyError
-from learner.checkpointing.checkpointer import Cutter, Moment
-from learner.config import CutsSettings
+from learner.checkpointing.checkpointer import Checkpointer, Moment
+from learner.config import CheckpointSettings
 from learner.metrics import LearnerMetrics
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import Cuts
+from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.folders import LocalStorage
 from replay.background_store import Clerk
 
@@ -41,26 +41,28 @@ class Released:
         self.calls.append((oldest, written))
 
 
-def make(tmp_path: Path, clerk: Released | None = None) -> tuple[Cutter, Cuts]:
-    cuts = Cuts(tmp_path / "cuts", "schema", 1)
-    settings = CutsSettings(every=timedelta(hours=1), keep=2)
-    return Cutter(cuts, settings, cast("Clerk | None", clerk), LearnerMetrics(CollectorRegistry())), cuts
+def make(tmp_path: Path, clerk: Released | None = None) -> tuple[Checkpointer, Checkpoints]:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", "schema", 1)
+    settings = CheckpointSettings(every=timedelta(hours=1), keep=2)
+    return Checkpointer(
+        checkpoints, settings, cast("Clerk | None", clerk), LearnerMetrics(CollectorRegistry())
+    ), checkpoints
 
 
 def moment_of(state: dict[str, Any]) -> Moment:
     return Moment(1, {"model": {"w": torch.zeros(2)}}, state, None)
 
 
-def cut(cutter: Cutter, state: dict[str, Any] | None = None) -> None:
-    cutter.ask()
-    cutter.cut_if_due(lambda _: moment_of(state or {}))
-    cutter.wait(Deadline(timedelta(seconds=30)))
+def checkpoint(checkpointer: Checkpointer, state: dict[str, Any] | None = None) -> None:
+    checkpointer.ask()
+    checkpointer.checkpoint_if_due(lambda _: moment_of(state or {}))
+    checkpointer.wait(Deadline(timedelta(seconds=30)))
 
 
-def test_a_cut_has_the_state_of_its_moment_whatever_changes_while_it_is_written(
+def test_a_checkpoint_has_the_state_of_its_moment_whatever_changes_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cutter, cuts = make(tmp_path)
+    checkpointer, checkpoints = make(tmp_path)
     live = {"kind": {"others": ["loss", "uniform"]}, "ledger": [[1, 2]]}
     real = os.fsync
 
@@ -70,20 +72,20 @@ def test_a_cut_has_the_state_of_its_moment_whatever_changes_while_it_is_written(
         real(descriptor)
 
     monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", later)
-    cut(cutter, live)
+    checkpoint(checkpointer, live)
     assert live["kind"] == {"others": []}, "the state did not change meanwhile"
-    found = json.loads((cuts.path / "1" / "rank-0" / "state.json").read_bytes())
+    found = json.loads((checkpoints.path / "1" / "rank-0" / "state.json").read_bytes())
     assert found == {"kind": {"others": ["loss", "uniform"]}, "ledger": [[1, 2]]}
 
 
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
-def test_a_folder_of_cuts_that_cannot_be_listed_ends_no_learner(
+def test_a_folder_of_checkpoints_that_cannot_be_listed_ends_no_learner(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = Released()
-    cutter, cuts = make(tmp_path, released)
+    checkpointer, checkpoints = make(tmp_path, released)
     for _ in range(3):
-        cut(cutter)
+        checkpoint(checkpointer)
     assert released.calls == [(1, True), (1, True), (2, True)]
 
     def fail(_: LocalStorage) -> list[int]:
@@ -91,45 +93,49 @@ def test_a_folder_of_cuts_that_cannot_be_listed_ends_no_learner(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "_directories", fail)
-        cut(cutter)
-        assert cutter.ill == f"old cuts cannot be deleted from {cuts.path}: {os.strerror(number)}"
-    assert released.calls[-1] == (2, True), "a slot was let go that a cut may name which is there still"
-    cut(cutter)
-    assert cutter.ill is None
+        checkpoint(checkpointer)
+        assert (
+            checkpointer.problem == f"old checkpoints cannot be deleted from {checkpoints.path}: {os.strerror(number)}"
+        )
+    assert released.calls[-1] == (2, True), "a slot was let go that a checkpoint may name which is there still"
+    checkpoint(checkpointer)
+    assert checkpointer.problem is None
     assert released.calls[-1] == (4, True)
-    assert cuts.numbers() == [4, 5]
+    assert checkpoints.numbers() == [4, 5]
 
 
-def test_a_first_cut_after_which_nothing_can_be_listed_is_the_oldest(
+def test_a_first_checkpoint_after_which_nothing_can_be_listed_is_the_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = Released()
-    cutter, _ = make(tmp_path, released)
-    monkeypatch.setattr(Cuts, "prune", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
-    cut(cutter)
+    checkpointer, _ = make(tmp_path, released)
+    monkeypatch.setattr(
+        Checkpoints, "prune", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+    )
+    checkpoint(checkpointer)
     assert released.calls == [(1, True)]
 
 
-def test_the_looks_at_cuts_of_a_cutter_that_begins_are_those_of_the_disk(tmp_path: Path) -> None:
-    cutter, cuts = make(tmp_path)
-    cut(cutter)
-    again = Cutter(cuts, CutsSettings(), None, cast("LearnerMetrics", SimpleNamespace()))
-    assert (again.number, again.time) == (1, cutter.time)
+def test_the_looks_at_checkpoints_of_a_checkpointer_that_begins_are_those_of_the_disk(tmp_path: Path) -> None:
+    checkpointer, checkpoints = make(tmp_path)
+    checkpoint(checkpointer)
+    again = Checkpointer(checkpoints, CheckpointSettings(), None, cast("LearnerMetrics", SimpleNamespace()))
+    assert (again.number, again.time) == (1, checkpointer.time)
 
 
 def test_where_the_stream_is_begun_is_on_the_disk_before_anything_else_happens(tmp_path: Path) -> None:
     released = Released()
-    cutter, cuts = make(tmp_path, released)
+    checkpointer, checkpoints = make(tmp_path, released)
     looks: list[list[int]] = []
-    cutter.cut_first({"ledger": [1]}, threading.Event(), lambda: looks.append(cuts.numbers()))
-    assert (cutter.number, cuts.numbers(), released.calls, cutter.ill) == (1, [1], [], None)
-    found = Cuts(cuts.path, "another schema", 2).newest()
+    checkpointer.checkpoint_first({"ledger": [1]}, threading.Event(), lambda: looks.append(checkpoints.numbers()))
+    assert (checkpointer.number, checkpoints.numbers(), released.calls, checkpointer.problem) == (1, [1], [], None)
+    found = Checkpoints(checkpoints.path, "another schema", 2).newest()
     assert found is not None
     assert (found[1].begins, found[1].step, found[1].state) == (True, 0, {"ledger": [1]})
-    cutter.cut_first({"ledger": [2]}, threading.Event(), lambda: None)
-    assert cuts.numbers() == [1]
-    cut(cutter)
-    found = cuts.newest()
+    checkpointer.checkpoint_first({"ledger": [2]}, threading.Event(), lambda: None)
+    assert checkpoints.numbers() == [1]
+    checkpoint(checkpointer)
+    found = checkpoints.newest()
     assert found is not None
     assert (found[0], found[1].begins) == (2, False)
 
@@ -137,22 +143,22 @@ def test_where_the_stream_is_begun_is_on_the_disk_before_anything_else_happens(t
 def test_a_learner_that_cannot_write_where_it_begins_does_not_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cutter, cuts = make(tmp_path)
+    checkpointer, checkpoints = make(tmp_path)
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", full)
-    with pytest.raises(DependencyError, match=r"cut 1 could not be written to .*: No space left.*; nothing is"):
-        cutter.cut_first({"ledger": []}, threading.Event(), lambda: None)
-    assert cuts.numbers() == []
+    with pytest.raises(DependencyError, match=r"checkpoint 1 could not be written to .*: No space left.*; nothing is"):
+        checkpointer.checkpoint_first({"ledger": []}, threading.Event(), lambda: None)
+    assert checkpoints.numbers() == []
 
 
 def test_a_learner_that_is_stopped_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cutter, _ = make(tmp_path)
+    checkpointer, _ = make(tmp_path)
     stop, go = threading.Event(), threading.Event()
     monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda _: go.wait(30))
-    cutter.cut_first({"ledger": []}, stop, stop.set)
-    assert cutter.busy
+    checkpointer.checkpoint_first({"ledger": []}, stop, stop.set)
+    assert checkpointer.busy
     go.set()
-    cutter.wait(Deadline(timedelta(seconds=30)))
+    checkpointer.wait(Deadline(timedelta(seconds=30)))

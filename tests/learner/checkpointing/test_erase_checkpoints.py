@@ -1,4 +1,4 @@
-"""Cuts that are rewritten without what is forgotten: whole at every moment, and shared files only once."""
+"""Checkpoints that are rewritten without what is erased: whole at every moment, and shared files only once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,57 +14,57 @@ from ingest.kafka.fake import fake_columns
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.replay_state import pack, unpack
 from learner.checkpointing.without_erased import named_slots, remembered
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.state_dir import folders as storage
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
-from replay.erasure.erased_events import ByKey, Forgotten
+from replay.erasure.erased_events import ByKey, ErasedEvents
 from replay.snapshot import Contents
 from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import make_way
 
 NAMES = [TopicPartition("events", 0)]
-FORGOTTEN = Forgotten([ByKey(time=0, by="command", key_hash=f"{9:016x}", up_to={"events#0[0]": 10_000})])
+ERASED = ErasedEvents([ByKey(time=0, by="command", key_hash=f"{9:016x}", up_to={"events#0[0]": 10_000})])
 TIERS = {"device": {}, "disk": {"disk": {"bytes": "1MB"}}}
 
 
 class Pipeline:
-    """A store and a guard set with cuts on the disk."""
+    """A store and a holdout set with checkpoints on the disk."""
 
     def __init__(self, path: Path, schema: Schema, replay: dict[str, Any], contents: Contents | None = None) -> None:
         self.schema, self.path = schema, path
         options = ReplaySettings.model_validate({"capacity": 400, "sampling": "loss", **replay})
         self.store: Store = build_store(options, schema, torch.device("cpu"), 0, path / "replay", contents)
-        self.guard = GuardSet(schema, 100)
-        self.cuts = Cuts(path / "cuts", schema.digest, 1)
+        self.holdout = HoldoutSet(schema, 100)
+        self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
         self.segments: Sequence[Segment] = ()
 
     def learn(self, offsets: range) -> None:
-        """Every tenth event is of the key to forget; every seventh is held out."""
+        """Every tenth event is of the key to erase; every seventh is held out."""
         columns = fake_columns(self.schema, offsets, label=[0, 1, 2])
         columns["key_hash"][:] = np.where(columns["offset"] % 10 == 0, 9, 1)
         out = columns["offset"] % 7 == 0
-        self.guard.add({name: column[out] for name, column in columns.items()}, NAMES)
+        self.holdout.add({name: column[out] for name, column in columns.items()}, NAMES)
         self.store.add({name: column[~out] for name, column in columns.items()}, NAMES)
         self.store.plan_ahead(0, 20)
 
-    def cut(self, number: int) -> None:
+    def checkpoint(self, number: int) -> None:
         standing, change = self.store.contents(self.store.hold(number))
-        part = pack(standing, change, self.segments, self.cuts.part)
+        part = pack(standing, change, self.segments, self.checkpoints.part)
         state = {"replay": part.state, "ledger": [{"topic": "events", "partition": 0, "incarnation": 0}]}
-        tensors = {"guard": self.guard.tensors(), **part.tensors}
-        self.cuts.write(number, Cut(number, tensors, state, part.carried), 0.0)
+        tensors = {"holdout": self.holdout.tensors(), **part.tensors}
+        self.checkpoints.write(number, Checkpoint(number, tensors, state, part.carried), 0.0)
         self.segments = part.segments
         self.store.let_go(1)
 
     def erase(self) -> int:
-        return Eraser(self.cuts, self.path / "replay", FORGOTTEN).run().cuts
+        return Eraser(self.checkpoints, self.path / "replay", ERASED).run().checkpoints
 
     def newest(self) -> Contents:
-        found = self.cuts.newest()
+        found = self.checkpoints.newest()
         assert found is not None
         unpacked = unpack(found[1])
         assert unpacked is not None
@@ -76,7 +76,7 @@ def pipeline(tmp_path: Path, schema: Schema, request: Any) -> Iterator[Pipeline]
     made = Pipeline(tmp_path, schema, request.param)
     for number, (begin, end) in enumerate([(0, 300), (300, 340), (340, 350)], start=1):
         made.learn(range(begin, end))
-        made.cut(number)
+        made.checkpoint(number)
     yield made
     made.store.close()
 
@@ -85,7 +85,7 @@ def keys(contents: Contents) -> set[int]:
     return set(contents.index["key_hash"].tolist())
 
 
-def test_all_cuts_lose_what_is_forgotten_and_stay_whole(pipeline: Pipeline) -> None:
+def test_all_checkpoints_lose_what_is_erased_and_stay_whole(pipeline: Pipeline) -> None:
     before = pipeline.newest()
     kept = before.index[before.index["key_hash"] != 9]
     assert 0 < len(kept) < len(before.index)
@@ -95,43 +95,45 @@ def test_all_cuts_lose_what_is_forgotten_and_stay_whole(pipeline: Pipeline) -> N
     assert len(after.standing.sampler["seats"]) == len(after.standing.sampler["weights"]) == len(kept)
     if before.payload is not None and after.payload is not None:
         assert torch.equal(after.payload, before.payload[torch.from_numpy(before.index["key_hash"] != 9)])
-    for number in pipeline.cuts.numbers():
-        manifest = pipeline.cuts.manifest(number)
+    for number in pipeline.checkpoints.numbers():
+        manifest = pipeline.checkpoints.manifest(number)
         for name in manifest.files:
-            pipeline.cuts.read(manifest, name)
-        there = {f"rank-0/{path.name}" for path in (pipeline.path / "cuts" / str(number) / "rank-0").iterdir()}
+            pipeline.checkpoints.read(manifest, name)
+        there = {f"rank-0/{path.name}" for path in (pipeline.path / "checkpoints" / str(number) / "rank-0").iterdir()}
         assert there == set(manifest.files)
-        tensors, _ = pipeline.cuts.open(manifest)
-        assert not (tensors["guard"]["key_hash"] == 9).any()
-    one = {path.stat().st_ino for path in (pipeline.path / "cuts").glob("*/rank-0/segment-1.*")}
-    assert len(one) == 1, "a file that cuts share was written more than once"
+        tensors, _ = pipeline.checkpoints.open(manifest)
+        assert not (tensors["holdout"]["key_hash"] == 9).any()
+    one = {path.stat().st_ino for path in (pipeline.path / "checkpoints").glob("*/rank-0/segment-1.*")}
+    assert len(one) == 1, "a file that checkpoints share was written more than once"
     assert pipeline.erase() == 0
 
 
 def test_what_is_loaded_is_what_is_rewritten(pipeline: Pipeline) -> None:
-    found = pipeline.cuts.newest()
+    found = pipeline.checkpoints.newest()
     assert found is not None
-    cut, (store, guard) = remembered(found[1], FORGOTTEN)
-    loaded = unpack(cut)
+    checkpoint, (store, holdout) = remembered(found[1], ERASED)
+    loaded = unpack(checkpoint)
     assert loaded is not None
     assert store == len(pipeline.newest().index) - len(loaded[0].index) > 0
-    assert guard == len(range(0, 350, 70))
-    assert loaded[0].standing.plans == [], "a plan names forgotten events"
+    assert holdout == len(range(0, 350, 70))
+    assert loaded[0].standing.plans == [], "a plan names erased events"
     pipeline.erase()
     rewritten = pipeline.newest()
     assert loaded[0].index.tobytes() == rewritten.index.tobytes()
     assert set(loaded[0].standing.sampler) == set(rewritten.standing.sampler)
 
 
-def test_a_learner_that_goes_on_writes_whole_cuts_after_its_cuts_were_rewritten(pipeline: Pipeline) -> None:
+def test_a_learner_that_goes_on_writes_whole_checkpoints_after_its_checkpoints_were_rewritten(
+    pipeline: Pipeline,
+) -> None:
     pipeline.erase()
-    forgotten = pipeline.store.forget(FORGOTTEN)
-    assert forgotten > 0
-    pipeline.guard.forget(FORGOTTEN, pipeline.store.entries.bases)
+    erased = pipeline.store.erase(ERASED)
+    assert erased > 0
+    pipeline.holdout.erase(ERASED, pipeline.store.entries.bases)
     for number, begin in enumerate(range(350, 550, 50), start=4):
         columns = range(begin + 1, begin + 10)
         pipeline.learn(columns)
-        pipeline.cut(number)
+        pipeline.checkpoint(number)
         contents = pipeline.newest()
         assert len(contents.index) == len(pipeline.store)
         assert keys(contents) == {1}
@@ -139,7 +141,7 @@ def test_a_learner_that_goes_on_writes_whole_cuts_after_its_cuts_were_rewritten(
 
 
 @pytest.mark.parametrize("crash", range(6))
-def test_a_crash_at_any_moment_leaves_cuts_that_can_be_read(
+def test_a_crash_at_any_moment_leaves_checkpoints_that_can_be_read(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, crash: int
 ) -> None:
     before = pipeline.newest()
@@ -159,28 +161,28 @@ def test_a_crash_at_any_moment_leaves_cuts_that_can_be_read(
         patched.setattr(storage, "replace_file", dying(storage.replace_file))
         with pytest.raises(OSError, match="No space"):
             pipeline.erase()
-    for number in pipeline.cuts.numbers():
-        manifest = pipeline.cuts.manifest(number)
+    for number in pipeline.checkpoints.numbers():
+        manifest = pipeline.checkpoints.manifest(number)
         for name in manifest.files:
-            pipeline.cuts.read(manifest, name)
+            pipeline.checkpoints.read(manifest, name)
     assert len(pipeline.newest().index) == len(before.index)
     pipeline.erase()
     assert keys(pipeline.newest()) == {1}
     assert pipeline.erase() == 0
 
 
-def test_a_damaged_cut_that_has_it_is_deleted_and_a_damaged_segment_left_out(pipeline: Pipeline) -> None:
-    folder = pipeline.path / "cuts"
-    flip(folder / "2" / "rank-0" / "guard.safetensors")
+def test_a_damaged_checkpoint_that_has_it_is_deleted_and_a_damaged_segment_left_out(pipeline: Pipeline) -> None:
+    folder = pipeline.path / "checkpoints"
+    flip(folder / "2" / "rank-0" / "holdout.safetensors")
     segment = max((folder / "3" / "rank-0").glob("segment-*"), key=lambda path: path.stat().st_size)
     flip(segment)
     pipeline.erase()
-    assert 2 not in pipeline.cuts.numbers()
+    assert 2 not in pipeline.checkpoints.numbers()
     assert not segment.exists()
     assert keys(pipeline.newest()) == {1}
 
 
-def test_places_that_no_cut_names_are_erased_in_the_file(pipeline: Pipeline) -> None:
+def test_places_that_no_checkpoint_names_are_erased_in_the_file(pipeline: Pipeline) -> None:
     file = pipeline.store.tiers.slow[-1] if pipeline.store.tiers.slow else None
     if not isinstance(file, DiskTier):
         pytest.skip("there is no disk tier")
@@ -188,28 +190,31 @@ def test_places_that_no_cut_names_are_erased_in_the_file(pipeline: Pipeline) -> 
     pipeline.erase()
     records = np.frombuffer(file.path.read_bytes()[4096:], np.uint8).reshape(-1, file.slot_bytes)
     written = np.flatnonzero(records.any(axis=1))
-    named = [named_slots(*pipeline.cuts.open(pipeline.cuts.manifest(number))) for number in pipeline.cuts.numbers()]
+    named = [
+        named_slots(*pipeline.checkpoints.open(pipeline.checkpoints.manifest(number)))
+        for number in pipeline.checkpoints.numbers()
+    ]
     assert set(written.tolist()) == set(np.concatenate(named).tolist())
 
 
-def test_what_is_aside_is_left_until_its_cuts_are_back(tmp_path: Path, schema: Schema) -> None:
+def test_what_is_aside_is_left_until_its_checkpoints_are_back(tmp_path: Path, schema: Schema) -> None:
     made = Pipeline(tmp_path, schema, TIERS["disk"])
     made.learn(range(300))
-    made.cut(1)
+    made.checkpoint(1)
     made.store.tiers.mark_named()
     made.store.close()
     make_way(tmp_path / "replay")
-    aside, cuts = tmp_path / "replay" / "1.rows.before", tmp_path / "cuts"
+    aside, checkpoints = tmp_path / "replay" / "1.rows.before", tmp_path / "checkpoints"
     before = aside.read_bytes()
-    cuts.rename(tmp_path / "cuts.before")
-    cuts.mkdir()
+    checkpoints.rename(tmp_path / "checkpoints.before")
+    checkpoints.mkdir()
     made.erase()
     assert aside.read_bytes() == before
-    cuts.rmdir()
-    (tmp_path / "cuts.before").rename(cuts)
+    checkpoints.rmdir()
+    (tmp_path / "checkpoints.before").rename(checkpoints)
     assert made.erase() == 1
     records = np.frombuffer(aside.read_bytes()[4096:], np.uint8).reshape(-1, made.store.tiers.slow[-1].slot_bytes)
-    named = named_slots(*made.cuts.open(made.cuts.manifest(1)))
+    named = named_slots(*made.checkpoints.open(made.checkpoints.manifest(1)))
     assert 0 < len(named) < 300
     assert set(np.flatnonzero(records.any(axis=1)).tolist()) == set(named.tolist())
 
@@ -217,11 +222,11 @@ def test_what_is_aside_is_left_until_its_cuts_are_back(tmp_path: Path, schema: S
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    path.unlink()  # other cuts may share it
+    path.unlink()  # other checkpoints may share it
     path.write_bytes(content)
 
 
-def test_what_is_forgotten_while_a_cut_is_written_spoils_no_cut_and_is_left_in_none(
+def test_what_is_erased_while_a_checkpoint_is_written_spoils_no_checkpoint_and_is_left_in_none(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.learn(range(350, 360))
@@ -229,23 +234,23 @@ def test_what_is_forgotten_while_a_cut_is_written_spoils_no_cut_and_is_left_in_n
     named = np.flatnonzero(plan.records["key_hash"] == 9)
     plan.rows.wait()
     payload = [torch.as_tensor(plan.rows.rows())[place].numpy().tobytes() for place in named.tolist()]
-    assert payload, "no plan names an event that is forgotten"
+    assert payload, "no plan names an event that is erased"
     write, lost = storage.LocalFolder.write, list[int]()
 
-    def write_and_forget(folder: storage.LocalFolder, name: str, *pieces: bytes | memoryview) -> None:
+    def write_and_erase(folder: storage.LocalFolder, name: str, *pieces: bytes | memoryview) -> None:
         write(folder, name, *pieces)
         if name.endswith("replay.safetensors"):
-            lost.append(pipeline.store.forget(FORGOTTEN))
+            lost.append(pipeline.store.erase(ERASED))
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage.LocalFolder, "write", write_and_forget)
-        pipeline.cut(4)
+        patch.setattr(storage.LocalFolder, "write", write_and_erase)
+        pipeline.checkpoint(4)
     assert lost[0] > 0
-    found = pipeline.cuts.newest()
+    found = pipeline.checkpoints.newest()
     assert found is not None
     assert found[0] == 4
     pipeline.erase()
-    assert pipeline.cuts.numbers() == [1, 2, 3, 4]
+    assert pipeline.checkpoints.numbers() == [1, 2, 3, 4]
     assert 9 not in keys(pipeline.newest())
     files = [path.read_bytes() for path in pipeline.path.rglob("*") if path.is_file()]
     assert not [each for each in payload for file in files if each in file]

@@ -1,4 +1,4 @@
-"""Forgetting through the whole learner: nothing comes back from store, guard set, cuts, files or Kafka."""
+"""Erasure through the whole learner: nothing comes back from store, holdout set, checkpoints, files or Kafka."""
 
 import contextlib
 import json
@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import redis
 
-from anabranch.commands.erase import Answer, forget
+from anabranch.commands.erase import Answer, erase_events
 from anabranch.commands.replay_store import draw_sample, read_stats
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from learner.state_dir.report import LearnerReport
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erasure_log import ErasureLog
 from tests import forkserver
 from tests.pipelines import Learner, total
 
@@ -33,13 +33,13 @@ name = "k"
 [versions]
 publish_every = "100ms"
 [gate]
-guard_fraction = 0.1
-[cuts]
+holdout_fraction = 0.1
+[checkpoints]
 every = "200ms"
 """
 DISK = '[replay]\ndevice_bytes = "2kB"\ndisk = {bytes = "1MB"}\n'
 SECRET = np.float32(12345.678)
-"""What only the events to forget have."""
+"""What only the events to erase have."""
 
 
 @pytest.fixture(params=["", DISK], ids=["device", "disk"])
@@ -74,8 +74,8 @@ def stored(report: LearnerReport) -> int:
     return max(report.replay_rows.values())
 
 
-def forget_now(config: Path, *keys: str, ranges: tuple[str, ...] = ()) -> Answer:
-    return forget(load_config(config, {}), keys, ranges, timedelta(seconds=30))
+def erase_now(config: Path, *keys: str, ranges: tuple[str, ...] = ()) -> Answer:
+    return erase_events(load_config(config, {}), keys, ranges, timedelta(seconds=30))
 
 
 def settings(config: Path) -> Config:
@@ -87,20 +87,20 @@ def keys_of(config: Path) -> set[str]:
 
 
 @pytest.mark.any_broker
-def test_what_a_learner_at_work_forgets_is_in_no_file_and_does_not_come_back(
+def test_what_a_learner_at_work_erases_is_in_no_file_and_does_not_come_back(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
     learner = start(config)
     for partition in range(2):
         produce(kafka.bootstrap, topic, [*plain(100), *secret(40), *plain(100)], partition=partition)
-    before = learner.wait_for(lambda each: total(each) == 480 and (each.cut or 0) > 0)
-    answer = forget_now(config, "anna")
+    before = learner.wait_for(lambda each: total(each) == 480 and (each.checkpoint or 0) > 0)
+    answer = erase_now(config, "anna")
     assert answer.applied
     # Keys are held out as a whole: all of this one or none.
-    assert sorted((answer.store, answer.guard)) == [0, 80]
-    after = learner.wait_for(lambda each: each.forgotten_through == 1)
-    assert stored(after) + after.guard_rows == stored(before) + before.guard_rows - 80
+    assert sorted((answer.store, answer.holdout)) == [0, 80]
+    after = learner.wait_for(lambda each: each.erased_through == 1)
+    assert stored(after) + after.holdout_rows == stored(before) + before.holdout_rows - 80
     assert files_with_the_secret(learner.state_dir) == []
     learner.kill()
 
@@ -108,39 +108,39 @@ def test_what_a_learner_at_work_forgets_is_in_no_file_and_does_not_come_back(
     # What comes later is new, also of that key.
     produce(kafka.bootstrap, topic, [*plain(50), *secret(5)])
     report = learner.wait_for(lambda each: total(each) == 535)
-    assert stored(report) + report.guard_rows == 480 - 80 + 55
+    assert stored(report) + report.holdout_rows == 480 - 80 + 55
     assert report.replay_lost == 0
     assert after.outcomes["trained"] + after.outcomes["held_out"] == 480, "an outcome is not taken back"
 
 
-def test_a_forgotten_event_that_is_read_again_is_skipped(
+def test_a_erased_event_that_is_read_again_is_skipped(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
-    """A learner that never cut reads all of Kafka again."""
+    """A learner that never wrote a checkpoint reads all of Kafka again."""
     config, topic = pipeline
     config.write_text(config.read_text().replace('every = "200ms"', 'every = "1h"'))
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(100), *secret(40), *plain(100)])
     learner.wait_for(lambda each: total(each) == 240)
     learner.kill()
-    answer = forget_now(config, "anna", ranges=(f"{topic}[0]@10..19",))
-    assert (answer.applied, answer.store, answer.guard) == (True, 0, 0), "there is no cut that has it"
+    answer = erase_now(config, "anna", ranges=(f"{topic}[0]@10..19",))
+    assert (answer.applied, answer.store, answer.holdout) == (True, 0, 0), "there is no checkpoint that has it"
     assert files_with_the_secret(learner.state_dir) == []
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 240)
-    assert report.skipped == {"forgotten": 50}
+    assert report.skipped == {"erased": 50}
     assert report.outcomes["skipped"] == 50
-    assert stored(report) + report.guard_rows == 190
+    assert stored(report) + report.holdout_rows == 190
     learner.stop()
     assert files_with_the_secret(learner.state_dir) == []
 
 
 @pytest.mark.any_broker
-def test_without_a_learner_cuts_and_tiers_are_rewritten_at_once(
+def test_without_a_learner_checkpoints_and_tiers_are_rewritten_at_once(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
-    config.write_text(config.read_text().replace("guard_fraction = 0.1", "guard_fraction = 0"))
+    config.write_text(config.read_text().replace("holdout_fraction = 0.1", "holdout_fraction = 0"))
     learner = start(config)
     for round_ in range(3):
         produce(kafka.bootstrap, topic, [*plain(60), *secret(10), *secret(3, key=7)])
@@ -148,12 +148,12 @@ def test_without_a_learner_cuts_and_tiers_are_rewritten_at_once(
     learner.stop()
     assert len(files_with_the_secret(learner.state_dir)) > 0
     assert len(list(draw_sample(settings(config), 1000, ["key=anna"], None))) == 30
-    answer = forget_now(config, "anna", "7")
-    assert (answer.applied, answer.store, answer.guard) == (True, 39, 0)
+    answer = erase_now(config, "anna", "7")
+    assert (answer.applied, answer.store, answer.holdout) == (True, 39, 0)
     assert files_with_the_secret(learner.state_dir) == []
     assert list(draw_sample(settings(config), 1000, ["key=anna"], None)) == []
     assert read_stats(settings(config)).events == 180
-    again = forget_now(config, "anna")
+    again = erase_now(config, "anna")
     assert (again.applied, again.store) == (True, 0)
     learner = start(config)
     report = learner.wait_for(lambda each: each.steps > 0)
@@ -167,52 +167,52 @@ def test_a_crash_between_the_word_and_the_deed_brings_nothing_back(
     config, topic = pipeline
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(100), *secret(40)])
-    learner.wait_for(lambda each: total(each) == 140 and (each.cut or 0) > 0)
+    learner.wait_for(lambda each: total(each) == 140 and (each.checkpoint or 0) > 0)
     learner.process.send_signal(signal.SIGSTOP)
-    answer = forget(settings(config), ["anna"], [], timedelta(seconds=0))
+    answer = erase_events(settings(config), ["anna"], [], timedelta(seconds=0))
     assert not answer.applied
     learner.kill()
     learner = start(config)
-    report = learner.wait_for(lambda each: total(each) == 140 and each.forgotten_through == 1)
-    assert stored(report) + report.guard_rows == 100
+    report = learner.wait_for(lambda each: total(each) == 140 and each.erased_through == 1)
+    assert stored(report) + report.holdout_rows == 100
     assert files_with_the_secret(learner.state_dir) == []
-    log = ForgottenLog(learner.state_dir / "forgotten.log")
+    log = ErasureLog(learner.state_dir / "erasures.log")
     log.refresh()
-    assert log.store + log.guard <= 40
+    assert log.store + log.holdout <= 40
     assert b"anna" not in log.path.read_bytes()
 
 
-def test_a_tombstone_forgets_what_was_read_before_it_also_after_a_crash(
+def test_a_tombstone_erases_what_was_read_before_it_also_after_a_crash(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(100), *secret(20), *secret(20, key=17)])
     produce(kafka.bootstrap, topic, secret(10), partition=1)
-    learner.wait_for(lambda each: total(each) == 150 and (each.cut or 0) > 0)
+    learner.wait_for(lambda each: total(each) == 150 and (each.checkpoint or 0) > 0)
     for key in (b"anna", b"17", b"nobody"):
         produce(kafka.bootstrap, topic, [None], key=key)
     produce(kafka.bootstrap, topic, secret(4))
-    report = learner.wait_for(lambda each: total(each) == 157 and each.forgotten == 3)
+    report = learner.wait_for(lambda each: total(each) == 157 and each.erased == 3)
     assert report.skipped == {"tombstone": 3}
-    learner.wait_for(lambda each: stored(each) + each.guard_rows == 104)
+    learner.wait_for(lambda each: stored(each) + each.holdout_rows == 104)
     learner.kill()
     learner = start(config)
-    report = learner.wait_for(lambda each: total(each) == 157 and each.forgotten_through == 3)
-    assert stored(report) + report.guard_rows == 104
-    assert report.forgotten == 3, "a tombstone that was read again was written down twice"
-    log = ForgottenLog(learner.state_dir / "forgotten.log")
+    report = learner.wait_for(lambda each: total(each) == 157 and each.erased_through == 3)
+    assert stored(report) + report.holdout_rows == 104
+    assert report.erased == 3, "a tombstone that was read again was written down twice"
+    log = ErasureLog(learner.state_dir / "erasures.log")
     log.refresh()
     lines = [json.loads(line[9:]) for line in log.path.read_bytes().splitlines()]
     assert [line["by"] for line in lines if line["what"] == "key"] == [
         f"{topic}#0[0]@{offset}" for offset in (140, 141, 142)
     ]
-    answer = forget_now(config, "anna")
-    assert answer.store + answer.guard == 4
+    answer = erase_now(config, "anna")
+    assert answer.store + answer.holdout == 4
     assert files_with_the_secret(learner.state_dir) == []
 
 
-def test_a_tombstone_in_the_same_batch_forgets_what_stands_before_it(
+def test_a_tombstone_in_the_same_batch_erases_what_stands_before_it(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
@@ -221,8 +221,8 @@ def test_a_tombstone_in_the_same_batch_forgets_what_stands_before_it(
     produce(kafka.bootstrap, topic, secret(2))
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 11)
-    assert report.skipped == {"forgotten": 5, "tombstone": 1}
-    assert stored(report) + report.guard_rows == 5
+    assert report.skipped == {"erased": 5, "tombstone": 1}
+    assert stored(report) + report.holdout_rows == 5
 
 
 @pytest.mark.any_broker
@@ -241,22 +241,22 @@ def test_rows_in_redis_are_removed(
     config = write_pipeline(kafka.bootstrap, topic, CONFIG.replace("fraction = 0.1", "fraction = 0") + tiers)
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(60), *secret(20)])
-    learner.wait_for(lambda each: total(each) == 80 and (each.cut or 0) > 0)
+    learner.wait_for(lambda each: total(each) == 80 and (each.checkpoint or 0) > 0)
     learner.wait_for(lambda _: len(secrets_in(mortal_redis)) == 20)
     learner.wait_for(lambda _: read_stats(settings(config)).events == 80)
     assert len(list(draw_sample(settings(config), 100, ["key=anna"], None))) == 20
-    answer = forget_now(config, "anna")
+    answer = erase_now(config, "anna")
     assert (answer.applied, answer.store) == (True, 20)
     assert secrets_in(mortal_redis) == []
     produce(kafka.bootstrap, topic, secret(5))
     learner.wait_for(lambda each: total(each) == 85)
     learner.stop()
-    answer = forget_now(config, "anna")
+    answer = erase_now(config, "anna")
     assert (answer.applied, answer.store) == (False, 5)
     assert "rows in replay.redis are removed by the next start" in "".join(answer.sentences())
     assert files_with_the_secret(learner.state_dir) == []
     learner = start(config)
-    learner.wait_for(lambda each: each.forgotten_through == 2)
+    learner.wait_for(lambda each: each.erased_through == 2)
     assert secrets_in(mortal_redis) == []
     report = learner.wait_for(lambda each: each.steps > 0)
     assert (stored(report), report.replay_lost) == (60, 0)
@@ -286,7 +286,7 @@ def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
     config = write_pipeline(kafka.bootstrap, topic, CONFIG.replace("fraction = 0.1", "fraction = 0") + DISK)
     early = command(config, "stats")
     assert (early.returncode, early.stdout) == (2, "")
-    assert early.stderr.startswith("anabranch: there is no cut")
+    assert early.stderr.startswith("anabranch: there is no checkpoint")
     learner = start(config)
     produce(kafka.bootstrap, topic, [*plain(60), *secret(20)])
     learner.wait_for(lambda each: total(each) == 80)
@@ -302,18 +302,18 @@ def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
     )
 
     for arguments, sentence in (
-        (("forget",), "name what to forget by --key or --offsets"),
-        (("forget", "--offsets", "nonsense"), "is not of the form events[3]@100..200"),
+        (("erase",), "name what to erase by --key or --offsets"),
+        (("erase", "--offsets", "nonsense"), "is not of the form events[3]@100..200"),
         (("sample", "--where", "colour=red"), "cannot be told"),
     ):
         wrong = command(config, *arguments)
         assert (wrong.returncode, wrong.stdout) == (2, ""), arguments
         assert sentence in " ".join(wrong.stderr.split()), arguments
-    done = command(config, "forget", "--key", "anna", "--json")
+    done = command(config, "erase", "--key", "anna", "--json")
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["applied"], answer["store"]) == (0, True, 20)
-    said = command(config, "forget", "--offsets", f"{topic}[0]@0..9")
-    assert said.stdout.startswith("forgot 10 events of the store and 0 of the guard set")
+    said = command(config, "erase", "--offsets", f"{topic}[0]@0..9")
+    assert said.stdout.startswith("erased 10 events of the store and 0 of the holdout set")
     assert json.loads(command(config, "stats", "--json").stdout)["events"] == 50
     assert files_with_the_secret(learner.state_dir) == []
 
@@ -324,9 +324,9 @@ def test_what_cannot_be_meant_is_one_sentence(
 ) -> None:
     config, topic = pipeline
     with pytest.raises(SettingsError, match="no learner has read anything"):
-        forget_now(config, "anna")
+        erase_now(config, "anna")
     with pytest.raises(SettingsError, match="nothing was learned"):
-        forget_now(config, ranges=("events[0]@1..2",))
+        erase_now(config, ranges=("events[0]@1..2",))
     learner = start(config)
     produce(kafka.bootstrap, topic, plain(20))
     learner.wait_for(lambda each: total(each) == 20)
@@ -336,23 +336,23 @@ def test_what_cannot_be_meant_is_one_sentence(
         (f"{topic}[9]@1..2", "is of no partition that was read"),
     ):
         with pytest.raises(SettingsError, match=sentence):
-            forget_now(config, ranges=(text,))
+            erase_now(config, ranges=(text,))
     config.write_text(config.read_text().replace('[schema.key]\nname = "k"\n', ""))
     with pytest.raises(SettingsError, match=r"--key needs \[schema.key\]"):
-        forget_now(config, "anna")
+        erase_now(config, "anna")
 
 
 def test_the_store_is_told_beside_a_learner_at_work(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
-    config.write_text(config.read_text().replace("guard_fraction = 0.1", "guard_fraction = 0"))
-    with pytest.raises(SettingsError, match="there is no cut"):
+    config.write_text(config.read_text().replace("holdout_fraction = 0.1", "holdout_fraction = 0"))
+    with pytest.raises(SettingsError, match="there is no checkpoint"):
         read_stats(settings(config))
     learner, begin = start(config), int(time.time())
     produce(kafka.bootstrap, topic, [*plain(90), *secret(10)], timestamp_ms=begin * 1000)
     learner.wait_for(lambda each: total(each) == 100)
-    learner.wait_for(lambda each: (each.cut or 0) > 0)
+    learner.wait_for(lambda each: (each.checkpoint or 0) > 0)
     learner.wait_for(lambda _: read_stats(settings(config)).events == 100)
     stats = read_stats(settings(config))
     assert (stats.events, stats.offered, stats.by_label) == (100, 100, {"0": 34, "1": 33, "2": 33})

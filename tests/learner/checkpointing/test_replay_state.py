@@ -1,4 +1,4 @@
-"""The store's part of a cut: files that cuts share, and what a damaged one costs."""
+"""The store's part of a checkpoint: files that checkpoints share, and what a damaged one costs."""
 
 import dataclasses
 import shutil
@@ -14,8 +14,8 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.checkpointing.replay_state import pack, unpack
-from learner.errors import CutError
-from learner.state_dir.checkpoint import SEGMENT, Cut, Cuts
+from learner.errors import CheckpointError
+from learner.state_dir.checkpoint import SEGMENT, Checkpoint, Checkpoints
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
@@ -26,18 +26,23 @@ each_arrangement = pytest.mark.parametrize("options", [{}, {"disk": {"bytes": "2
 
 
 class Bench:
-    """A store and its cuts, with nothing of a learner around them."""
+    """A store and its checkpoints, with nothing of a learner around them."""
 
     def __init__(self, path: Path, schema: Schema, options: dict[str, Any]) -> None:
-        self.cuts, self.schema, self.path, self.options = Cuts(path / "cuts", schema.digest, 1), schema, path, options
+        self.checkpoints, self.schema, self.path, self.options = (
+            Checkpoints(path / "checkpoints", schema.digest, 1),
+            schema,
+            path,
+            options,
+        )
         self.store: Store | None = None
         self.number, self.segments, self.begin = 0, tuple[Segment, ...](), 0
         self.resume()
 
     def resume(self) -> int:
-        """Take up the newest cut that there is, and return its number; 0 for none."""
+        """Take up the newest checkpoint that there is, and return its number; 0 for none."""
         self.close()
-        found = self.cuts.newest()
+        found = self.checkpoints.newest()
         contents, segments = (unpack(found[1]) if found else None) or (None, ())
         settings = ReplaySettings.model_validate({"capacity": 1000, **self.options})
         folder = self.path / "replay"
@@ -50,16 +55,16 @@ class Bench:
         self.store.add(fake_columns(self.schema, range(self.begin, self.begin + n)), PARTITIONS)
         self.begin += n
 
-    def cut(self, keep: int = 3, *, fails: bool = False) -> None:
+    def checkpoint(self, keep: int = 3, *, fails: bool = False) -> None:
         assert self.store is not None
         self.number += 1
         held = self.store.hold(self.number)
         if not fails:
-            part = pack(*self.store.contents(held), self.segments, self.cuts.part)
-            self.cuts.write(self.number, Cut(0, part.tensors, {"replay": part.state}, part.carried), 0.0)
+            part = pack(*self.store.contents(held), self.segments, self.checkpoints.part)
+            self.checkpoints.write(self.number, Checkpoint(0, part.tensors, {"replay": part.state}, part.carried), 0.0)
             self.segments = tuple(part.segments)
-            self.cuts.prune(keep)
-        self.store.let_go(min(self.cuts.numbers(), default=None), written=not fails)
+            self.checkpoints.prune(keep)
+        self.store.let_go(min(self.checkpoints.numbers(), default=None), written=not fails)
 
     @property
     def held(self) -> list[int]:
@@ -67,7 +72,7 @@ class Bench:
         return self.store.entries.copy()["offset"].tolist()
 
     def files(self, number: int) -> dict[str, Path]:
-        folder = self.cuts.path / str(number) / "rank-0"
+        folder = self.checkpoints.path / str(number) / "rank-0"
         return {path.name: path for path in folder.iterdir() if path.name.startswith(SEGMENT)}
 
     def payload(self) -> dict[int, list[float]]:
@@ -91,11 +96,11 @@ def bench(tmp_path: Path, schema: Schema, options: dict[str, Any]) -> Iterator[B
 
 
 @each_arrangement
-def test_a_cut_writes_what_changed_and_shares_the_rest(bench: Bench) -> None:
+def test_a_checkpoint_writes_what_changed_and_shares_the_rest(bench: Bench) -> None:
     bench.add(900)
-    bench.cut()
+    bench.checkpoint()
     bench.add(50)
-    bench.cut()
+    bench.checkpoint()
     first, second = bench.files(1), bench.files(2)
     assert sorted(first) == ["segment-1.safetensors"]
     assert sorted(second) == ["segment-1.safetensors", "segment-2.safetensors"]
@@ -105,12 +110,12 @@ def test_a_cut_writes_what_changed_and_shares_the_rest(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("options", [{}])
-def test_a_cut_names_the_caches_that_may_have_something_of_events_that_left(bench: Bench) -> None:
+def test_a_checkpoint_names_the_caches_that_may_have_something_of_events_that_left(bench: Bench) -> None:
     assert bench.store is not None
     standing, change = bench.store.contents(bench.store.hold(1))
-    part = pack(dataclasses.replace(standing, stale=["redis"]), change, (), bench.cuts.part)
-    bench.cuts.write(1, Cut(0, part.tensors, {"replay": part.state}, part.carried), 0.0)
-    found = bench.cuts.newest()
+    part = pack(dataclasses.replace(standing, stale=["redis"]), change, (), bench.checkpoints.part)
+    bench.checkpoints.write(1, Checkpoint(0, part.tensors, {"replay": part.state}, part.carried), 0.0)
+    found = bench.checkpoints.newest()
     assert found is not None
     read = unpack(found[1])
     assert read is not None
@@ -118,31 +123,31 @@ def test_a_cut_names_the_caches_that_may_have_something_of_events_that_left(benc
 
 
 @each_arrangement
-def test_every_cut_is_whole_by_itself_whichever_others_are_deleted(bench: Bench) -> None:
+def test_every_checkpoint_is_whole_by_itself_whichever_others_are_deleted(bench: Bench) -> None:
     held = {}
     for number in range(1, 9):
         bench.add(700 if number == 1 else 130)
-        bench.cut(keep=100)
+        bench.checkpoint(keep=100)
         held[number] = bench.held
     for number in (1, 3, 4, 6, 8):
-        shutil.rmtree(bench.cuts.path / str(number))
+        shutil.rmtree(bench.checkpoints.path / str(number))
     assert bench.resume() == 7
     assert bench.held == held[7]
-    shutil.rmtree(bench.cuts.path / "7")
+    shutil.rmtree(bench.checkpoints.path / "7")
     assert bench.resume() == 5
     assert bench.held == held[5]
 
 
 @each_arrangement
-def test_cuts_go_on_after_restarts_and_failures(bench: Bench, schema: Schema) -> None:
+def test_checkpoints_go_on_after_restarts_and_failures(bench: Bench, schema: Schema) -> None:
     """What each has is what a store that nothing has happened to holds, rows and all."""
     whole = build_store(ReplaySettings(capacity=1000), schema, torch.device("cpu"), 0)
     for turn in range(25):
         whole.add(fake_columns(schema, range(bench.begin, bench.begin + 100)), PARTITIONS)
         bench.add(100)
-        bench.cut(fails=turn % 7 == 3)
+        bench.checkpoint(fails=turn % 7 == 3)
         if turn % 7 == 3:
-            bench.cut()
+            bench.checkpoint()
             assert sorted(bench.files(bench.number)) == [f"segment-{bench.number}.safetensors"], "it is not full"
         if turn % 4 == 1:
             bench.resume()
@@ -156,11 +161,11 @@ def test_cuts_go_on_after_restarts_and_failures(bench: Bench, schema: Schema) ->
 
 @each_arrangement
 def test_a_damaged_segment_costs_its_events_alone(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Where no other cut is whole; the next one tells all again."""
+    """Where no other checkpoint is whole; the next one tells all again."""
     bench.add(700)
-    bench.cut()
+    bench.checkpoint()
     bench.add(100)
-    bench.cut(keep=1)
+    bench.checkpoint(keep=1)
     before = bench.held
     _flip(bench.files(2)["segment-2.safetensors"])
     assert bench.resume() == 2
@@ -169,7 +174,7 @@ def test_a_damaged_segment_costs_its_events_alone(bench: Bench, caplog: pytest.L
     assert bench.store.lost == 100
     assert "going on without the events that were stored in it" in caplog.text
     bench.add(200)
-    bench.cut(keep=1)
+    bench.checkpoint(keep=1)
     now = bench.payload()
     assert bench.resume() == 3
     assert bench.payload() == now
@@ -177,45 +182,45 @@ def test_a_damaged_segment_costs_its_events_alone(bench: Bench, caplog: pytest.L
 
 
 @each_arrangement
-def test_a_cut_before_it_that_is_whole_is_better_than_a_damaged_one(bench: Bench) -> None:
+def test_a_checkpoint_before_it_that_is_whole_is_better_than_a_damaged_one(bench: Bench) -> None:
     bench.add(700)
-    bench.cut()
+    bench.checkpoint()
     held = bench.held
     bench.add(100)
-    bench.cut()
+    bench.checkpoint()
     _flip(bench.files(2)["segment-2.safetensors"])
     assert bench.resume() == 1
     assert bench.held == held
 
 
 @each_arrangement
-def test_a_damaged_segment_that_a_cut_wants_to_take_in_fails_that_cut(bench: Bench) -> None:
+def test_a_damaged_segment_that_a_checkpoint_wants_to_take_in_fails_that_checkpoint(bench: Bench) -> None:
     bench.add(100)
-    bench.cut()
+    bench.checkpoint()
     _flip(bench.files(1)["segment-1.safetensors"])
     bench.add(100)
-    with pytest.raises(CutError, match="does not have its digest"):
-        bench.cut()
+    with pytest.raises(CheckpointError, match="does not have its digest"):
+        bench.checkpoint()
     assert bench.store is not None
     bench.store.let_go(1, written=False)
-    bench.cut()
+    bench.checkpoint()
     before = bench.held
     assert bench.resume() == 3
     assert bench.held == before
 
 
 @each_arrangement
-def test_an_empty_store_and_one_that_has_lost_all_can_be_cut(bench: Bench) -> None:
-    bench.cut()
+def test_an_empty_store_and_one_that_has_lost_all_can_be_checkpointed(bench: Bench) -> None:
+    bench.checkpoint()
     assert bench.resume() == 1
     assert bench.held == []
     bench.add(10)
-    bench.cut(keep=1)
+    bench.checkpoint(keep=1)
     for path in bench.files(2).values():
         path.unlink()
     assert bench.resume() == 2
     assert bench.held == []
-    bench.cut()
+    bench.checkpoint()
     assert bench.resume() == 3
     bench.add(5)
     assert len(bench.held) == 5

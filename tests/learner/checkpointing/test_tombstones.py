@@ -1,4 +1,4 @@
-"""What the tombstones of batches forget: what was read before them, and nothing else, however it is written down."""
+"""What the tombstones of batches erase: what was read before them, and nothing else, however it is written down."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from ingest.events.position import Position
 from learner.checkpointing import tombstones
 from learner.checkpointing.tombstones import Tombstones
 from learner.stream.batches import Span
-from replay.erasure.erased_events import ByKey, Forgotten
+from replay.erasure.erased_events import ByKey, ErasedEvents
 
 PARTITIONS = [TopicPartition("events", place) for place in range(3)]
 BASES = np.array([partition_base(name) for name in PARTITIONS], np.uint64)
@@ -65,7 +65,7 @@ class Stream:
 
 @pytest.mark.parametrize("many", [1, 10, 40, 1000])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_tombstone_forgets_all_that_was_read_of_its_key_and_nothing_that_comes_later(
+def test_a_tombstone_erases_all_that_was_read_of_its_key_and_nothing_that_comes_later(
     monkeypatch: pytest.MonkeyPatch, seed: int, many: int
 ) -> None:
     monkeypatch.setattr(tombstones, "_MANY", many)
@@ -82,7 +82,7 @@ def test_a_tombstone_forgets_all_that_was_read_of_its_key_and_nothing_that_comes
     partition, offset, key = (np.array([each[at] for each in stream.read]) for at in range(3))
     columns = {"partition": partition.astype(np.int32), "offset": offset, "key_hash": key.astype(np.uint64)}
     for record, before in found:
-        places = np.flatnonzero(Forgotten([record]).covers(BASES, columns))
+        places = np.flatnonzero(ErasedEvents([record]).covers(BASES, columns))
         assert [stream.read[place] for place in places.tolist()] == before
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from learner.config import LearnerSettings, ShareSettings
+from learner.config import DeviceSharingSettings, LearnerSettings
 from learner.device_sharing.cuda_limits import confined, lacks_green_contexts, lacks_mps
 from learner.model.device import choose_precision
 from learner.model.task import Classification
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def test_training_is_not_confined_unless_somebody_says_so() -> None:
-    with confined(ShareSettings(), CPU) as lane:
+    with confined(DeviceSharingSettings(), CPU) as lane:
         assert lane is contextlib.nullcontext
 
 
@@ -51,8 +51,8 @@ def test_all_passes_of_a_step_and_the_update_are_given_to_the_lane(schema: Schem
 
 
 def test_multiprocessors_of_a_device_that_has_none_are_one_sentence() -> None:
-    with pytest.raises(SettingsError, match=r"share\.sms = 8 needs a CUDA device, .* cpu; take the key out"):
-        confined(ShareSettings(sms=8), CPU).__enter__()
+    with pytest.raises(SettingsError, match=r"device_sharing\.sms = 8 needs a CUDA device, .* cpu; take the key out"):
+        confined(DeviceSharingSettings(sms=8), CPU).__enter__()
     assert lacks_green_contexts(CPU)
     assert lacks_mps(CPU)
 
@@ -63,9 +63,10 @@ def test_the_driver_is_told_what_part_training_may_take_unless_it_was_told_befor
     before: str | None, after: str
 ) -> None:
     code = (
-        "import os; from learner.config import ShareSettings;"
+        "import os; from learner.config import DeviceSharingSettings;"
         "from learner.device_sharing.cuda_limits import limit_threads;"
-        "limit_threads(ShareSettings(mps_percentage=30)); print(os.environ['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE'])"
+        "limit_threads(DeviceSharingSettings(mps_percentage=30)); "
+        "print(os.environ['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE'])"
     )
     environment = {} if before is None else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": before}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -86,11 +87,11 @@ def test_training_is_kept_to_some_multiprocessors() -> None:
         return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
 
     usual = gradients()
-    with confined(ShareSettings(sms=8), device) as lane:
+    with confined(DeviceSharingSettings(sms=8), device) as lane:
         for _ in range(100):
             with lane():
                 assert torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
                 kept = gradients()
             torch.testing.assert_close(kept, usual)
-    with pytest.raises(SettingsError, match=r"share\.sms = 1000000 is refused"):
-        confined(ShareSettings(sms=1_000_000), device).__enter__()
+    with pytest.raises(SettingsError, match=r"device_sharing\.sms = 1000000 is refused"):
+        confined(DeviceSharingSettings(sms=1_000_000), device).__enter__()

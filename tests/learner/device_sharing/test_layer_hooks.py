@@ -26,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def trained(schema: Schema, settings: dict[str, Any], *, looks: bool) -> tuple[dict[str, Any], int]:
-    """Take ten steps; return what a cut would have, and how often it was looked."""
+    """Take ten steps; return what a checkpoint would have, and how often it was looked."""
     options = LearnerSettings.model_validate({**settings, "optimizer": {"name": "adam", "lr": 0.02}})
     strategy, model, looked = STRATEGIES[options.strategy.name](), make_model(), 0
     trainer = Trainer(model, Classification(), strategy, schema, options, CPU, choose_precision("bf16", CPU))

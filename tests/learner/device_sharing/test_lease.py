@@ -1,4 +1,4 @@
-"""The share's files: what one process marks and another sees, and what is left when one dies."""
+"""Device sharing's files: what one process marks and another sees, and what is left when one dies."""
 
 import errno
 import os
@@ -183,7 +183,7 @@ def test_ranks_say_that_they_give_way(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("a file is in the way")
-    with pytest.raises(SettingsError, match=r"state_dir: cannot write to .*share"), hold_server(tmp_path, SLO):
+    with pytest.raises(SettingsError, match=r"state_dir: cannot write to .*device_sharing"), hold_server(tmp_path, SLO):
         pass
 
 

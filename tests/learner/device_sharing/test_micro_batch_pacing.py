@@ -1,4 +1,4 @@
-"""The share's two rules, on a clock that is simulated."""
+"""Device sharing's two rules, on a clock that is simulated."""
 
 import random
 from dataclasses import dataclass

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from learner.config import LearnerSettings, ShareSettings
+from learner.config import DeviceSharingSettings, LearnerSettings
 from learner.device_sharing.lease import Field, Servers, hold_learner, hold_server, learners
-from learner.device_sharing.sharing import Sharing, Terms, share
+from learner.device_sharing.sharing import DeviceSharing, Terms, device_sharing
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
@@ -35,7 +35,7 @@ micro_batch_size = 8
 [serving]
 slo = "20ms"
 timeout = "30s"
-[share]
+[device_sharing]
 """
 SERVER = """
 import sys
@@ -128,7 +128,9 @@ def begin(
 def test_training_stands_still_while_a_request_is_answered(begin: Callable[..., Learner]) -> None:
     learner = begin()
     with hold_server(learner.state_dir, SLO) as mark:
-        learner.until(lambda: (report := learner.report) and report.share and report.share.servers == 1)
+        learner.until(
+            lambda: (report := learner.report) and report.device_sharing and report.device_sharing.servers == 1
+        )
         with mark.waiting():
             before = steps_of(learner)
             learner.until(lambda: steps_of(learner) > before)  # a request whose batch is not full keeps no CPU busy
@@ -142,16 +144,16 @@ def test_training_stands_still_while_a_request_is_answered(begin: Callable[..., 
             assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == 19
             mark.rest()
         learner.until(lambda: steps_of(learner) > steps)
-    learner.until(lambda: (report := learner.report) and report.share and report.share.servers == 0)
+    learner.until(lambda: (report := learner.report) and report.device_sharing and report.device_sharing.servers == 0)
     report = learner.report
     assert report is not None
-    assert report.share is not None
-    assert report.share.scheduling is not None
-    assert report.share.times >= 1
-    assert report.share.yielded_seconds >= 0.5
-    assert report.share.wait_p99_seconds is not None
-    assert 0 <= learner.metric("share_training_ratio") <= 1
-    assert learner.metric("share_wait_duration_seconds_count") == 1, "a request is counted once"
+    assert report.device_sharing is not None
+    assert report.device_sharing.scheduling is not None
+    assert report.device_sharing.times >= 1
+    assert report.device_sharing.yielded_seconds >= 0.5
+    assert report.device_sharing.wait_p99_seconds is not None
+    assert 0 <= learner.metric("device_sharing_training_ratio") <= 1
+    assert learner.metric("device_sharing_wait_duration_seconds_count") == 1, "a request is counted once"
 
 
 def test_training_goes_on_at_once_when_the_server_is_killed(begin: Callable[..., Learner]) -> None:
@@ -170,25 +172,27 @@ def test_training_goes_on_at_once_when_the_server_is_killed(begin: Callable[...,
     assert time.monotonic() - killed < 10, "serving.timeout is 30 s: it was not waited for"
 
 
-def test_a_learner_that_gives_way_stops_in_time_and_makes_its_last_cut(begin: Callable[..., Learner]) -> None:
+def test_a_learner_that_gives_way_stops_in_time_and_makes_its_last_checkpoint(begin: Callable[..., Learner]) -> None:
     learner = begin()
     with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
         mark.run()
         learner.until(lambda: gives_way(learner))
         learner.process.send_signal(signal.SIGTERM)
         assert learner.process.wait(30) == 0
-    assert list((learner.state_dir / "cuts").glob("*/manifest.json"))
+    assert list((learner.state_dir / "checkpoints").glob("*/manifest.json"))
 
 
 def test_training_gets_its_fraction(begin: Callable[..., Learner]) -> None:
     learner = begin('policy = "fraction"\nfraction = 0.4')
     with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
         mark.run()
-        learner.until(lambda: (report := learner.report) and report.share and report.share.yielded_seconds > 4)
+        learner.until(
+            lambda: (report := learner.report) and report.device_sharing and report.device_sharing.yielded_seconds > 4
+        )
         report = learner.report
     assert report is not None
-    assert report.share is not None
-    assert 0.3 < report.share.training < 0.6
+    assert report.device_sharing is not None
+    assert 0.3 < report.device_sharing.training < 0.6
 
 
 def test_training_of_its_own_device_gives_way_to_nobody(begin: Callable[..., Learner]) -> None:
@@ -200,14 +204,16 @@ def test_training_of_its_own_device_gives_way_to_nobody(begin: Callable[..., Lea
     assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
     assert learners(learner.state_dir) == []
     assert learner.report is not None
-    assert learner.report.share is None
+    assert learner.report.device_sharing is None
 
 
 def test_training_gives_way_within_a_step_for_a_second_where_the_config_says_so(begin: Callable[..., Learner]) -> None:
     learner = begin('yield_at = "layer"', MEETING)
     folder = learner.state_dir.parent
     with hold_server(learner.state_dir, SLO) as mark:
-        learner.until(lambda: (report := learner.report) and report.share and report.share.servers == 1)
+        learner.until(
+            lambda: (report := learner.report) and report.device_sharing and report.device_sharing.servers == 1
+        )
         (folder / "meet").touch()
         learner.until((folder / "within").exists)
         with mark.waiting():
@@ -233,10 +239,10 @@ def _stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def steered(tmp_path: Path, trainer: FakeTrainer, *, fixed: bool = False) -> None:
     """Answer late, with training at work, and let the learner look once."""
-    terms = Terms(ShareSettings(), timedelta(microseconds=1), timedelta(seconds=10), fixed=fixed)
+    terms = Terms(DeviceSharingSettings(), timedelta(microseconds=1), timedelta(seconds=10), fixed=fixed)
     with (
         hold_server(tmp_path, terms.slo) as mark,
-        share(terms, tmp_path, torch.device("cpu"), threading.Event()) as sharing,
+        device_sharing(terms, tmp_path, torch.device("cpu"), threading.Event()) as sharing,
     ):
         assert sharing is not None
         sharing.while_waiting = mark.rest
@@ -259,10 +265,10 @@ def test_micro_batches_stay_as_they_are_where_every_bit_counts(tmp_path: Path) -
 
 
 def test_a_size_that_memory_has_set_is_not_exceeded(tmp_path: Path) -> None:
-    terms = Terms(ShareSettings(), SLO, timedelta(seconds=10))
+    terms = Terms(DeviceSharingSettings(), SLO, timedelta(seconds=10))
     servers, trainer = Servers(tmp_path, terms.patience), FakeTrainer()
     with hold_learner(tmp_path) as slot:
-        sharing = Sharing(terms, servers, slot, torch.device("cpu"), threading.Event())
+        sharing = DeviceSharing(terms, servers, slot, torch.device("cpu"), threading.Event())
         trainer.micro_batch_size = 16
         sharing.steer(trainer, 64)  # type: ignore[arg-type]
         assert trainer.micro_batch_size == 16
@@ -308,8 +314,8 @@ def test_a_request_is_given_way_to_at_the_next_border(
 ) -> None:
     said: list[str] = []
     cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
-    terms = Terms(ShareSettings.model_validate({"yield_at": yield_at}), SLO, timedelta(seconds=10))
-    with hold_server(tmp_path, SLO) as mark, share(terms, tmp_path, cpu, threading.Event()) as sharing:
+    terms = Terms(DeviceSharingSettings.model_validate({"yield_at": yield_at}), SLO, timedelta(seconds=10))
+    with hold_server(tmp_path, SLO) as mark, device_sharing(terms, tmp_path, cpu, threading.Event()) as sharing:
         assert sharing is not None
 
         def say(what: str) -> None:
@@ -344,13 +350,13 @@ def test_other_ranks_are_kept_waiting_for_so_long_in_a_step_at_most_however_many
     monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_SECONDS", 0.05)
     monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_IN_PASS_SECONDS", 0.12)
     cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
-    terms = Terms(ShareSettings(), SLO, timedelta(minutes=10))
+    terms = Terms(DeviceSharingSettings(), SLO, timedelta(minutes=10))
     settings = LearnerSettings(micro_batch_size=2)
     trainer = Trainer(*(nn.Linear(3, 3), Classification(), STRATEGIES["none"](), schema, settings, cpu, precision))
     new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
     with (
         hold_server(tmp_path, terms.slo) as mark,
-        share(terms, tmp_path, cpu, threading.Event()) as sharing,
+        device_sharing(terms, tmp_path, cpu, threading.Event()) as sharing,
         mark.waiting(),
     ):
         assert sharing is not None

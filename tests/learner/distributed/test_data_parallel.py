@@ -15,8 +15,8 @@ from torch import Tensor
 from anabranch.core.errors import SettingsError
 from learner.config import LearnerSettings
 from learner.distributed.process_group import Place, join_group
-from learner.distributed.scatter import Share, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
-from learner.state_dir.checkpoint import Cuts
+from learner.distributed.scatter import RankBatch, deal, form_of, forms_from_json, forms_to_json, packed, unpacked
+from learner.state_dir.checkpoint import Checkpoints
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 
@@ -64,7 +64,7 @@ def test_examples_travel_as_they_are(n: int, kept: bool) -> None:
 
 def test_an_event_of_no_weight_stands_in_where_a_rank_has_none() -> None:
     examples = Examples({"x": torch.rand(1, 3)}, torch.tensor([2]), torch.tensor([1.5]))
-    one, other = (Share.of([examples], slices) for slices in deal([1], 2))
+    one, other = (RankBatch.of([examples], slices) for slices in deal([1], 2))
     assert (one.real, one.counts, other.real, other.counts) == ([1], [1], [0], [1])
     assert other.parts[0].weight_B.tolist() == [0]
 
@@ -77,7 +77,7 @@ def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> Non
         for micro in (None, 3):
             scenarios.append({"strategy": strategy, "steps": steps, "settings": {"micro_batch_size": micro}})
         adamw = {"optimizer": {"name": "adamw", "lr": 0.01}}
-        scenarios.append({"strategy": strategy, "steps": steps, "cut_at": 3, "settings": adamw})
+        scenarios.append({"strategy": strategy, "steps": steps, "checkpoint_at": 3, "settings": adamw})
     schedule = {"warmup_steps": 4, "restart": "drift"}
     scenarios.append({"strategy": "er", "steps": UNEVEN, "drift_at": 2, "settings": {"schedule": schedule}})
     scenarios.append({"strategy": "er", "steps": UNEVEN, "settings": {"activation_checkpointing": True}})
@@ -126,7 +126,7 @@ def test_two_ranks_on_two_gpus_learn_what_one_learns_on_the_cpu(play: Play) -> N
     if torch.cuda.device_count() < 2:
         pytest.skip("there are no two GPUs")
     scenarios: list[dict[str, Any]] = [
-        {"strategy": strategy, "steps": UNEVEN, "cut_at": 3, "drift_at": 2, "settings": {"precision": "fp32"}}
+        {"strategy": strategy, "steps": UNEVEN, "checkpoint_at": 3, "drift_at": 2, "settings": {"precision": "fp32"}}
         for strategy in ("none", "er", "der", "lwf")
     ]
     alone = play(1, scenarios)
@@ -152,13 +152,13 @@ def test_ranks_pick_what_one_picks_that_sees_the_new_events_of_all(play: Play) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ranks_with_a_part_of_the_weights_learn_what_one_learns_and_cut_the_same(play: Play) -> None:
-    """Also where one rank has more micro-batches than the other, and goes on from a cut."""
+def test_ranks_with_a_part_of_the_weights_learn_what_one_learns_and_checkpoint_the_same(play: Play) -> None:
+    """Also where one rank has more micro-batches than the other, and goes on from a checkpoint."""
     scenarios: list[dict[str, Any]] = []
     for strategy, optimizer in (("er", "adamw"), ("er-ace", "adam"), ("der++", "rmsprop"), ("none", "adagrad")):
         steps = [[new, *[old] * len(STRATEGIES[strategy]().draws(2))] for new, old in UNEVEN]
         settings = {"optimizer": {"name": optimizer, "lr": 0.01}, "micro_batch_size": 3, "max_grad_norm": 0.1}
-        scenarios.append({"strategy": strategy, "steps": steps, "cut_at": 3, "settings": settings})
+        scenarios.append({"strategy": strategy, "steps": steps, "checkpoint_at": 3, "settings": settings})
     scenarios.append({"strategy": "er", "steps": UNEVEN, "settings": {"activation_checkpointing": True}})
     split = [each | {"settings": each["settings"] | {"replicas": 2, "sharding": "fsdp"}} for each in scenarios]
     for scenario, one, two in zip(scenarios, play(1, scenarios), play(2, split, 250), strict=True):
@@ -177,7 +177,7 @@ def test_a_drift_lets_a_strategy_look_back_on_all_ranks(play: Play) -> None:
     assert not torch.allclose(plain["model.0.weight"], held["model.0.weight"], rtol=0, atol=1e-9)
 
 
-def test_a_cut_has_what_strategies_gather_of_all_ranks(play: Play) -> None:
+def test_a_checkpoint_has_what_strategies_gather_of_all_ranks(play: Play) -> None:
     """What EWC added up is what it would consolidate; LwF's teacher is the model that a version would have had."""
     scenario = {"steps": [[8]], "times": 4, "tells_strategy": True, "settings": {"replicas": 2}}
     apart = scenario | {"strategy": "lwf", "drift_at": 3, "settings": {"replicas": 2, "sync_every": 100}}
@@ -223,7 +223,7 @@ def test_devices_that_ranks_cannot_have_are_refused_before_they_meet(
             pass
 
 
-def test_what_ranks_have_learned_apart_is_averaged_in_versions_and_cuts(play: Play) -> None:
+def test_what_ranks_have_learned_apart_is_averaged_in_versions_and_checkpoints(play: Play) -> None:
     """With plain SGD one step apart, then averaged, is the step of the averaged gradient."""
     scenario = {"steps": [[8, 8]], "settings": {"replicas": 2, "sync_every": 100}}
     (found,), (exact,) = play(2, [scenario]), play(1, [scenario | {"settings": {}}])
@@ -232,27 +232,30 @@ def test_what_ranks_have_learned_apart_is_averaged_in_versions_and_cuts(play: Pl
 
 
 def test_what_ranks_learn_apart_is_averaged_every_so_many_steps(play: Play, tmp_path: Path) -> None:
-    """Which is what a cut does too, that is made after as many; before it, and without it, they stay apart."""
+    """Which is what a checkpoint does too, that is made after as many; before it, and without it, they stay apart."""
     scenario: dict[str, Any] = {"steps": [[8, 8]], "times": 3}
     rare = scenario | {"settings": {"replicas": 2, "sync_every": 100}}
     often = scenario | {"settings": {"replicas": 2, "sync_every": 2}}
-    at_two, never, cut = play(2, [often, rare, rare | {"write_at": 2, "write_to": str(tmp_path)}])
+    at_two, never, checkpoint = play(2, [often, rare, rare | {"write_at": 2, "write_to": str(tmp_path)}])
     for name in ("model.0.weight", "model.2.weight"):
-        assert torch.allclose(at_two[name], cut[name], rtol=0, atol=1e-12)
+        assert torch.allclose(at_two[name], checkpoint[name], rtol=0, atol=1e-12)
         assert not torch.allclose(at_two[name], never[name], rtol=0, atol=1e-9)
 
 
 @pytest.fixture(scope="module")
 def of_two(play: Play, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tensor]]:
-    """A cut by two ranks in the midst of their steps, and what comes out of those, which is the same without it."""
+    """A checkpoint by two ranks in the midst of their steps, and what comes out of those, which is the same without
+    it."""
     path = str(tmp_path_factory.mktemp("of-two"))
     without, found = play(2, [NOISY, NOISY | {"write_at": 7, "write_to": path}])
     for name in without.keys() - {"seconds"}:
-        assert torch.equal(found[name], without[name]), f"making a cut changes {name}"
+        assert torch.equal(found[name], without[name]), f"making a checkpoint changes {name}"
     return path, found
 
 
-def test_ranks_go_on_from_a_cut_as_if_they_had_never_ended(play: Play, of_two: tuple[str, dict[str, Tensor]]) -> None:
+def test_ranks_go_on_from_a_checkpoint_as_if_they_had_never_ended(
+    play: Play, of_two: tuple[str, dict[str, Tensor]]
+) -> None:
     """Bit for bit, though their model throws dice of torch, Python and numpy, others on each rank."""
     path, found = of_two
     (resumed,) = play(2, [NOISY | {"go_on_from": path}])
@@ -260,7 +263,7 @@ def test_ranks_go_on_from_a_cut_as_if_they_had_never_ended(play: Play, of_two: t
         assert torch.equal(resumed[name], found[name]), name
 
 
-def test_a_cut_gives_each_rank_that_it_knows_its_generators_back(
+def test_a_checkpoint_gives_each_rank_that_it_knows_its_generators_back(
     play: Play, of_two: tuple[str, dict[str, Tensor]], tmp_path: Path
 ) -> None:
     """With more ranks than it is of, and with one: those that it does not know go on from their seed."""
@@ -281,7 +284,7 @@ def test_a_cut_gives_each_rank_that_it_knows_its_generators_back(
 
 
 def rng_of(path: str) -> Mapping[str, Tensor]:
-    """Return what a cut has of torch's generators on the CPU, and of other ranks."""
-    found = Cuts(Path(path), "schema", 1).newest()
+    """Return what a checkpoint has of torch's generators on the CPU, and of other ranks."""
+    found = Checkpoints(Path(path), "schema", 1).newest()
     assert found is not None
     return {name: value for name, value in found[1].tensors["rng"].items() if not name.startswith("cuda")}

@@ -16,7 +16,7 @@ from learner.config import LearnerSettings
 from learner.distributed.launcher import launch
 from learner.distributed.membership import Round, Seat
 from learner.distributed.rendezvous import Alone, Change
-from learner.state_dir.checkpoint import Cuts
+from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.lock import hold_state_directory
 from learner.state_dir.version import Versions
 from tests import forkserver
@@ -32,10 +32,10 @@ stop_timeout = "20s"
 optimizer = {name = "sgd", lr = 0.5}
 [versions]
 publish_every = "100ms"
-[cuts]
+[checkpoints]
 every = "200ms"
 [gate]
-guard_fraction = 0.1
+holdout_fraction = 0.1
 """
 
 
@@ -53,7 +53,7 @@ def ranks(learner: Learner) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_when_a_rank_is_killed_all_come_back_from_the_cut_and_nothing_is_learned_twice(
+def test_when_a_rank_is_killed_all_come_back_from_the_checkpoint_and_nothing_is_learned_twice(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -65,14 +65,14 @@ def test_when_a_rank_is_killed_all_come_back_from_the_cut_and_nothing_is_learned
     learner = start(pipeline(kafka.bootstrap, topic))
     produce(kafka.bootstrap, topic, [*events(300), b"bad"], partition=0)
     produce(kafka.bootstrap, topic, events(30), partition=1)
-    report = learner.wait_for(lambda each: total(each) >= 100 and (each.cut or 0) > 1)
+    report = learner.wait_for(lambda each: total(each) >= 100 and (each.checkpoint or 0) > 1)
     assert adds_up(report)
     processes = ranks(learner)
     assert [report.pid, len(processes)] == [processes[0].pid, 2]
     processes[killed].kill()
     produce(kafka.bootstrap, topic, events(300), partition=1)
     report = learner.wait_for(lambda each: total(each) == 631, no_more=report.pid)
-    assert learner.log.read_text().count("going on from cut") == 1
+    assert learner.log.read_text().count("going on from checkpoint") == 1
     assert adds_up(report)
     assert report.outcomes["dead_lettered"] == 1
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 630
@@ -87,7 +87,7 @@ def test_when_a_rank_is_killed_all_come_back_from_the_cut_and_nothing_is_learned
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("numbers", "sharding"), [((2, 1), "none"), ((1, 2), "none"), ((1, 2), "fsdp")])
-def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
+def test_a_checkpoint_is_gone_on_from_with_another_number_of_ranks(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -108,10 +108,10 @@ def test_a_cut_is_gone_on_from_with_another_number_of_ranks(
         produce(kafka.bootstrap, topic, events(200))
         report = learner.wait_for(lambda each, n=200 * turn: total(each) == n)
         assert learner.stop(40) == 0
-        cuts = Cuts(learner.state_dir / "cuts", "", 0)
-        has_others = "rank-1" in cuts.part(cuts.numbers()[-1], "rng")
-        assert has_others == (replicas == 2), "a cut has the generators of all ranks that there are"
-    assert learner.log.read_text().count("going on from cut") == 1
+        checkpoints = Checkpoints(learner.state_dir / "checkpoints", "", 0)
+        has_others = "rank-1" in checkpoints.part(checkpoints.numbers()[-1], "rng")
+        assert has_others == (replicas == 2), "a checkpoint has the generators of all ranks that there are"
+    assert learner.log.read_text().count("going on from checkpoint") == 1
     assert report.steps > report.steps_since_start > 0
     assert report.replay_rows == {"device": report.outcomes["trained"]}
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 400
@@ -138,7 +138,7 @@ def test_when_the_launcher_is_killed_no_rank_outlives_it(
 
 
 @pytest.mark.slow
-def test_what_starting_again_cannot_mend_ends_with_its_own_exit_code(
+def test_what_starting_again_cannot_fix_ends_with_its_own_exit_code(
     kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
     learner = start(pipeline(kafka.bootstrap, make_topic(), model="def build():\n    return 3\n"))
@@ -161,7 +161,7 @@ def test_ranks_that_run_out_of_memory_come_back_with_smaller_micro_batches(
     report = learner.wait_for(lambda each: total(each) == 300)
     assert adds_up(report)
     assert report.accuracy["now"] > 0.8
-    assert ["learner.micro_batch_size = 4" in note for note in report.notes] == [True]
+    assert ["learner.micro_batch_size = 4" in note for note in report.warnings] == [True]
     said = learner.log.read_text()
     assert "learner.micro_batch_size = 4 does so" in said
     assert learner.stop(40) == 0

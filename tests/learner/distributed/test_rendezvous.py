@@ -43,10 +43,10 @@ stop_timeout = "20s"
 optimizer = {{name = "sgd", lr = 0.5}}
 [versions]
 publish_every = "100ms"
-[cuts]
+[checkpoints]
 every = "200ms"
 [gate]
-guard_fraction = 0.1
+holdout_fraction = 0.1
 """
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
@@ -115,7 +115,7 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
         sent += 300
         for partition in partitions:
             produce(kafka.bootstrap, topic, events(300 // len(partitions)), partition=partition)
-        report = leader.wait_for(lambda each: total(each) == sent and (each.cut or 0) > 1, no_more=no_more)
+        report = leader.wait_for(lambda each: total(each) == sent and (each.checkpoint or 0) > 1, no_more=no_more)
         assert whole(report, sent)
         return report
 
@@ -134,24 +134,24 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
     reader.process.kill()
     leader.until(lambda: "another host does not read its part of the stream" in leader.log.read_text())
     learn()
-    report = leader.wait_for(lambda each: not each.ill)
+    report = leader.wait_for(lambda each: not each.problems)
     assert leader.log.read_text().count(halves) > 1
     report = learn()
 
     ranks(other)[1].kill()
     report = learn(no_more=report.pid)
     assert leader.log.read_text().count("with 3 ranks") == 2
-    assert leader.log.read_text().rpartition("with 3 ranks")[2].count(halves), "by the rates that the cut has"
+    assert leader.log.read_text().rpartition("with 3 ranks")[2].count(halves), "by the rates that the checkpoint has"
 
     orphans = [each.process for each in forkserver.children(other.process)]
     assert len(orphans) == 3, "two ranks, and ingest"
     other.kill()
     assert psutil.wait_procs(orphans, 20)[1] == []
     report = learn(no_more=report.pid)
-    assert report.ill == ["learner.hosts: host 1 did not come; learning goes on without it"]
+    assert report.problems == ["learner.hosts: host 1 did not come; learning goes on without it"]
 
     other = second(config)
-    report = leader.wait_for(lambda each: not each.ill, no_more=report.pid)
+    report = leader.wait_for(lambda each: not each.problems, no_more=report.pid)
     report = learn()
     assert report.accuracy["now"] > 0.8
     assert "2 of 2 hosts take part, with 2 ranks" in leader.log.read_text()
@@ -165,7 +165,7 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_leading_host_may_die_and_others_leave_in_order_and_a_cut_is_gone_on_from_by_one_host(
+def test_the_leading_host_may_die_and_others_leave_in_order_and_a_checkpoint_is_gone_on_from_by_one_host(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -177,7 +177,7 @@ def test_the_leading_host_may_die_and_others_leave_in_order_and_a_cut_is_gone_on
     config = pipeline(topic)
     leader, other = start(config), second(config)
     produce(kafka.bootstrap, topic, events(200))
-    report = leader.wait_for(lambda each: total(each) == 200 and (each.cut or 0) > 1)
+    report = leader.wait_for(lambda each: total(each) == 200 and (each.checkpoint or 0) > 1)
     led = ranks(other)
     leader.kill()
     assert psutil.wait_procs(led, 20)[1] == []
@@ -224,7 +224,7 @@ def test_a_host_that_hangs_keeps_nobody_waiting_and_is_taken_in_when_it_goes_on(
     other.until(lambda: "waiting for host 0" in other.log.read_text())
     leader = start(config)
     produce(kafka.bootstrap, topic, events(200))
-    report = leader.wait_for(lambda each: total(each) == 200 and (each.cut or 0) > 1)
+    report = leader.wait_for(lambda each: total(each) == 200 and (each.checkpoint or 0) > 1)
     assert "2 of 2 hosts take part" in leader.log.read_text()
     hanging = [psutil.Process(other.process.pid), *(each.process for each in forkserver.children(other.process))]
     for process in hanging:
@@ -233,11 +233,11 @@ def test_a_host_that_hangs_keeps_nobody_waiting_and_is_taken_in_when_it_goes_on(
     report = leader.wait_for(lambda each: total(each) == 400, no_more=report.pid)
     assert whole(report, 400)
     assert "host 1 is gone" in leader.log.read_text()
-    assert report.ill
+    assert report.problems
     for process in hanging:
         process.resume()
     produce(kafka.bootstrap, topic, events(200))
-    report = leader.wait_for(lambda each: total(each) == 600 and not each.ill, no_more=report.pid)
+    report = leader.wait_for(lambda each: total(each) == 600 and not each.problems, no_more=report.pid)
     assert whole(report, 600)
     assert [leader.stop(40), other.stop(40)] == [0, 0]
 
@@ -374,7 +374,7 @@ def test_a_host_with_other_settings_ends_no_round_and_is_told_of_once_each_time_
         dealt = leading.gather(stop)
         assert dealt is not None
         assert set(dealt.seats) == {0}
-        with contextlib.closing(Voice(store, 1, Word("mended", 1, alike), range(1))):
+        with contextlib.closing(Voice(store, 1, Word("fixed", 1, alike), range(1))):
             until(lambda: leading.change() is Change.HOSTS)
 
 

@@ -1,4 +1,4 @@
-"""The window is that of the reference, and what a cut holds of it is all of it."""
+"""The window is that of the reference, and what a checkpoint holds of it is all of it."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The guard set: who stays."""
+"""The holdout set: who stays."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -9,7 +9,7 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 
 NAMES = [TopicPartition("events", 0)]
 
@@ -19,23 +19,23 @@ NAMES = [TopicPartition("events", 0)]
 def test_the_set_is_bounded_keeps_the_youngest_and_is_fair_to_classes(
     schema: Schema, batches: list[tuple[int, int]], most: int
 ) -> None:
-    guard = GuardSet(schema, most)
+    holdout = HoldoutSet(schema, most)
     offset = 0
     for count, label in batches:
-        guard.add(fake_columns(schema, range(offset, offset + count), label=[label]), NAMES)
+        holdout.add(fake_columns(schema, range(offset, offset + count), label=[label]), NAMES)
         offset += count
-        assert len(guard.held) == min(offset, most)
-        times = guard.held.columns["time_ms"] // 10
+        assert len(holdout.held) == min(offset, most)
+        times = holdout.held.columns["time_ms"] // 10
         assert (np.diff(times) > 0).all(), "the order of arrival is lost"
         young = range(offset - min(offset, most // 4), offset)
         assert set(young) <= set(times.tolist())
     # Among the old, no class that had more to give has two fewer than another.
-    old = guard.held.columns["label"][: len(guard.held) - most // 4]
+    old = holdout.held.columns["label"][: len(holdout.held) - most // 4]
     seen = np.bincount(np.concatenate([np.full(count, label) for count, label in batches]), minlength=3)
     kept = np.bincount(old, minlength=3)
     if offset > most:
         assert kept.sum() == most - most // 4
-        assert ((seen > 0) <= (np.bincount(guard.held.columns["label"], minlength=3) > 0)).all() or most < 12
+        assert ((seen > 0) <= (np.bincount(holdout.held.columns["label"], minlength=3) > 0)).all() or most < 12
 
 
 @settings(max_examples=60)
@@ -43,13 +43,13 @@ def test_the_set_is_bounded_keeps_the_youngest_and_is_fair_to_classes(
 def test_events_are_taken_by_their_places_in_the_order_of_arrival(
     schema: Schema, counts: list[int], wanted: list[int]
 ) -> None:
-    guard, offset = GuardSet(schema, 1000), 0
+    holdout, offset = HoldoutSet(schema, 1000), 0
     for count in counts:
-        guard.add(fake_columns(schema, range(offset, offset + count)), NAMES)
+        holdout.add(fake_columns(schema, range(offset, offset + count)), NAMES)
         offset += count
-    assert guard.older == offset - offset // 4
+    assert holdout.older == offset - offset // 4
     places = np.array(wanted) % offset
-    taken = guard.take(places)
+    taken = holdout.take(places)
     assert sorted(taken["offset"].tolist()) == sorted(places.tolist())
     expected = fake_columns(schema, taken["offset"].tolist())
     assert all(np.array_equal(taken[name], expected[name]) for name in schema.payload())
@@ -58,7 +58,7 @@ def test_events_are_taken_by_their_places_in_the_order_of_arrival(
 def test_who_is_held_out_has_nothing_to_do_with_who_is_kept_for_replay() -> None:
     """Were both decided by one hash, the events held out would be those that a reservoir prefers."""
     for seed in range(5):
-        hold_out = GateSettings(guard_fraction=0.2).hold_out(seed)
+        hold_out = GateSettings(holdout_fraction=0.2).hold_out(seed)
         offsets = np.arange(20_000)
         places = np.zeros(len(offsets), np.uint64), offsets, np.zeros(len(offsets), np.int32)
         held = identity_hash(*places, hold_out.seed) < np.uint64(int(hold_out.fraction * 2**64))

@@ -1,4 +1,4 @@
-"""What the guard set tells of a model, and what is kept of it over the versions."""
+"""What the holdout set tells of a model, and what is kept of it over the versions."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.evaluation.forgetting_metric import Peak, Retention, retention_of
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Evaluation, evaluate, newcomers
 from learner.model.task import Classification, MultiLabel, Regression
 
@@ -36,33 +36,33 @@ class Always(nn.Module):
         return torch.eye(3)[self.answer].expand(len(x), 3)
 
 
-def guarded(schema: Schema, *batches: dict[str, Array]) -> GuardSet:
-    guard = GuardSet(schema, 400)
+def guarded(schema: Schema, *batches: dict[str, Array]) -> HoldoutSet:
+    holdout = HoldoutSet(schema, 400)
     for batch in batches:
-        guard.add(batch, NAMES)
-    return guard
+        holdout.add(batch, NAMES)
+    return holdout
 
 
 class TestEvaluation:
     def test_scores_tell_new_from_old_and_name_the_worst_class(self, schema: Schema) -> None:
-        guard = guarded(
+        holdout = guarded(
             schema, fake_columns(schema, range(300), label=[0]), fake_columns(schema, range(300, 400), label=[1])
         )
-        found = evaluate(Always(0), Classification(), schema, guard.held, CPU)
+        found = evaluate(Always(0), Classification(), schema, holdout.held, CPU)
         assert found == Evaluation({"new": 0.0, "old": 1.0, "worst": 0.0}, {"0": 1.0, "1": 0.0})
-        found = evaluate(Always(1), Classification(), schema, guard.held, CPU)
+        found = evaluate(Always(1), Classification(), schema, holdout.held, CPU)
         assert found == Evaluation({"new": 1.0, "old": 0.0, "worst": 0.0}, {"0": 0.0, "1": 1.0})
 
     def test_a_handful_of_events_tells_nothing(self, schema: Schema) -> None:
-        for guard in (guarded(schema), guarded(schema, fake_columns(schema, range(3)))):
-            assert evaluate(Always(0), Classification(), schema, guard.held, CPU) == Evaluation()
+        for holdout in (guarded(schema), guarded(schema, fake_columns(schema, range(3)))):
+            assert evaluate(Always(0), Classification(), schema, holdout.held, CPU) == Evaluation()
 
     def test_classes_have_their_names_and_rare_ones_are_left_out(self) -> None:
         schema = _schema(label={"name": "y", "classes": ["cat", "dog", "emu"]})
-        guard = guarded(
+        holdout = guarded(
             schema, fake_columns(schema, range(40), label=[0, 1]), fake_columns(schema, range(40, 49), label=[2])
         )
-        found = evaluate(Always(0), Classification(), schema, guard.held, CPU)
+        found = evaluate(Always(0), Classification(), schema, holdout.held, CPU)
         assert found.classes == {"cat": 1.0, "dog": 0.0}
 
     def test_groups_are_told_by_their_hash_where_they_are_declared(self) -> None:
@@ -79,35 +79,35 @@ class TestEvaluation:
         schema = _schema(group={"name": "shop"})
         columns = fake_columns(schema, range(1000), label=[0])
         columns["group_hash"] = (np.arange(1000) % 100 + 1).astype(np.uint64)
-        guard = GuardSet(schema, 2000)
-        guard.add(columns, NAMES)
-        assert len(evaluate(Always(0), Classification(), schema, guard.held, CPU).groups) == 64
+        holdout = HoldoutSet(schema, 2000)
+        holdout.add(columns, NAMES)
+        assert len(evaluate(Always(0), Classification(), schema, holdout.held, CPU).groups) == 64
 
     def test_of_regression_there_are_windows_and_no_classes(self) -> None:
         schema = _schema(label={"name": "y", "dtype": "float32"})
-        guard = guarded(schema, fake_columns(schema, range(100)))
-        found = evaluate(nn.Sequential(_Vector(), nn.Linear(3, 1)), Regression(), schema, guard.held, CPU)
+        holdout = guarded(schema, fake_columns(schema, range(100)))
+        found = evaluate(nn.Sequential(_Vector(), nn.Linear(3, 1)), Regression(), schema, holdout.held, CPU)
         assert found.windows.keys() == {"new", "old"}
         assert found.classes == {}
 
     def test_an_event_of_several_classes_counts_for_each(self) -> None:
         schema = _schema(label={"name": "y", "classes": ["a", "b", "c"], "multi": True})
         labels = [[True, False, False], [True, True, False]]
-        guard = guarded(schema, fake_columns(schema, range(100), label=labels))  # type: ignore[arg-type]
+        holdout = guarded(schema, fake_columns(schema, range(100), label=labels))  # type: ignore[arg-type]
         first = nn.Linear(3, 3)
         nn.init.zeros_(first.weight)
         first.bias.data = torch.tensor([1.0, -1.0, -1.0])
-        found = evaluate(nn.Sequential(_Vector(), first), MultiLabel(), schema, guard.held, CPU)
+        found = evaluate(nn.Sequential(_Vector(), first), MultiLabel(), schema, holdout.held, CPU)
         assert found.classes == {"a": 0.75, "b": 0.5}
         assert found.windows["worst"] == 0.5
 
     def test_newcomers_are_those_that_came_since(self, schema: Schema) -> None:
-        guard = guarded(schema, fake_columns(schema, range(300)))
-        before = guard.held
-        guard.add(fake_columns(schema, range(300, 330)), NAMES)
-        fresh = newcomers(guard.held, before)
+        holdout = guarded(schema, fake_columns(schema, range(300)))
+        before = holdout.held
+        holdout.add(fake_columns(schema, range(300, 330)), NAMES)
+        fresh = newcomers(holdout.held, before)
         assert (fresh["time_ms"] // 10).tolist() == list(range(300, 330))
-        assert len(newcomers(guard.held, guard.held)["label"]) == 0
+        assert len(newcomers(holdout.held, holdout.held)["label"]) == 0
         assert newcomers(guarded(schema).held, before) == {}
 
 

@@ -239,13 +239,13 @@ def test_the_log_names_events_at_most_every_ten_seconds(caplog: pytest.LogCaptur
 def test_many_events_that_raise_are_unhealthy_until_they_are_few_again() -> None:
     raised = Raised()
     raised.add(1000, 9, "bad")
-    assert raised.ill(1000) is None
+    assert raised.problem(1000) is None
     raised.add(1200, 41, "worse")
-    told = raised.ill(1200)
+    told = raised.problem(1200)
     assert told is not None
     assert told.startswith("the model raised on 50 of the last 1000 new events, which are skipped: worse")
-    assert raised.ill(2100) is None
-    assert raised.ill(2300) is None
+    assert raised.problem(2100) is None
+    assert raised.problem(2300) is None
 
 
 class Stored(nn.Sequential):
@@ -327,9 +327,9 @@ def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
     bench.run()
     bench.finish()
     bench.loop._hold_out_no_more()
-    assert len(bench.guard) == 98
+    assert len(bench.holdout) == 98
     assert bench.metrics.learner.raised.labels("held_out")._value.get() == 2
-    assert bench.publisher.verdict == "abstain"
+    assert bench.publisher.verdict == "inconclusive"
     assert set(bench.publisher.evaluation.windows) >= {"new", "old"}
     assert bench.publisher.jury.held_since is None
 
@@ -351,7 +351,7 @@ def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: C
     assert "the model raised on 320 of the last 620 new events" in told
 
 
-def test_while_the_model_takes_nothing_no_cut_passes_by_the_events(make_bench: Callable[..., Bench]) -> None:
+def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(30, lambda columns: columns["offset"] >= 5 * ROWS, every="1ms")
     bench.run()
     bench.finish()
@@ -359,7 +359,7 @@ def test_while_the_model_takes_nothing_no_cut_passes_by_the_events(make_bench: C
     told = bench.loop.too_many_raised
     assert told is not None
     assert "no checkpoint is made" in told
-    newest = bench.cuts.newest()
+    newest = bench.checkpoints.newest()
     assert newest is not None
     assert newest[1].state["ledger"][0]["position"][0] < 20 * ROWS
 

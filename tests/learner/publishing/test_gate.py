@@ -84,17 +84,17 @@ def test_small_drops_do_not_add_up() -> None:
     assert found.reasons[0].startswith("worse than the best version served lately")
 
 
-def test_with_fewer_events_than_min_rows_it_abstains_unless_versions_are_held_back() -> None:
+def test_with_fewer_events_than_min_rows_it_is_inconclusive_unless_versions_are_held_back() -> None:
     served = scores(0.9, events=999)
     bad = worse(served, 0.5)
-    assert verdict(bad, served).verdict == "abstain"
+    assert verdict(bad, served).verdict == "inconclusive"
     assert verdict(bad, served, held=True).verdict == "fail"
     assert verdict(served, served, held=True).verdict == "pass"
 
 
 def test_the_first_version_has_nothing_to_be_compared_with() -> None:
     found = verdict(scores(0.1), None)
-    assert found.verdict == "abstain"
+    assert found.verdict == "inconclusive"
     assert "no served version" in found.reasons[0]
 
 
@@ -114,7 +114,7 @@ def test_chance_alone_is_not_a_drop_but_is_told_as_doubt() -> None:
     swapped[np.flatnonzero(served[NEW])[:20] + 1500] = 0
     swapped[np.flatnonzero(served[NEW] == 0)[:16] + 1500] = 1
     found = verdict(swapped, served)
-    assert found.verdict == "abstain"
+    assert found.verdict == "inconclusive"
     assert "too few events" in found.reasons[0]
     assert found.numbers["new_drop_upper"] > 0.02
 

@@ -19,7 +19,7 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings, ModelSettings, VersionsSettings
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification, MultiLabel, Task
@@ -45,7 +45,7 @@ class Bench:
 
     def __init__(self, path: Path, schema: Schema, task: Task | None = None, **gate: object) -> None:
         self.versions = Versions(path)
-        self.guard = GuardSet(schema, 400)
+        self.holdout = HoldoutSet(schema, 400)
         self.schema = schema
         self.offset = self.step = 0
         reference = reference_to(ModelSettings(factory="m:build"))
@@ -65,18 +65,20 @@ class Bench:
         columns["feature.x"] = np.eye(3, dtype=np.float32)[label]
         label = (label + shift) % 3
         columns["label"] = np.eye(3)[label].astype(np.bool_) if self.schema.label.multi else label
-        self.guard.add(columns, [TopicPartition("events", 0)])
+        self.holdout.add(columns, [TopicPartition("events", 0)])
         self.offset += events
 
     def publish(self, weights: Weights) -> str:
         """Publish weights, and return the verdict."""
         self.step += 1
-        snapshot = Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, None, RecordTimes())
+        snapshot = Snapshot(
+            self.step, weights, {"events:0": Trained(self.step)}, self.holdout.held, None, RecordTimes()
+        )
         self.publisher.publish_last((self.step, ()), lambda: snapshot, Deadline(timedelta(seconds=60)))
         return self.verdict(self.publisher.number or 0)
 
     def watch(self) -> None:
-        self.publisher._watch(self.guard.held)
+        self.publisher._watch(self.holdout.held)
 
     def verdict(self, number: int) -> str:
         verdict = self.versions.verdict(number)
@@ -99,7 +101,7 @@ def bench(make_bench: Callable[..., Bench]) -> Bench:
     """One on which a good version is served."""
     found = make_bench()
     found.hold_out(200)
-    assert found.publish(GOOD) == "abstain", "the first has nothing to be compared with"
+    assert found.publish(GOOD) == "inconclusive", "the first has nothing to be compared with"
     assert found.publish(GOOD) == "pass"
     return found
 
@@ -129,7 +131,7 @@ def test_versions_of_a_model_of_several_labels_are_judged_like_others(tmp_path: 
     bench = Bench(tmp_path / "versions", Schema(SchemaSettings.model_validate(fields)), MultiLabel())
     good, worse = ({**each, "bias": torch.full((3,), -0.5)} for each in (GOOD, WORSE))
     bench.hold_out(200)
-    assert [bench.publish(weights) for weights in (good, worse, good)] == ["abstain", "fail", "pass"]
+    assert [bench.publish(weights) for weights in (good, worse, good)] == ["inconclusive", "fail", "pass"]
     verdict = bench.versions.verdict(2)
     assert verdict is not None
     assert verdict.numbers["class_c_drop"] == 1
@@ -139,14 +141,14 @@ def test_an_alert_says_that_nothing_has_passed_for_max_hold(make_bench: Callable
     bench = make_bench(max_hold="1ms")
     bench.hold_out(200)
     bench.publish(GOOD)
-    assert bench.jury.ill is None
+    assert bench.jury.problem is None
     for _ in range(3):
         assert bench.publish(BAD) == "fail"
-    assert bench.jury.ill is not None
-    assert "no version has passed the gate since" in bench.jury.ill
-    assert "worse than the served version" in bench.jury.ill
+    assert bench.jury.problem is not None
+    assert "no version has passed the gate since" in bench.jury.problem
+    assert "worse than the served version" in bench.jury.problem
     bench.publish(GOOD)
-    assert bench.jury.ill is None
+    assert bench.jury.problem is None
 
 
 def test_a_stream_that_has_changed_does_not_freeze_serving_where_that_is_wanted(
@@ -163,7 +165,7 @@ def test_a_stream_that_has_changed_does_not_freeze_serving_where_that_is_wanted(
     now[0] += 599
     assert bench.publish(BAD) == "fail"
     now[0] += 1
-    assert bench.publish(BAD) == "abstain"
+    assert bench.publish(BAD) == "inconclusive"
     assert "served all the same" in bench.reasons(4)
     assert bench.publish(BAD) == "pass", "it is compared with what is served no more"
     for _ in range(2):
@@ -184,11 +186,11 @@ def test_a_hold_lasts_as_long_whatever_is_done_to_the_wall_clock(
     bench.publish(GOOD)
     assert bench.publish(BAD) == "fail"
     now[0], wall[0] = now[0] + 599, wall[0] + jump
-    assert (bench.publish(BAD), bench.jury.ill) == ("fail", None)
+    assert (bench.publish(BAD), bench.jury.problem) == ("fail", None)
     now[0] += 1
-    assert bench.jury.ill is not None
-    assert "since 2001-09-09 01:46:40Z" in bench.jury.ill
-    assert bench.publish(BAD) == "abstain"
+    assert bench.jury.problem is not None
+    assert "since 2001-09-09 01:46:40Z" in bench.jury.problem
+    assert bench.publish(BAD) == "inconclusive"
 
 
 def test_a_hold_goes_on_over_restarts_however_many(
@@ -209,10 +211,10 @@ def test_a_hold_goes_on_over_restarts_however_many(
         bench = make_bench(max_hold="10m", on_hold="serve")
         bench.hold_out(200)
         bench.jury.restore(kept)
-    assert [*verdicts, bench.publish(BAD)] == ["fail"] * 3 + ["abstain"]
+    assert [*verdicts, bench.publish(BAD)] == ["fail"] * 3 + ["inconclusive"]
 
 
-def test_a_hold_that_ended_after_the_cut_does_not_go_on(
+def test_a_hold_that_ended_after_the_checkpoint_does_not_go_on(
     bench: Bench, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
@@ -228,7 +230,7 @@ def test_a_hold_that_ended_after_the_cut_does_not_go_on(
     again.jury.restore(kept)
     again.watch()
     assert again.jury.held_since is not None
-    assert again.jury.ill is None
+    assert again.jury.problem is None
 
 
 def test_a_poisoned_stream_does_not_become_old_knowledge_while_versions_are_held_back(bench: Bench) -> None:
@@ -241,7 +243,7 @@ def test_a_poisoned_stream_does_not_become_old_knowledge_while_versions_are_held
 def test_small_drops_do_not_add_up(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(max_drop_old=0.4, max_drop_new=1.0)
     bench.hold_out(200)
-    assert [bench.publish(GOOD), bench.publish(GOOD), bench.publish(WORSE)] == ["abstain", "pass", "pass"]
+    assert [bench.publish(GOOD), bench.publish(GOOD), bench.publish(WORSE)] == ["inconclusive", "pass", "pass"]
     assert bench.publish(BAD) == "fail"
     assert "the best version served lately" in bench.reasons(4)
 
@@ -275,14 +277,14 @@ def test_the_watch_withdraws_what_turns_out_worse_and_the_gate_then_knows_better
 ) -> None:
     bench = make_bench(min_rows=10_000)
     bench.hold_out(30)
-    assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["abstain"] * 3
+    assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["inconclusive"] * 3
     bench.hold_out(WATCH_ROWS - 1)
     bench.watch()
-    assert bench.verdict(3) == "abstain", "so few events tell nothing"
+    assert bench.verdict(3) == "inconclusive", "so few events tell nothing"
     bench.hold_out(1)
     with caplog.at_level(logging.WARNING):
         bench.watch()
-    assert [bench.verdict(number) for number in (1, 2, 3)] == ["abstain", "fail", "fail"]
+    assert [bench.verdict(number) for number in (1, 2, 3)] == ["inconclusive", "fail", "fail"]
     assert f"worse than version 1 on {WATCH_ROWS} events" in bench.reasons(3)
     assert "versions 2, 3 are withdrawn" in caplog.text
     assert bench.registry.get_sample_value("anabranch_gate_withdrawn_total") == 1
@@ -292,10 +294,10 @@ def test_the_watch_withdraws_what_turns_out_worse_and_the_gate_then_knows_better
 
 def test_what_is_on_trial_takes_no_memory_however_many_versions_come(make_bench: Callable[..., Bench]) -> None:
     """Without held-out events, or while they are rare, nothing ends a trial."""
-    bench = make_bench(guard_fraction=0.0)
+    bench = make_bench(holdout_fraction=0.0)
     for number in range(1, 1001):
-        bench.jury.take(number, {}, np.empty(0), bench.guard.held, Verdict("abstain"))
-        bench.jury.watch(bench.guard.held)
+        bench.jury.take(number, {}, np.empty(0), bench.holdout.held, Verdict("inconclusive"))
+        bench.jury.watch(bench.holdout.held)
     sizes = {name: len(value) for name, value in vars(bench.jury).items() if hasattr(value, "__len__")}
     assert max(sizes.values()) < 10, sizes
 
@@ -303,11 +305,11 @@ def test_what_is_on_trial_takes_no_memory_however_many_versions_come(make_bench:
 def test_what_is_withdrawn_is_not_what_failed_before(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(min_rows=10_000)
     bench.hold_out(30)
-    assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["abstain"] * 3
+    assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["inconclusive"] * 3
     bench.versions.write_verdict(2, Verdict("fail", ["a reason of its own"]))
     bench.hold_out(WATCH_ROWS)
     bench.watch()
-    assert [bench.verdict(number) for number in (1, 2, 3)] == ["abstain", "fail", "fail"]
+    assert [bench.verdict(number) for number in (1, 2, 3)] == ["inconclusive", "fail", "fail"]
     assert bench.reasons(2) == "a reason of its own"
 
 
@@ -318,7 +320,7 @@ def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]
         bench.publish(GOOD)
         bench.hold_out(40)
         bench.watch()
-    assert [bench.verdict(number) for number in (1, 2, 3, 4)] == ["abstain"] * 4
+    assert [bench.verdict(number) for number in (1, 2, 3, 4)] == ["inconclusive"] * 4
 
 
 def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench]) -> None:
@@ -329,9 +331,9 @@ def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench])
         now_G, before_G = rivals[noise.choice(3, 500, p=[0.1, 0.1, 0.8])].T
         assert not any(compare(now_G[:n], before_G[:n], bounded=True).surely_exceeds(0.02) for n in looks)
     bench = make_bench(min_rows=10_000)
-    bench.guard = GuardSet(bench.schema, 2000)
+    bench.holdout = HoldoutSet(bench.schema, 2000)
     bench.hold_out(30)
-    assert [bench.publish(GOOD), bench.publish(GOOD)] == ["abstain"] * 2
+    assert [bench.publish(GOOD), bench.publish(GOOD)] == ["inconclusive"] * 2
     seen = []
     for _ in range(WATCH_ENOUGH):
         bench.hold_out(1)
@@ -343,23 +345,23 @@ def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench])
     assert bench.jury._first_on_trial is None
 
 
-def test_in_a_small_guard_set_a_trial_ends_with_its_youngest_quarter(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(min_rows=10_000, guard_rows=400)
+def test_in_a_small_holdout_set_a_trial_ends_with_its_youngest_quarter(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000, holdout_rows=400)
     bench.hold_out(400)
-    assert [bench.publish(GOOD), bench.publish(GOOD)] == ["abstain"] * 2
+    assert [bench.publish(GOOD), bench.publish(GOOD)] == ["inconclusive"] * 2
     bench.hold_out(100)
     for _ in range(2):
         bench.watch()
     assert bench.jury._first_on_trial is None
 
 
-def test_a_guard_set_too_small_to_tell_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(min_rows=10_000, guard_rows=100)
+def test_a_holdout_set_too_small_to_tell_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(min_rows=10_000, holdout_rows=100)
     bench.hold_out(30)
-    assert [bench.publish(GOOD), bench.publish(BAD)] == ["abstain"] * 2
+    assert [bench.publish(GOOD), bench.publish(BAD)] == ["inconclusive"] * 2
     bench.hold_out(WATCH_ROWS - 1)
     bench.watch()
-    assert bench.verdict(2) == "abstain"
+    assert bench.verdict(2) == "inconclusive"
     assert bench.jury._first_on_trial is None
 
 
@@ -377,7 +379,7 @@ def test_after_a_person_rolled_back_versions_are_compared_with_what_is_served_th
     bench = make_bench(min_rows=10_000)
     bench.hold_out(200)
     for weights in (GOOD, BAD):
-        assert bench.publish(weights) == "abstain"
+        assert bench.publish(weights) == "inconclusive"
     bench.versions.write_state(RegistryState(serving=1, previous=2, rolled_back=[2]))
     assert bench.publish(BAD) == "fail"
     assert bench.publish(GOOD) == "pass"
@@ -398,7 +400,7 @@ def test_a_restart_goes_on_with_the_newest_version_that_has_not_failed(
 def test_a_restart_compares_nothing_with_a_stale_learners_version(
     bench: Bench, make_bench: Callable[..., Bench]
 ) -> None:
-    stale = msgspec.structs.replace(bench.versions.manifest(2), number=3, epoch=0)
+    stale = msgspec.structs.replace(bench.versions.manifest(2), number=3, generation=0)
     bench.versions.write(BAD, stale, Verdict("pass"))
     again = make_bench()
     again.hold_out(200)
@@ -411,16 +413,16 @@ def test_a_learner_that_begins_anew_without_held_out_events_inherits_no_hold(
 ) -> None:
     bench.publish(WORSE)
     again = make_bench()
-    assert again.publish(WORSE) == "abstain"
+    assert again.publish(WORSE) == "inconclusive"
     assert again.jury.held_since is None
 
 
 def test_without_any_held_out_event_nothing_is_held_back(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     for weights in (GOOD, BAD):
-        assert bench.publish(weights) == "abstain"
+        assert bench.publish(weights) == "inconclusive"
     bench.versions.write_state(RegistryState(serving=1, previous=2, rolled_back=[2]))
-    assert bench.publish(BAD) == "abstain"
+    assert bench.publish(BAD) == "inconclusive"
 
 
 @pytest.mark.parametrize("damage", ["manifest.json", "model.safetensors"])
@@ -432,7 +434,7 @@ def test_a_version_that_cannot_be_read_or_was_deleted_is_not_compared_with(
     path.write_bytes(path.read_bytes()[:-1])
     again = make_bench()
     again.hold_out(200)
-    assert again.publish(BAD) == "abstain"
+    assert again.publish(BAD) == "inconclusive"
     assert "no served version" in again.reasons(again.publisher.number or 0)
 
 
@@ -444,7 +446,7 @@ def test_a_version_of_another_model_is_not_compared_with(make_bench: Callable[..
     first.versions.write({"weight": torch.zeros(5, 3)}, manifest, Verdict("pass"))
     again = make_bench()
     again.hold_out(200)
-    assert again.publish(BAD) == "abstain"
+    assert again.publish(BAD) == "inconclusive"
 
 
 def test_the_served_version_is_not_deleted_while_versions_fail(bench: Bench) -> None:

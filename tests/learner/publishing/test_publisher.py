@@ -23,14 +23,14 @@ from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings, ModelSettings, VersionsSettings
-from learner.evaluation.holdout import GuardSet
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification
 from learner.publishing.gatekeeper import Jury
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.lock import EPOCH, check_epoch
+from learner.state_dir.lock import GENERATION, check_generation
 from learner.state_dir.trained_through import Learned, Trained
 from learner.state_dir.version import STATE, ModelReference, RegistryState, Verdict, Versions, reference_to
 from learner.stream.record_times import RecordTimes
@@ -45,8 +45,8 @@ class Bench:
         state_dir = path.parent
         self.versions = Versions(path)
         self.model = model
-        self.guard = GuardSet(schema, 100)
-        self.guard.add(fake_columns(schema, range(100), label=[0, 1, 2]), [TopicPartition("events", 0)])
+        self.holdout = HoldoutSet(schema, 100)
+        self.holdout.add(fake_columns(schema, range(100), label=[0, 1, 2]), [TopicPartition("events", 0)])
         reference = reference_to(ModelSettings(factory="m:build"))
         scorer = Scorer(model, Classification(), schema, torch.device("cpu"))
         self.publisher = Publisher(
@@ -58,7 +58,7 @@ class Bench:
             Jury(self.versions, GateSettings.model_validate(gate or {}), scorer, reference),
             7,
             LearnerMetrics(CollectorRegistry()),
-            lambda: check_epoch(state_dir, 7),
+            lambda: check_generation(state_dir, 7),
         )
         self.step = 0
         self.learned = RecordTimes()
@@ -70,7 +70,7 @@ class Bench:
 
     def snapshot(self) -> Snapshot:
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        return Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.guard.held, 0.5, self.learned)
+        return Snapshot(self.step, weights, {"events:0": Trained(self.step)}, self.holdout.held, 0.5, self.learned)
 
 
 @pytest.fixture
@@ -89,13 +89,13 @@ def test_a_version_is_scored_on_what_came_after_it(make_bench: Callable[..., Ben
                 value[1] = 1.0
     bench.publish()  # knows nothing but class 1
     assert bench.publisher.retention.near == ()
-    bench.guard.add(fake_columns(schema, range(100, 110), label=[1]), [TopicPartition("events", 0)])
+    bench.holdout.add(fake_columns(schema, range(100, 110), label=[1]), [TopicPartition("events", 0)])
     with torch.no_grad():
         dict(bench.model.named_parameters())["3.bias"][2] = 2.0
     bench.publish()  # the newest one, which would have them all wrong, is not the one that is asked
     assert bench.publisher.retention.near == ((10, 10.0),)
     assert bench.publisher.retention.windows["near_future"] == 1
-    bench.guard.add(fake_columns(schema, range(110, 115), label=[1]), [TopicPartition("events", 0)])
+    bench.holdout.add(fake_columns(schema, range(110, 115), label=[1]), [TopicPartition("events", 0)])
     bench.publish()
     assert bench.publisher.retention.near == ((10, 10.0), (5, 0.0))
 
@@ -104,13 +104,13 @@ def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Sch
     bench = make_bench()
     bench.publish()
     manifest = bench.versions.manifest(1)
-    assert (manifest.number, manifest.epoch, manifest.parent, manifest.step) == (1, 7, None, 1)
+    assert (manifest.number, manifest.generation, manifest.parent, manifest.step) == (1, 7, None, 1)
     assert manifest.trained_through == {"events:0": Trained(1)}
     assert manifest.schema == schema.digest
     assert manifest.metrics.keys() == {"now", "new", "old", "worst"}
     verdict = bench.versions.verdict(1)
     assert verdict is not None
-    assert verdict.verdict == "abstain"
+    assert verdict.verdict == "inconclusive"
     weights = bench.versions.weights(manifest)
     assert all(torch.equal(weights[name], value) for name, value in bench.model.state_dict().items())
 
@@ -196,7 +196,7 @@ def test_a_restart_knows_how_far_the_newest_version_has_learned(make_bench: Call
         (3, {"events:0": Trained(3), "events:1": Trained(-1)}, False),
     ],
 )
-def test_after_a_restart_what_a_cut_has_learned_is_published_unless_the_newest_version_has_it(
+def test_after_a_restart_what_a_checkpoint_has_learned_is_published_unless_the_newest_version_has_it(
     make_bench: Callable[..., Bench], step: int, trained: dict[str, Trained], published: bool
 ) -> None:
     first = make_bench()
@@ -242,7 +242,7 @@ def test_a_stale_learners_versions_take_no_good_ones_place(make_bench: Callable[
         bench.publish()
     manifest = bench.versions.manifest(3)
     for number in (20, 21):
-        stale = msgspec.structs.replace(manifest, number=number, epoch=6)
+        stale = msgspec.structs.replace(manifest, number=number, generation=6)
         bench.versions.write(bench.model.state_dict(), stale, Verdict("pass"))
     bench.publish()
     assert bench.versions.numbers() == [1, 3, 4]
@@ -295,11 +295,11 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     bench.learned = RecordTimes()
     bench.learned.add(np.array([30], np.int64))
     assert bench.versions.numbers() == []
-    assert bench.publisher.ill is not None
-    assert "No space left" in bench.publisher.ill
+    assert bench.publisher.problem is not None
+    assert "No space left" in bench.publisher.problem
     assert list(bench.versions.path.iterdir()) == []
     bench.publish()
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
     assert bench.versions.numbers() == [2], "the number of a version that failed is given again"
     assert bench.versions.manifest(2).learned == Learned(3, [10, 20, 30])
     bench.learned = RecordTimes()
@@ -317,13 +317,13 @@ def test_a_disk_that_hangs_is_told_of_until_it_goes_on(
     bench.step += 1
     bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
     now[0] += 60
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
     now[0] += 1
-    assert bench.publisher.ill is not None
-    assert f"{bench.versions.path} has taken more than 60 s" in bench.publisher.ill
+    assert bench.publisher.problem is not None
+    assert f"{bench.versions.path} has taken more than 60 s" in bench.publisher.problem
     go.set()
     bench.publish()
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
 
 
 def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_is_learned(
@@ -337,7 +337,7 @@ def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_
     for _ in range(2):
         bench.publisher.publish_last(progress, bench.snapshot, Deadline(SOON))
     assert bench.versions.numbers() == [2]
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
 
 
 def test_positions_that_moved_without_a_step_are_published(make_bench: Callable[..., Bench]) -> None:
@@ -358,16 +358,16 @@ def test_a_damaged_older_version_keeps_nothing_from_being_published(make_bench: 
     for _ in range(3):
         bench.publish()
     assert bench.versions.numbers() == [1, 5, 6, 7], "and no older one from being deleted"
-    assert bench.publisher.ill is None
+    assert bench.publisher.problem is None
 
 
 def test_a_learner_whose_place_was_taken_publishes_nothing_more(
     make_bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
     bench = make_bench()
-    (tmp_path / EPOCH).write_text("7")
+    (tmp_path / GENERATION).write_text("7")
     bench.publish()
-    (tmp_path / EPOCH).write_text("8")
+    (tmp_path / GENERATION).write_text("8")
     with pytest.raises(SecondLearnerError):
         bench.publish()
     assert bench.versions.numbers() == [1]

@@ -24,16 +24,16 @@ def asked(port: int) -> tuple[int, Any]:
 def test_healthz_says_when_the_loop_hangs_and_when_it_goes_on() -> None:
     registry, now = CollectorRegistry(), 0.0
     heartbeat = Heartbeat(LearnerMetrics(registry).heartbeat, lambda: now)
-    with serve_status("127.0.0.1:0", "", registry, lambda: [heartbeat.ill] if heartbeat.ill else []) as port:
+    with serve_status("127.0.0.1:0", "", registry, lambda: [heartbeat.problem] if heartbeat.problem else []) as port:
         now = 10 * PATIENCE.total_seconds()
-        assert asked(port) == (200, {"ok": True, "ill": []}), "a start takes its time"
+        assert asked(port) == (200, {"ok": True, "problems": []}), "a start takes its time"
         heartbeat.beat()
         now += PATIENCE.total_seconds() - 1
         assert asked(port)[0] == 200
         now += 1
         code, said = asked(port)
         assert code == 503
-        assert said["ill"][0].startswith("the training loop has stood still for more than 60 s")
+        assert said["problems"][0].startswith("the training loop has stood still for more than 60 s")
         heartbeat.beat()
         assert asked(port)[0] == 200
 

@@ -1,4 +1,4 @@
-"""Cuts: whole or not at all, and the same learner afterwards, bit for bit."""
+"""Checkpoints: whole or not at all, and the same learner afterwards, bit for bit."""
 
 import contextlib
 import functools
@@ -34,20 +34,20 @@ from ingest.kafka.fake import Columns, fake_columns
 from ingest.metrics import IngestMetrics
 from ingest.reader.reader import Partition, Source
 from learner.build import Deployment, Workbench
-from learner.checkpointing.checkpointer import Cutter
-from learner.checkpointing.erasure import Forgetting
+from learner.checkpointing.checkpointer import Checkpointer
+from learner.checkpointing.erasure import Erasure
 from learner.checkpointing.replay_state import unpack
 from learner.config import (
-    CutsSettings,
+    CheckpointSettings,
+    DeviceSharingSettings,
     GateSettings,
     LearnerSettings,
     ModelSettings,
-    ShareSettings,
     VersionsSettings,
 )
 from learner.device_sharing.sharing import Terms
-from learner.errors import CutError, MisfitError
-from learner.evaluation.holdout import GuardSet
+from learner.errors import CheckpointError, MisfitError
+from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.loop import Loop, Metrics, Parts
 from learner.metrics import LearnerMetrics
@@ -59,9 +59,9 @@ from learner.publishing.publisher import Publisher
 from learner.resume import Resumed, most_offered
 from learner.run import learn
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import RANK, Cuts
+from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.folders import MANIFEST
-from learner.state_dir.lock import EPOCH, check_epoch
+from learner.state_dir.lock import GENERATION, check_generation
 from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
 from learner.strategies.der import DarkReplayPlus
@@ -73,7 +73,7 @@ from replay.background_store import Clerk
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
 from replay.metrics import ReplayMetrics
 from replay.store import Store
@@ -94,7 +94,7 @@ class Stream:
         self.next = 0
         self.drifts_at: int | None = None
         """From this event on labels are others."""
-        self.ill: str | None = None
+        self.problem: str | None = None
         self.unlabelled: set[int] = set()
         """Blocks whose events have no label."""
         self.change: Callable[[Columns], None] | None = None
@@ -159,17 +159,19 @@ class Bench:
         strategy = strategy or STRATEGIES["er"]()
         embedding = Embedding(model, "3") if strategy.embeds else None
         trainer = Trainer(model, task, strategy, schema, settings, CPU, choose_precision("auto", CPU), embedding)
-        self.cuts = Cuts(path / "cuts", schema.digest, 1)
-        self.cuts.clean()
-        self.found = self.cuts.newest()
+        self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
+        self.checkpoints.clean()
+        self.found = self.checkpoints.newest()
         contents, segments = (unpack(self.found[1]) if self.found else None) or (None, ())
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
         columns = kept((3,)) if strategy.keeps_output else None
         step = most_offered(settings, StreamSettings(topics=("events",)), 1)
         self.clerk = Clerk(build_store(options, schema, CPU, 0, path / "replay" / RANK, contents, columns, step=step))
-        settings_of_cuts = CutsSettings.model_validate({"every": every})
-        check = functools.partial(check_epoch, path, 1)
-        self.cutter = Cutter(self.cuts, settings_of_cuts, self.clerk, self.metrics.learner, segments, check)
+        settings_of_checkpoints = CheckpointSettings.model_validate({"every": every})
+        check = functools.partial(check_generation, path, 1)
+        self.checkpointer = Checkpointer(
+            self.checkpoints, settings_of_checkpoints, self.clerk, self.metrics.learner, segments, check
+        )
         versions, reference = Versions(path / "versions"), reference_to(ModelSettings(factory="m:build"))
         self.versions = versions
         scorer = Scorer(model, task, schema, CPU)
@@ -177,15 +179,15 @@ class Bench:
             *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
             *(Jury(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),
         )
-        guard = GuardSet(schema, 100)
+        holdout = HoldoutSet(schema, 100)
         source = cast("Source", self.stream)
-        self.log = ForgottenLog(path / "forgotten.log")
+        self.log = ErasureLog(path / "erasures.log")
         self.log.refresh()
-        forgetting = Forgetting(self.log, self.cuts, path / "replay" / RANK, self.clerk, guard, self.cutter)
+        erasure = Erasure(self.log, self.checkpoints, path / "replay" / RANK, self.clerk, holdout, self.checkpointer)
         lag = LagPolicy(LagPolicySettings(), 0, source)
-        parts = Parts(source, trainer, self.clerk, guard, publisher, self.cutter, forgetting, lag)
+        parts = Parts(source, trainer, self.clerk, holdout, publisher, self.checkpointer, erasure, lag)
         self.loop = Loop(settings, parts, self.metrics)
-        self.trainer, self.guard, self.publisher = trainer, guard, publisher
+        self.trainer, self.holdout, self.publisher = trainer, holdout, publisher
 
     def run(self) -> None:
         self.loop.run(self.stop, lambda: None)
@@ -193,7 +195,7 @@ class Bench:
     def resume(self) -> None:
         assert self.found is not None
         self.loop.restore(self.found[1])
-        # A slow machine makes a cut before the first batch, which has no partition yet.
+        # A slow machine makes a checkpoint before the first batch, which has no partition yet.
         self.stream.next = sum(each.position.offset for each in self.loop.ledger.partitions) // ROWS
 
     def finish(self) -> None:
@@ -255,7 +257,7 @@ POLICIES = {
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     make_bench: Callable[..., Bench], replay: dict[str, Any], policies: dict[str, Any]
 ) -> None:
-    """Weights, running statistics, optimizer, dropout's generator, draws, guard set, ledger and windows."""
+    """Weights, running statistics, optimizer, dropout's generator, draws, holdout set, ledger and windows."""
     replay = {**replay, **policies}
     whole = make_bench(60, replay=policies)
     whole.run()
@@ -274,7 +276,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert resumed.loop.ledger.state() == whole.loop.ledger.state()
     assert resumed.loop.prequential.state() == whole.loop.prequential.state()
     assert (resumed.loop.rows_new, resumed.loop.rows_replay) == (whole.loop.rows_new, whole.loop.rows_replay)
-    assert all((resumed.guard.held.columns[name] == column).all() for name, column in whole.guard.held.columns.items())
+    assert all(
+        (resumed.holdout.held.columns[name] == column).all() for name, column in whole.holdout.held.columns.items()
+    )
 
 
 def test_a_resumed_run_measures_and_decides_as_the_uninterrupted_one(
@@ -307,7 +311,7 @@ def test_a_resumed_run_measures_and_decides_as_the_uninterrupted_one(
         assert torch.equal(resumed.trainer.snapshot()[name], value), name
 
 
-def test_measuring_what_is_forgotten_changes_nothing_that_is_learned(make_bench: Callable[..., Bench]) -> None:
+def test_measuring_what_is_erased_changes_nothing_that_is_learned(make_bench: Callable[..., Bench]) -> None:
     """Old events are scored now and then while none is replayed; statistics of batch norm stay as they are."""
     bare = make_bench(60, learner={"replay_ratio": 0.0})
     bare.run()
@@ -353,13 +357,13 @@ def test_scores_that_are_not_finite_are_left_out_and_a_restart_goes_on(
     assert resumed.loop.steps == 160
 
 
-def test_what_a_cut_has_learned_is_published_after_a_crash_before_its_version(
+def test_what_a_checkpoint_has_learned_is_published_after_a_crash_before_its_version(
     make_bench: Callable[..., Bench],
 ) -> None:
     soon = Deadline(timedelta(seconds=20))
     bench = make_bench(25)
     bench.run()
-    bench.cutter.cut_last(bench.loop._moment, soon)
+    bench.checkpointer.checkpoint_last(bench.loop._moment, soon)
     bench.publisher._background.wait(soon)
     assert bench.versions.manifest(1).step < 25
     bench.close()
@@ -378,19 +382,19 @@ def test_what_a_cut_has_learned_is_published_after_a_crash_before_its_version(
 
 
 def _ask_while_spoiled(bench: Bench) -> None:
-    """Run with a cut due at each step that finds the weights spoiled."""
+    """Run with a checkpoint due at each step that finds the weights spoiled."""
 
     def at_boundary() -> None:
         if bench.loop.spoiled:
-            assert not bench.cutter.busy
-            bench.cutter.ask()
+            assert not bench.checkpointer.busy
+            bench.checkpointer.ask()
 
     bench.stop.clear()
     bench.loop.run(bench.stop, at_boundary)
 
 
 def _blown_up(bench: Bench) -> Bench:
-    """Run and cut, and spoil the weights then."""
+    """Run and checkpoint, and spoil the weights then."""
     bench.run()
     bench.finish()
     with torch.no_grad():
@@ -399,7 +403,7 @@ def _blown_up(bench: Bench) -> Bench:
     return bench
 
 
-def test_weights_that_have_blown_up_are_not_cut_and_a_restart_goes_on_from_before(
+def test_weights_that_have_blown_up_are_not_checkpoint_and_a_restart_goes_on_from_before(
     make_bench: Callable[..., Bench],
 ) -> None:
     bench = _blown_up(make_bench(20))
@@ -407,7 +411,7 @@ def test_weights_that_have_blown_up_are_not_cut_and_a_restart_goes_on_from_befor
     _ask_while_spoiled(bench)
     bench.finish()
     assert bench.loop.non_finite_in_a_row == 40
-    assert bench.cuts.numbers() == [1]
+    assert bench.checkpoints.numbers() == [1]
     bench.close()
     resumed = make_bench(60)
     resumed.resume()
@@ -415,18 +419,19 @@ def test_weights_that_have_blown_up_are_not_cut_and_a_restart_goes_on_from_befor
     resumed.run()
     resumed.finish()
     assert resumed.loop.ledger.outcomes["trained"] == 60 * (ROWS - 1)
-    assert resumed.cuts.numbers() == [1, 2]
+    assert resumed.checkpoints.numbers() == [1, 2]
 
 
-def test_the_first_steps_that_are_not_finite_are_not_cut_either(make_bench: Callable[..., Bench]) -> None:
-    """They are too few for the learner to be ill, and with long steps there would be as many cuts of bad weights."""
+def test_the_first_steps_that_are_not_finite_are_not_checkpointed_either(make_bench: Callable[..., Bench]) -> None:
+    """They are too few for the learner to be unhealthy, and with long steps there would be as many checkpoints of bad
+    weights."""
     bench = _blown_up(make_bench(20))
     bench.stream.blocks = 25
     bench.stop.clear()
-    bench.loop.run(bench.stop, lambda: bench.cutter.ask() if bench.loop.non_finite_in_a_row else None)
-    bench.cutter.wait(Deadline(timedelta(seconds=30)))
+    bench.loop.run(bench.stop, lambda: bench.checkpointer.ask() if bench.loop.non_finite_in_a_row else None)
+    bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
     assert 0 < bench.loop.non_finite_in_a_row < 10
-    assert bench.cuts.numbers() == [1]
+    assert bench.checkpoints.numbers() == [1]
 
 
 def _poison(bench: Bench, blocks: range) -> None:
@@ -439,18 +444,20 @@ def _poison(bench: Bench, blocks: range) -> None:
     bench.stream.change = change
 
 
-def test_after_events_that_are_not_finite_cuts_are_made_again(make_bench: Callable[..., Bench]) -> None:
+def test_after_events_that_are_not_finite_checkpoints_are_made_again(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(60)
     _poison(bench, range(21, 41))
     _ask_while_spoiled(bench)
     bench.finish()
-    found = bench.cuts.newest()
+    found = bench.checkpoints.newest()
     assert found is not None
     assert found[1].step == 60
     assert bench.loop.ledger.skipped == {"non_finite": 20 * (ROWS - 1)}
 
 
-def test_where_no_cut_frees_slots_for_spoiled_weights_the_stream_is_read_on(make_bench: Callable[..., Bench]) -> None:
+def test_where_no_checkpoint_frees_slots_for_spoiled_weights_the_stream_is_read_on(
+    make_bench: Callable[..., Bench],
+) -> None:
     bench = make_bench(200)
     bench.stream.unlabelled = set(range(32, 200))
     _poison(bench, range(21, 33))
@@ -460,14 +467,14 @@ def test_where_no_cut_frees_slots_for_spoiled_weights_the_stream_is_read_on(make
     assert bench.loop.ledger.partitions[0].position.offset == 200 * ROWS
 
 
-def test_a_drift_begins_a_cut(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(400, learner={"drift": {"actions": ["cut"]}})
+def test_a_drift_begins_a_checkpoint(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(400, learner={"drift": {"actions": ["checkpoint"]}})
     bench.stream.drifts_at = 300 * ROWS
     bench.run()
     assert bench.loop.drift.count == 1
-    bench.cutter.wait(Deadline(timedelta(seconds=30)))
-    assert bench.cutter.number == 1
-    found = bench.cuts.newest()
+    bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+    assert bench.checkpointer.number == 1
+    found = bench.checkpoints.newest()
     assert found is not None
     assert found[1].step == bench.loop.drift.step
 
@@ -489,27 +496,28 @@ def test_a_drift_raises_what_it_is_to_raise_and_tells_the_strategy(
     assert after[49:] == [(pytest.approx(1e-3), pytest.approx(1.3))] * len(after[49:])
 
 
-def test_a_cut_that_a_drift_asks_for_comes_before_anything_that_it_changes(
+def test_a_checkpoint_that_a_drift_asks_for_comes_before_anything_that_it_changes(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the thread that writes cuts is busy; the learner that goes on from it does what was to be done."""
-    settings = {"drift": {"actions": ["cut", "raise-lr"], "lr_factor": 5.0, "steps": 50}}
+    """Also where the thread that writes checkpoints is busy; the learner that goes on from it does what was to be
+    done."""
+    settings = {"drift": {"actions": ["checkpoint", "raise-lr"], "lr_factor": 5.0, "steps": 50}}
     bench, gate, left = make_bench(400, learner=settings), threading.Event(), [20]
     bench.stream.drifts_at = 300 * ROWS
     told, rates = list[int](), list[float]()
     monkeypatch.setattr(bench.trainer.strategy, "drifted", lambda: told.append(bench.loop.steps))
-    assert bench.cutter.run(lambda: gate.wait(30))
+    assert bench.checkpointer.run(lambda: gate.wait(30))
 
     def at_boundary() -> None:
         rates.append(bench.trainer.update.rate())
         left[0] -= bool(bench.loop.drift.count)
-        if not left[0] and bench.cutter.busy:
+        if not left[0] and bench.checkpointer.busy:
             gate.set()
-            bench.cutter.wait(Deadline(timedelta(seconds=30)))
+            bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
 
     bench.loop.run(bench.stop, at_boundary)
-    bench.cutter.wait(Deadline(timedelta(seconds=30)))
-    found = bench.cuts.newest()
+    bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+    found = bench.checkpoints.newest()
     assert found is not None
     assert bench.loop.drift.step is not None
     assert found[1].step == told[0] >= bench.loop.drift.step + 19
@@ -526,24 +534,25 @@ def test_a_cut_that_a_drift_asks_for_comes_before_anything_that_it_changes(
 
 @each_arrangement
 @pytest.mark.slow
-def test_cuts_are_made_while_the_steps_go_on(make_bench: Callable[..., Bench], replay: dict[str, Any]) -> None:
+def test_checkpoints_are_made_while_the_steps_go_on(make_bench: Callable[..., Bench], replay: dict[str, Any]) -> None:
     bench = make_bench(400, every="1ms", replay=replay)
     bench.run()
     bench.finish()
-    numbers = bench.cuts.numbers()
-    assert len(numbers) == 3, "more or fewer than cuts.keep are there"
-    assert numbers[-1] == bench.cutter.number > 3
-    found = bench.cuts.newest()
+    numbers = bench.checkpoints.numbers()
+    assert len(numbers) == 3, "more or fewer than checkpoints.keep are there"
+    assert numbers[-1] == bench.checkpointer.number > 3
+    found = bench.checkpoints.newest()
     assert found is not None
     assert found[1].step == bench.loop.steps
     kept = bench.store.tiers.slots - len(bench.store) - bench.store.slots.free
-    assert kept == 0 or replay, "slots are kept after the last cut, which has the payload"
+    assert kept == 0 or replay, "slots are kept after the last checkpoint, which has the payload"
 
 
-def test_a_restart_that_finds_few_slots_to_fill_makes_cuts_before_its_first_step(
+def test_a_restart_that_finds_few_slots_to_fill_makes_checkpoints_before_its_first_step(
     make_bench: Callable[..., Bench], schema: Schema
 ) -> None:
-    """A cut that is made for want of slots frees some when it is written; a crash right then comes before that."""
+    """A checkpoint that is made for want of slots frees some when it is written; a crash right then comes before
+    that."""
     replay = {"capacity": 3000, "disk": {"bytes": "177kB"}}
     bench = make_bench(120, replay=replay)
     bench.run()
@@ -565,7 +574,7 @@ def test_a_restart_that_finds_few_slots_to_fill_makes_cuts_before_its_first_step
 def test_steps_of_more_events_than_are_inserted_at_once_find_slots(
     make_bench: Callable[..., Bench], replay: dict[str, Any]
 ) -> None:
-    """Where most are stored and few slots are beside: the learner waits for cuts instead of losing any."""
+    """Where most are stored and few slots are beside: the learner waits for checkpoints instead of losing any."""
     replay = {"capacity": 100_000, "admission": "recent", "half_life": "10ms", **replay}
     learner = {"batch_size": 48 * (ROWS - 1), "max_delay": "1h"}
     bench = make_bench(288, every="1ms", replay=replay, learner=learner)
@@ -576,7 +585,7 @@ def test_steps_of_more_events_than_are_inserted_at_once_find_slots(
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove a file", "tear the manifest"])
-def test_a_cut_that_is_not_whole_is_refused_and_the_one_before_it_taken(
+def test_a_checkpoint_that_is_not_whole_is_refused_and_the_one_before_it_taken(
     make_bench: Callable[..., Bench], harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = make_bench(4)
@@ -586,7 +595,7 @@ def test_a_cut_that_is_not_whole_is_refused_and_the_one_before_it_taken(
     bench.stream.stop = bench.stop
     bench.run()
     bench.finish()
-    newest = bench.cuts.path / "2"
+    newest = bench.checkpoints.path / "2"
     payload = newest / "rank-0" / "replay.safetensors"
     if harm == "flip":
         content = bytearray(payload.read_bytes())
@@ -598,31 +607,31 @@ def test_a_cut_that_is_not_whole_is_refused_and_the_one_before_it_taken(
         payload.unlink()
     else:
         (newest / MANIFEST).write_bytes((newest / MANIFEST).read_bytes()[:40])
-    found = bench.cuts.newest()
+    found = bench.checkpoints.newest()
     assert found is not None
     assert (found[0], found[1].step) == (1, 4)
     assert "; it is not used" in caplog.text
-    assert bench.cuts.epoch() == 1
+    assert bench.checkpoints.generation() == 1
 
 
-def test_a_cut_that_was_refused_takes_no_good_ones_place(make_bench: Callable[..., Bench]) -> None:
+def test_a_checkpoint_that_was_refused_takes_no_good_ones_place(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(4)
     bench.run()
     bench.finish()
-    found = bench.cuts.newest()
+    found = bench.checkpoints.newest()
     assert found is not None
-    payload = bench.cuts.write(2, found[1], 0.0) / "rank-0" / "rng.safetensors"
+    payload = bench.checkpoints.write(2, found[1], 0.0) / "rank-0" / "rng.safetensors"
     payload.write_bytes(payload.read_bytes()[:-1])
-    cuts = Cuts(bench.cuts.path, bench.cuts._schema, 2)
-    newest = cuts.newest()
+    checkpoints = Checkpoints(bench.checkpoints.path, bench.checkpoints._schema, 2)
+    newest = checkpoints.newest()
     assert newest is not None
     assert newest[0] == 1
-    cuts.write(3, found[1], 0.0)
-    cuts.prune(2)
-    assert cuts.numbers() == [1, 2, 3], "it may be of use until there are two newer ones"
-    cuts.write(4, found[1], 0.0)
-    cuts.prune(2)
-    assert cuts.numbers() == [3, 4]
+    checkpoints.write(3, found[1], 0.0)
+    checkpoints.prune(2)
+    assert checkpoints.numbers() == [1, 2, 3], "it may be of use until there are two newer ones"
+    checkpoints.write(4, found[1], 0.0)
+    checkpoints.prune(2)
+    assert checkpoints.numbers() == [3, 4]
 
 
 def test_what_a_learner_wrote_that_had_lost_its_lock_is_older_whatever_its_number(
@@ -631,10 +640,10 @@ def test_what_a_learner_wrote_that_had_lost_its_lock_is_older_whatever_its_numbe
     bench = make_bench(4)
     bench.run()
     bench.finish()
-    path, schema = bench.cuts.path, bench.cuts._schema
-    found = bench.cuts.newest()
+    path, schema = bench.checkpoints.path, bench.checkpoints._schema
+    found = bench.checkpoints.newest()
     assert found is not None
-    later, stale = Cuts(path, schema, 2), Cuts(path, schema, 1)
+    later, stale = Checkpoints(path, schema, 2), Checkpoints(path, schema, 1)
     later.write(2, found[1], 0.0)
     stale.write(7, found[1], 0.0)
     stale.write(8, found[1], 0.0)
@@ -645,30 +654,32 @@ def test_what_a_learner_wrote_that_had_lost_its_lock_is_older_whatever_its_numbe
     assert later.numbers() == [2, 8]
 
 
-def test_a_learner_whose_place_was_taken_cuts_no_more(make_bench: Callable[..., Bench], tmp_path: Path) -> None:
+def test_a_learner_whose_place_was_taken_writes_no_more_checkpoints(
+    make_bench: Callable[..., Bench], tmp_path: Path
+) -> None:
     bench = make_bench(4)
-    (tmp_path / EPOCH).write_text("1")
+    (tmp_path / GENERATION).write_text("1")
     bench.run()
     bench.finish()
-    (tmp_path / EPOCH).write_text("2")
+    (tmp_path / GENERATION).write_text("2")
     with pytest.raises(SecondLearnerError):
-        bench.cutter.cut_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
-    assert bench.cuts.numbers() == [1]
+        bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
+    assert bench.checkpoints.numbers() == [1]
 
 
-def test_half_a_cut_does_not_exist_and_is_cleaned_away(make_bench: Callable[..., Bench]) -> None:
+def test_half_a_checkpoint_does_not_exist_and_is_cleaned_away(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(4)
     bench.run()
     bench.finish()
-    shutil.copytree(bench.cuts.path / "1", bench.cuts.path / "7")
-    (bench.cuts.path / "7" / MANIFEST).unlink()
-    (bench.cuts.path / ".tmp-1-9").mkdir()
-    assert bench.cuts.numbers() == [1]
-    bench.cuts.clean()
-    assert sorted(entry.name for entry in bench.cuts.path.iterdir()) == ["1"]
+    shutil.copytree(bench.checkpoints.path / "1", bench.checkpoints.path / "7")
+    (bench.checkpoints.path / "7" / MANIFEST).unlink()
+    (bench.checkpoints.path / ".tmp-1-9").mkdir()
+    assert bench.checkpoints.numbers() == [1]
+    bench.checkpoints.clean()
+    assert sorted(entry.name for entry in bench.checkpoints.path.iterdir()) == ["1"]
 
 
-def test_a_full_disk_costs_the_cut_and_neither_the_training_nor_the_cuts_before(
+def test_a_full_disk_costs_the_checkpoint_and_neither_the_training_nor_the_checkpoints_before(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench(4)
@@ -676,18 +687,18 @@ def test_a_full_disk_costs_the_cut_and_neither_the_training_nor_the_cuts_before(
     bench.finish()
     with monkeypatch.context() as patch:
         patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
-        bench.cutter.cut_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
-    assert bench.cutter.ill is not None
-    assert "No space left" in bench.cutter.ill
-    assert bench.cuts.numbers() == [1]
-    bench.cutter.cut_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
-    assert bench.cutter.ill is None
-    assert bench.cuts.numbers() == [1, 3], "the number of a cut that failed is given again"
-    (histogram,) = bench.metrics.learner.cut.collect()
+        bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
+    assert bench.checkpointer.problem is not None
+    assert "No space left" in bench.checkpointer.problem
+    assert bench.checkpoints.numbers() == [1]
+    bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
+    assert bench.checkpointer.problem is None
+    assert bench.checkpoints.numbers() == [1, 3], "the number of a checkpoint that failed is given again"
+    (histogram,) = bench.metrics.learner.checkpoint.collect()
     assert [sample.value for sample in histogram.samples if sample.name.endswith("_count")] == [2]
 
 
-def test_a_cut_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
+def test_a_checkpoint_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench(4, every="45s")
@@ -696,41 +707,41 @@ def test_a_cut_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr("learner.runtime.background_worker.time", SimpleNamespace(monotonic=lambda: now[0]))
         patch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
-        bench.cutter.ask()
-        bench.loop._cut_if_due()
+        bench.checkpointer.ask()
+        bench.loop._checkpoint_if_due()
         now[0] += 90
-        assert bench.cutter.ill is None
+        assert bench.checkpointer.problem is None
         now[0] += 1
-        assert bench.cutter.ill is not None
-        assert f"{bench.cuts.path} has taken more than 90 s" in bench.cutter.ill
+        assert bench.checkpointer.problem is not None
+        assert f"{bench.checkpoints.path} has taken more than 90 s" in bench.checkpointer.problem
         go.set()
-        bench.cutter.wait(Deadline(timedelta(seconds=20)))
-        assert bench.cutter.ill is None
-    assert bench.cuts.numbers() == [1]
+        bench.checkpointer.wait(Deadline(timedelta(seconds=20)))
+        assert bench.checkpointer.problem is None
+    assert bench.checkpoints.numbers() == [1]
 
 
-def test_a_learner_that_rests_makes_no_cut_until_something_has_changed(make_bench: Callable[..., Bench]) -> None:
-    """What was forgotten is a change, and so is what the ledger says, though no step was made."""
+def test_a_learner_that_rests_makes_no_checkpoint_until_something_has_changed(make_bench: Callable[..., Bench]) -> None:
+    """What was erased is a change, and so is what the ledger says, though no step was made."""
     bench = make_bench(4)
 
-    def cut_if_due() -> list[int]:
-        bench.cutter.ask()
-        bench.loop._cut_if_due()
-        bench.cutter.wait(Deadline(timedelta(seconds=20)))
-        return bench.cuts.numbers()
+    def checkpoint_if_due() -> list[int]:
+        bench.checkpointer.ask()
+        bench.loop._checkpoint_if_due()
+        bench.checkpointer.wait(Deadline(timedelta(seconds=20)))
+        return bench.checkpoints.numbers()
 
     bench.run()
-    bench.finish()  # its version, which comes after its cut, is scored
-    assert cut_if_due() == [1, 2]
-    assert cut_if_due() == [1, 2]
+    bench.finish()  # its version, which comes after its checkpoint, is scored
+    assert checkpoint_if_due() == [1, 2]
+    assert checkpoint_if_due() == [1, 2]
     bench.finish()
-    assert bench.cuts.numbers() == [1, 2]
+    assert bench.checkpoints.numbers() == [1, 2]
     bench.loop.ledger.partitions[0].passed += 1
-    assert cut_if_due() == [1, 2, 3]
+    assert checkpoint_if_due() == [1, 2, 3]
     bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
-    bench.loop._parts.forgetting.look()
-    assert cut_if_due() == [2, 3, 4]
-    assert cut_if_due() == [2, 3, 4]
+    bench.loop._parts.erasure.look()
+    assert checkpoint_if_due() == [2, 3, 4]
+    assert checkpoint_if_due() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -742,9 +753,9 @@ def test_a_start_with_something_left_to_erase_doubts_what_its_caches_have(
     monkeypatch.setattr(bench.store.tiers, "doubt", lambda: doubted.append(True))
     bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
     if not waits:
-        bench.log.append(Applied(time=0.0, through=1, store=0, guard=0))
-    folder = bench.cuts.path.parent / "replay" / RANK
-    Forgetting(bench.log, bench.cuts, folder, bench.clerk, bench.guard, bench.cutter).take_note(0, 0)
+        bench.log.append(Applied(time=0.0, through=1, store=0, holdout=0))
+    folder = bench.checkpoints.path.parent / "replay" / RANK
+    Erasure(bench.log, bench.checkpoints, folder, bench.clerk, bench.holdout, bench.checkpointer).take_note(0, 0)
     assert doubted == [True] * waits
 
 
@@ -767,7 +778,7 @@ def test_what_could_not_be_written_over_is_erased_before_the_log_says_that_a_rec
     assert looked == sorted(set(looked))
 
 
-def test_a_cut_that_failed_is_made_again_though_nothing_has_changed(
+def test_a_checkpoint_that_failed_is_made_again_though_nothing_has_changed(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench(4)
@@ -775,50 +786,50 @@ def test_a_cut_that_failed_is_made_again_though_nothing_has_changed(
     with monkeypatch.context() as patch:
         patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
         bench.finish()
-    assert bench.cuts.numbers() == []
+    assert bench.checkpoints.numbers() == []
     bench.finish()
-    assert bench.cuts.numbers() == [2]
+    assert bench.checkpoints.numbers() == [2]
 
 
-def test_old_cuts_that_cannot_be_deleted_keep_no_new_one_from_being_written(
+def test_old_checkpoints_that_cannot_be_deleted_keep_no_new_one_from_being_written(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench(4)
     bench.run()
-    monkeypatch.setattr(Cuts, "prune", lambda *_: _no_space(0))
+    monkeypatch.setattr(Checkpoints, "prune", lambda *_: _no_space(0))
     for _ in range(2):
-        bench.cutter.cut_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
-    assert bench.cuts.numbers() == [1, 2]
-    assert bench.cutter.ill is not None
-    assert "old cuts cannot be deleted" in bench.cutter.ill
+        bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
+    assert bench.checkpoints.numbers() == [1, 2]
+    assert bench.checkpointer.problem is not None
+    assert "old checkpoints cannot be deleted" in bench.checkpointer.problem
 
 
-def test_a_bug_while_a_cut_is_written_stops_the_loop(
+def test_a_bug_while_a_checkpoint_is_written_stops_the_loop(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench(4)
     bench.run()
-    monkeypatch.setattr(Cuts, "write", lambda *_: 1 / 0)
+    monkeypatch.setattr(Checkpoints, "write", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.finish()
 
 
-def test_a_cut_of_another_schema_is_refused(make_bench: Callable[..., Bench]) -> None:
+def test_a_checkpoint_of_another_schema_is_refused(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(4)
     bench.run()
     bench.finish()
-    path = bench.cuts.path / "1" / MANIFEST
+    path = bench.checkpoints.path / "1" / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": "0" * 64}))
-    with pytest.raises(CutError, match=r"cut 1 in .* was made under another \[schema\]"):
-        bench.cuts.newest()
+    with pytest.raises(CheckpointError, match=r"checkpoint 1 in .* was made under another \[schema\]"):
+        bench.checkpoints.newest()
 
 
-def test_a_cut_of_another_model_is_refused(make_bench: Callable[..., Bench]) -> None:
+def test_a_checkpoint_of_another_model_is_refused(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(4)
     bench.run()
     bench.finish()
     other = make_bench(4, model=lambda: nn.Linear(3, 3))
-    with pytest.raises(CutError, match="does not fit the model"):
+    with pytest.raises(CheckpointError, match="does not fit the model"):
         other.resume()
 
 
@@ -862,7 +873,7 @@ def test_a_resumed_run_of_any_strategy_is_the_uninterrupted_one_bit_for_bit(
     assert resumed.loop.prequential.state() == whole.loop.prequential.state()
 
 
-def test_a_cut_of_a_strategy_with_other_columns_is_refused_before_the_first_step(
+def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused_before_the_first_step(
     make_bench: Callable[..., Bench], schema: Schema, tmp_path: Path
 ) -> None:
     bench = make_bench(4)
@@ -872,7 +883,7 @@ def test_a_cut_of_a_strategy_with_other_columns_is_refused_before_the_first_step
     (tmp_path / "refused_model.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(3, 3)\n")
     deployment = _deployment(tmp_path, schema, strategy="der")
     sentence = (
-        r'"der" wants an output of shape \[3\] kept with each stored event, and cut 1 has no output of the model; put'
+        r'"der" wants an output of shape \[3\] kept with each stored event, and checkpoint 1 has no output of the'
     )
     with pytest.raises(SettingsError, match=sentence):
         learn(deployment, threading.Event())
@@ -887,17 +898,19 @@ def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, 
         learner=LearnerSettings.model_validate({"strategy": strategy, "batch_size": ROWS - 1, "max_delay": "1ms"}),
         replay=ReplaySettings.model_validate({"capacity": 300, **(replay or {})}),
         versions=VersionsSettings(),
-        cuts=CutsSettings(),
+        checkpoints=CheckpointSettings(),
         gate=GateSettings(),
         seed=0,
         folder=path,
         state_dir=path,
         read_token="",
-        share=Terms(ShareSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)),
+        device_sharing=Terms(
+            DeviceSharingSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)
+        ),
     )
 
 
-def test_cuts_that_were_moved_away_are_gone_on_from_once_they_are_back(
+def test_checkpoints_that_were_moved_away_are_gone_on_from_once_they_are_back(
     make_bench: Callable[..., Bench], schema: Schema, tmp_path: Path
 ) -> None:
     disk = TIERS["disk with a small cache"]
@@ -906,13 +919,13 @@ def test_cuts_that_were_moved_away_are_gone_on_from_once_they_are_back(
     bench.finish()
     held = _held(bench.store)
     bench.close()
-    (tmp_path / "cuts").rename(tmp_path / "cuts.before")
-    for _ in range(2):  # two starts that end before their first cut
+    (tmp_path / "checkpoints").rename(tmp_path / "checkpoints.before")
+    for _ in range(2):  # two starts that end before their first checkpoint
         _begin_anew(tmp_path, schema, disk).close()
     files = sorted(path.name for path in (tmp_path / "replay" / RANK).iterdir())
     assert files == ["1.rows.before", "2.rows"]
-    (tmp_path / "cuts").rename(tmp_path / "cuts.anew")
-    (tmp_path / "cuts.before").rename(tmp_path / "cuts")
+    (tmp_path / "checkpoints").rename(tmp_path / "checkpoints.anew")
+    (tmp_path / "checkpoints.before").rename(tmp_path / "checkpoints")
     again = make_bench(14, replay=disk)
     again.resume()
     assert _held(again.store) == held
@@ -922,50 +935,52 @@ def test_cuts_that_were_moved_away_are_gone_on_from_once_they_are_back(
     assert again.loop.steps == 14
 
 
-def test_a_cut_from_before_what_the_log_has_dropped_is_refused_and_keeps_records_from_being_dropped(
+def test_a_checkpoint_from_before_what_the_log_has_dropped_is_refused_and_keeps_records_from_being_dropped(
     make_bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
     key = f"{10**9:016x}"
     bench = make_bench(12)
     bench.run()
     bench.finish()
-    assert bench.cuts.clean_of(5) == 0
-    shutil.copytree(tmp_path / "cuts", tmp_path / "backup")
+    assert bench.checkpoints.clean_of(5) == 0
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "backup")
     bench.close()
     bench.log.append([ByKey(time=0, by="command", key_hash=key, up_to={"events#0[0]": 3}) for _ in range(3)])
-    bench.log.append(Applied(time=0, through=3, store=0, guard=0))
+    bench.log.append(Applied(time=0, through=3, store=0, holdout=0))
     later = make_bench(14)
     later.resume()
     later.run()
     later.finish()
     later.close()
-    assert [later.cuts.clean_of(through) for through in (5, 3, 2)] == [0, 0, 0], "the first cut is there"
-    later.cuts.prune(1)
-    assert [later.cuts.clean_of(through) for through in (5, 3, 2)] == [3, 3, 2]
-    written = ForgottenLog(tmp_path / "forgotten.log")
+    assert [later.checkpoints.clean_of(through) for through in (5, 3, 2)] == [0, 0, 0], "the first checkpoint is there"
+    later.checkpoints.prune(1)
+    assert [later.checkpoints.clean_of(through) for through in (5, 3, 2)] == [3, 3, 2]
+    written = ErasureLog(tmp_path / "erasures.log")
     written.refresh()
-    written.compact({"events#0[0]": 3}, later.cuts.clean_of(written.through))
+    written.compact({"events#0[0]": 3}, later.checkpoints.clean_of(written.through))
     written.refresh()
-    assert (written.dropped, bool(written.forgotten)) == (3, False)
-    assert Resumed.newest(later.cuts, written).found is not None
-    shutil.rmtree(tmp_path / "cuts")
-    (tmp_path / "backup").rename(tmp_path / "cuts")
-    with pytest.raises(MisfitError, match=r"cut 1 was made before events were forgotten that .*forgotten.log does not"):
-        Resumed.newest(later.cuts, written)
-    flip = later.cuts.path / "1" / RANK / "state.json"
-    flip.write_bytes(flip.read_bytes().replace(b'"forgotten":0', b'"forgotten":9'))
-    assert later.cuts.clean_of(3) == 0, "a damaged cut says nothing"
+    assert (written.dropped, bool(written.erased)) == (3, False)
+    assert Resumed.newest(later.checkpoints, written).found is not None
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "backup").rename(tmp_path / "checkpoints")
+    with pytest.raises(
+        MisfitError, match=r"checkpoint 1 was made before events were erased that .*erasures.log does not"
+    ):
+        Resumed.newest(later.checkpoints, written)
+    flip = later.checkpoints.path / "1" / RANK / "state.json"
+    flip.write_bytes(flip.read_bytes().replace(b'"erased":0', b'"erased":9'))
+    assert later.checkpoints.clean_of(3) == 0, "a damaged checkpoint says nothing"
 
 
 def _begin_anew(path: Path, schema: Schema, replay: Mapping[str, Any]) -> Store:
-    """Open the store as a learner does that finds no cut."""
-    cuts, written = Cuts(path / "cuts", schema.digest, 1), ForgottenLog(path / "forgotten.log")
+    """Open the store as a learner does that finds no checkpoint."""
+    checkpoints, written = Checkpoints(path / "checkpoints", schema.digest, 1), ErasureLog(path / "erasures.log")
     parts = SimpleNamespace(strategy=STRATEGIES["er"](), schema=schema, device=CPU, output_shape=(3,), embedding=None)
-    resumed = Resumed.newest(cuts, written)
+    resumed = Resumed.newest(checkpoints, written)
     store = resumed.store(_deployment(path, schema, "er", replay), cast("Workbench", parts), 1)
     assert resumed.first
     assert store is not None
-    cuts.path.mkdir(exist_ok=True)
+    checkpoints.path.mkdir(exist_ok=True)
     return store
 
 
@@ -977,7 +992,7 @@ def _held(store: Store) -> dict[int, bytes]:
     return dict(zip(entries["offset"].tolist(), map(bytes, rows.numpy()), strict=True))
 
 
-def test_a_strategy_begins_anew_at_the_cut_of_another(
+def test_a_strategy_begins_anew_at_the_checkpoint_of_another(
     make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     half = make_bench(17, strategy=STRATEGIES["ewc"]())
@@ -1043,7 +1058,8 @@ def one_thread() -> Iterator[None]:
 def test_a_store_on_disk_is_whole_after_kills_at_random_moments(
     schema: Schema, tmp_path: Path, one_thread: None
 ) -> None:
-    """Twenty lives with cuts end by SIGKILL; the last one ends as a run that nothing has disturbed, bit for bit."""
+    """Twenty lives with checkpoints end by SIGKILL; the last one ends as a run that nothing has disturbed, bit for
+    bit."""
     killed = tmp_path / "killed"
     moments = random.Random(20)
     with _nursery(killed) as nursery:
@@ -1053,9 +1069,11 @@ def test_a_store_on_disk_is_whole_after_kills_at_random_moments(
             threading.Event().wait(moments.uniform(0.02, longest))
             os.kill(pid, signal.SIGKILL)
             nursery.await_end()
-            before, newest = newest, max(Cuts(killed / "cuts", schema.digest, 1).numbers(), default=0)
+            before, newest = newest, max(Checkpoints(killed / "checkpoints", schema.digest, 1).numbers(), default=0)
             crashes += newest > before
-            longest *= 1 if newest > before else 1.3  # for a slow machine: a life that ends before a cut shows nothing
+            longest *= (
+                1 if newest > before else 1.3
+            )  # for a slow machine: a life that ends before a checkpoint shows nothing
     last = _crash_bench(killed, schema, 0)
     last.resume()
     last.stream.blocks = last.stream.next + 20
@@ -1085,7 +1103,8 @@ def _everything(store: Store) -> list[torch.Tensor]:
 
 
 def _crash_bench(path: Path, schema: Schema, blocks: int) -> Bench:
-    """A store whose file has little room beside what is held, so that slots are soon written again; many cuts."""
+    """A store whose file has little room beside what is held, so that slots are soon written again; many
+    checkpoints."""
     torch.manual_seed(0)
     replay = {"capacity": 3000, "disk": {"bytes": "177kB"}, "device_bytes": "8kB"}
     return Bench(path, schema, _model(), blocks, every="20ms", replay=replay)
@@ -1164,10 +1183,10 @@ def test_a_crash_before_the_first_step_begins_where_the_stream_was_begun(
     again.loop.restore(again.found[1])
     assert {name: position.offset for name, position in again.loop.ledger.positions.items()} == {NAME: 7 * ROWS}
     again.loop.begin(again.stop, lambda: None)
-    assert again.cuts.numbers() == [1]
+    assert again.checkpoints.numbers() == [1]
     again.stream.next = 7
     again.stream.blocks = 9
     again.run()
     again.finish()
-    assert again.cuts.numbers() == [1, 2]
+    assert again.checkpoints.numbers() == [1, 2]
     assert again.loop.ledger.positions[NAME].offset == 9 * ROWS

@@ -1,4 +1,4 @@
-"""What every storage of cuts and versions promises, whatever it is made of; and that nothing goes round it."""
+"""What every storage of checkpoints and versions promises, whatever it is made of; and that nothing goes round it."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.errors import CutError, VersionError
+from learner.errors import CheckpointError, VersionError
 from learner.state_dir import folders as storage_module
-from learner.state_dir.checkpoint import Cut, Cuts
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.folders import MANIFEST, Folder, LocalStorage, Storage
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
 from tests.memory_storage import MemoryStorage
@@ -73,7 +73,7 @@ def test_a_number_is_given_once(storage: Storage) -> None:
     assert storage.folder(1).read("a") == b"first"
 
 
-def test_writers_of_two_epochs_do_not_disturb_each_other(storage: Storage) -> None:
+def test_writers_of_two_generations_do_not_disturb_each_other(storage: Storage) -> None:
     with storage.publish(1, 1) as stale, storage.publish(2, 2) as folder:
         stale.write("a", b"stale")
         folder.write("a", b"new")
@@ -124,29 +124,32 @@ def test_a_folder_that_lost_its_manifest_does_not_exist_and_is_cleaned_away(stor
     assert (storage.numbers(), storage.highest()) == ([1], 1)
 
 
-def test_a_cut_and_those_that_carry_its_parts_are_read_back(storage: Storage, tmp_path: Path) -> None:
+def test_a_checkpoint_and_those_that_carry_its_parts_are_read_back(storage: Storage, tmp_path: Path) -> None:
     def events(begin: int) -> dict[str, torch.Tensor]:
         return {"index": torch.arange(begin, begin + 9)}
 
-    cuts = Cuts(tmp_path / "nowhere", "digest", 3, storage)
-    cuts.write(1, Cut(10, {"model": {"w": torch.ones(9)}, "segment-1": events(0)}, {"steps": 10}), 1.0)
-    cuts.write(2, Cut(20, {"model": {"w": torch.zeros(9)}}, {"steps": 20}, {"segment-1": 1}), 2.0)
-    cuts.prune(1)
-    found = cuts.newest()
+    checkpoints = Checkpoints(tmp_path / "nowhere", "digest", 3, storage)
+    checkpoints.write(1, Checkpoint(10, {"model": {"w": torch.ones(9)}, "segment-1": events(0)}, {"steps": 10}), 1.0)
+    checkpoints.write(2, Checkpoint(20, {"model": {"w": torch.zeros(9)}}, {"steps": 20}, {"segment-1": 1}), 2.0)
+    checkpoints.prune(1)
+    found = checkpoints.newest()
     assert found is not None
     assert (found[0], found[1].step, found[1].state) == (2, 20, {"steps": 20})
     assert found[1].tensors["segment-1"]["index"].tolist() == list(range(9))
-    manifest = cuts.manifest(2)
-    cuts.replace(manifest, {"segment-1": events(100)}, {})
-    tensors, state = cuts.open(cuts.manifest(2))
+    manifest = checkpoints.manifest(2)
+    checkpoints.replace(manifest, {"segment-1": events(100)}, {})
+    tensors, state = checkpoints.open(checkpoints.manifest(2))
     assert state == {"steps": 20}
     assert tensors["segment-1"]["index"].tolist() == list(range(100, 109))
-    assert set(storage.folder(2).files()) == {*cuts.manifest(2).files, MANIFEST}
+    assert set(storage.folder(2).files()) == {*checkpoints.manifest(2).files, MANIFEST}
     storage.folder(2).replace("rank-0/model.safetensors", b"torn")
-    with pytest.raises(CutError, match="does not have its digest"):
-        cuts.part(2, "model")
-    with pytest.raises(CutError, match=r"there are cuts in .* \(2\), and none can be used: cut 2: .* digest; put it"):
-        cuts.newest()
+    with pytest.raises(CheckpointError, match="does not have its digest"):
+        checkpoints.part(2, "model")
+    with pytest.raises(
+        CheckpointError,
+        match=r"there are checkpoints in .* \(2\), and none can be used: checkpoint 2: .* digest; put it",
+    ):
+        checkpoints.newest()
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -154,7 +157,7 @@ def test_a_version_is_judged_anew_and_deleted(storage: Storage, tmp_path: Path) 
     versions = Versions(tmp_path / "nowhere", storage)
     manifest = Manifest(
         number=1,
-        epoch=3,
+        generation=3,
         parent=None,
         time=1.0,
         step=10,
@@ -165,7 +168,7 @@ def test_a_version_is_judged_anew_and_deleted(storage: Storage, tmp_path: Path) 
         model=ModelReference("m:build", {}, "regression"),
         files={},
     )
-    versions.write({"w": torch.ones(9)}, manifest, Verdict("abstain"))
+    versions.write({"w": torch.ones(9)}, manifest, Verdict("inconclusive"))
     assert versions.weights(versions.manifest(1))["w"].tolist() == [1.0] * 9
     assert versions.size_bytes(1) > 36
     before = versions.verdict_stamp(1)

@@ -18,7 +18,7 @@ import pytest
 import learner.state_dir.lock
 from anabranch.core.errors import DependencyError, SettingsError
 from ingest.errors import SecondLearnerError, StateBusyError
-from learner.state_dir.lock import EPOCH, LOCK, check_epoch, hold_state_directory, is_held
+from learner.state_dir.lock import GENERATION, LOCK, check_generation, hold_state_directory, is_held
 
 
 def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path: Path) -> None:
@@ -27,35 +27,35 @@ def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path: Path) ->
             pass
 
 
-def test_the_epoch_grows_with_every_holder(tmp_path: Path) -> None:
-    epochs = []
+def test_the_generation_grows_with_every_holder(tmp_path: Path) -> None:
+    generations = []
     for _ in range(3):
-        with hold_state_directory(tmp_path / "var") as epoch:
-            epochs.append(epoch)
-    assert epochs == [1, 2, 3]
+        with hold_state_directory(tmp_path / "var") as generation:
+            generations.append(generation)
+    assert generations == [1, 2, 3]
 
 
-def test_an_epoch_is_later_than_all_that_are_known_also_where_its_file_was_lost(tmp_path: Path) -> None:
-    with hold_state_directory(tmp_path, known=lambda: 7) as epoch:
-        assert epoch == 8
-    with hold_state_directory(tmp_path, known=lambda: 3) as epoch:
-        assert epoch == 9
+def test_an_generation_is_later_than_all_that_are_known_also_where_its_file_was_lost(tmp_path: Path) -> None:
+    with hold_state_directory(tmp_path, known=lambda: 7) as generation:
+        assert generation == 8
+    with hold_state_directory(tmp_path, known=lambda: 3) as generation:
+        assert generation == 9
 
 
-def test_one_that_has_lost_its_lock_is_told_by_the_epoch(tmp_path: Path) -> None:
+def test_one_that_has_lost_its_lock_is_told_by_the_generation(tmp_path: Path) -> None:
     with hold_state_directory(tmp_path) as first:
-        check_epoch(tmp_path, first)
+        check_generation(tmp_path, first)
         (tmp_path / LOCK).unlink()  # as a network file system may let go of it
         with hold_state_directory(tmp_path) as second:
-            check_epoch(tmp_path, second)
+            check_generation(tmp_path, second)
             with pytest.raises(SecondLearnerError, match="lost its lock"):
-                check_epoch(tmp_path, first)
+                check_generation(tmp_path, first)
 
 
-def test_an_epoch_that_cannot_be_read_ends_nobody(tmp_path: Path) -> None:
-    check_epoch(tmp_path, 1)
-    (tmp_path / EPOCH).write_text("torn")
-    check_epoch(tmp_path, 1)
+def test_an_generation_that_cannot_be_read_ends_nobody(tmp_path: Path) -> None:
+    check_generation(tmp_path, 1)
+    (tmp_path / GENERATION).write_text("torn")
+    check_generation(tmp_path, 1)
 
 
 @pytest.mark.process
@@ -72,8 +72,8 @@ def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
             pass
         holder.kill()
         holder.wait()
-        with hold_state_directory(tmp_path) as epoch:
-            assert epoch == 2
+        with hold_state_directory(tmp_path) as generation:
+            assert generation == 2
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_one_that_is_stopping_is_waited_for(tmp_path: Path, caplog: pytest.LogCa
     caplog.set_level("INFO", "learner.state_dir.lock")
 
     def hold() -> int:
-        with hold_state_directory(tmp_path, threading.Event(), timedelta(seconds=60)) as epoch:
-            return epoch
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(seconds=60)) as generation:
+            return generation
 
     stop = threading.Event()
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as first:
@@ -119,13 +119,13 @@ def test_a_learner_waits_for_a_command_however_short_its_patience(
     caplog.set_level("INFO", "learner.state_dir.lock")
 
     def hold() -> int:
-        with hold_state_directory(tmp_path, threading.Event(), timedelta(microseconds=1)) as epoch:
-            return epoch
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(microseconds=1)) as generation:
+            return generation
 
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as command:
-        command.enter_context(hold_state_directory(tmp_path, command="anabranch replay forget"))
+        command.enter_context(hold_state_directory(tmp_path, command="anabranch replay erase"))
         learner = pool.submit(hold)
-        _until(lambda: "`anabranch replay forget` is at work" in caplog.text)
+        _until(lambda: "`anabranch replay erase` is at work" in caplog.text)
         assert not learner.done()
         command.close()
         assert learner.result(30) == 2
@@ -136,8 +136,8 @@ def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner.state_dir.lock, "_LONGEST_COMMAND", timedelta(milliseconds=1))
-    with hold_state_directory(tmp_path, command="anabranch replay forget"):
-        with pytest.raises(StateBusyError, match="anabranch replay forget"):
+    with hold_state_directory(tmp_path, command="anabranch replay erase"):
+        with pytest.raises(StateBusyError, match="anabranch replay erase"):
             with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)):
                 pass
 
@@ -145,13 +145,13 @@ def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
 def test_one_that_is_told_to_stop_waits_for_no_command(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
-    with hold_state_directory(tmp_path, command="anabranch replay forget"), pytest.raises(StateBusyError):
+    with hold_state_directory(tmp_path, command="anabranch replay erase"), pytest.raises(StateBusyError):
         with hold_state_directory(tmp_path, stop, timedelta(hours=1)):
             pass
 
 
 def test_one_without_patience_does_not_wait_for_a_command(tmp_path: Path) -> None:
-    with hold_state_directory(tmp_path, command="anabranch replay forget"), pytest.raises(StateBusyError):
+    with hold_state_directory(tmp_path, command="anabranch replay erase"), pytest.raises(StateBusyError):
         with hold_state_directory(tmp_path):
             pass
 
@@ -162,8 +162,8 @@ def test_a_command_that_has_not_yet_said_what_it_is_is_waited_for(
     monkeypatch.setattr(learner.state_dir.lock, "_UNTIL_MARKED", timedelta(minutes=1))
 
     def hold() -> int:
-        with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)) as epoch:
-            return epoch
+        with hold_state_directory(tmp_path, threading.Event(), timedelta(hours=1)) as generation:
+            return generation
 
     with ThreadPoolExecutor() as pool, (tmp_path / LOCK).open("wb") as file:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX)
@@ -215,7 +215,7 @@ def test_only_what_a_person_has_to_change_is_a_fault_of_the_settings(
         "learner.state_dir.lock.fcntl.flock",
     ],
 )
-def test_a_disk_that_fails_at_the_lock_or_the_epochs_is_no_fault_of_the_settings(
+def test_a_disk_that_fails_at_the_lock_or_the_generations_is_no_fault_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def fails(*_: object) -> str:

@@ -35,7 +35,7 @@ PASS = Verdict("pass", ["better"], {"drop": -0.1})
 def manifest_of(number, **changes):
     fields = {
         "number": number,
-        "epoch": 1,
+        "generation": 1,
         "parent": number - 1 or None,
         "time": 1.5,
         "step": 10 * number,
@@ -292,7 +292,7 @@ class TornFile:
 def with_every_crash(tmp_path, monkeypatch, prepare, act, check):
     """Do `act` with the power cut after 0, 1, 2 ... steps, until it runs through; `check` what is there each time."""
     for steps in range(100):
-        versions = Versions(tmp_path / f"cut-{steps}")
+        versions = Versions(tmp_path / f"checkpoint-{steps}")
         prepare(versions)
         with monkeypatch.context() as patch:
             disk = Disk(patch, steps)

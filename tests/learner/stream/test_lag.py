@@ -74,8 +74,8 @@ def looked(policy: LagPolicy, clock: Clock, *, end: int, position: int) -> tuple
 class TestArrivals:
     def test_an_event_came_on_the_line_between_two_looks(self) -> None:
         arrivals = Arrivals()
-        arrivals.note(100.0, 50)
-        arrivals.note(110.0, 60)
+        arrivals.record(100.0, 50)
+        arrivals.record(110.0, 60)
         assert arrivals.age(110.0, 60) == 0
         assert arrivals.age(110.0, 59) == 0
         assert arrivals.age(112.0, 54) == pytest.approx(7)
@@ -83,15 +83,15 @@ class TestArrivals:
 
     def test_what_was_there_at_first_counts_from_the_first_look_on(self) -> None:
         arrivals = Arrivals()
-        arrivals.note(100.0, 1_000_000)
+        arrivals.record(100.0, 1_000_000)
         assert arrivals.age(100.0, 3) == 0
         assert arrivals.age(105.0, 3) == 5
 
     def test_a_stream_that_was_quiet_did_not_come_in_the_meantime(self) -> None:
         arrivals = Arrivals()
         for moment in range(100, 3700):
-            arrivals.note(float(moment), 50)
-        arrivals.note(3700.0, 60)
+            arrivals.record(float(moment), 50)
+        arrivals.record(3700.0, 60)
         assert arrivals.age(3700.0, 50) < 1
 
     @settings(max_examples=200)
@@ -100,12 +100,12 @@ class TestArrivals:
         self, data: st.DataObject
     ) -> None:
         arrivals, looks, position = Arrivals(), [(0.0, 0)], 0
-        arrivals.note(0.0, 0)
+        arrivals.record(0.0, 0)
         for seconds, grown, settled in data.draw(
             st.lists(st.tuples(st.floats(0.1, 9), st.integers(0, 30), st.integers(0, 30)), max_size=300)
         ):
             looks.append((looks[-1][0] + seconds, looks[-1][1] + grown))
-            arrivals.note(*looks[-1])
+            arrivals.record(*looks[-1])
             position = min(looks[-1][1], position + settled)
             age = arrivals.age(looks[-1][0], position)
             assert 0 <= age <= looks[-1][0]
@@ -342,7 +342,7 @@ def test_the_sample_is_a_fraction_and_the_same_however_it_is_read(schema: Schema
     pieces = [{name: each[i : i + 999] for name, each in columns.items()} for i in range(0, 20_000, 999)]
     assert np.array_equal(np.concatenate([sampling.settle(piece)["outcome"] for piece in pieces]), outcome)
     assert (columns["outcome"] == Outcome.PENDING).all()
-    # One that goes on from a cut is asked before it has looked at any partition.
+    # One that goes on from a checkpoint is asked before it has looked at any partition.
     other = policy(clock, fraction=0.25)
     other.restore(sampling.state())
     assert np.array_equal(other.settle(columns)["outcome"], outcome)
@@ -353,5 +353,5 @@ def test_what_is_skipped_is_told_with_its_reason(schema: Schema) -> None:
     skipping = policy(clock, "skip-to-latest")
     skipping.behind = True
     assert (skipping.settle(fake_columns(schema, range(5)))["reason"] == SkipReason.BEHIND).all()
-    assert skipping.note is not None
-    assert skipping.note.startswith("the stream is faster than training")
+    assert skipping.warning is not None
+    assert skipping.warning.startswith("the stream is faster than training")

@@ -1,4 +1,5 @@
-"""Batches and the ledger together: whatever way the stream is cut, every event is settled once and offsets add up."""
+"""Batches and the ledger together: however the stream is divided, every event is settled once and offsets add
+up."""
 
 import json
 import threading

@@ -9,11 +9,11 @@ from learner.stream.ledger import PartitionLedger
 from learner.stream.outcome_counters import LetterCounters, OutcomeCounters
 
 
-def test_what_a_cut_had_is_not_counted_and_each_outcome_after_it_is_once() -> None:
+def test_what_a_checkpoint_had_is_not_counted_and_each_outcome_after_it_is_once() -> None:
     registry = CollectorRegistry()
     counters = OutcomeCounters(IngestMetrics(registry).rows)
     accounts = [PartitionLedger(TopicPartition("events", number), 0) for number in range(2)]
-    accounts[0].outcomes[Outcome.TRAINED] = 7  # of the cut
+    accounts[0].outcomes[Outcome.TRAINED] = 7  # of the checkpoint
     counters.meet(accounts[:1])
     accounts[0].outcomes[Outcome.TRAINED] += 3
     counters.move(accounts)

@@ -21,12 +21,13 @@ from learner.stream.round_robin import RoundRobin
 
 
 class Topic:
-    """Partitions of so many events, which come in blocks as `cuts` says: a partition and how many of its events."""
+    """Partitions of so many events, which come in blocks as `pieces` says: a partition and how many of its
+    events."""
 
-    def __init__(self, schema: Schema, sizes: Sequence[int], cuts: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, schema: Schema, sizes: Sequence[int], pieces: Sequence[tuple[int, int]]) -> None:
         self.schema = schema
         self.sizes = sizes
-        self.cuts = list(cuts)
+        self.pieces = list(pieces)
         self.read = [0] * len(sizes)
         self.released = 0
 
@@ -38,8 +39,8 @@ class Topic:
         return 0
 
     def poll(self, timeout: timedelta) -> Block | None:
-        while self.cuts:
-            index, count = self.cuts.pop(0)
+        while self.pieces:
+            index, count = self.pieces.pop(0)
             begin, end = self.read[index], min(self.sizes[index], self.read[index] + count)
             if begin < end:
                 break
@@ -128,10 +129,10 @@ def events(batch: Batch) -> list[tuple[int, int]]:
     return list(zip(batch.new["partition"].tolist(), batch.new["offset"].tolist(), strict=True))
 
 
-cuts = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=30)
+pieces = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=30)
 
 
-@given(st.tuples(*[st.integers(0, 40)] * 3), cuts, cuts, st.integers(1, 12))
+@given(st.tuples(*[st.integers(0, 40)] * 3), pieces, pieces, st.integers(1, 12))
 def test_batches_are_full_and_do_not_depend_on_how_blocks_come(
     schema: Schema, sizes: tuple[int, ...], one: list[tuple[int, int]], other: list[tuple[int, int]], size: int
 ) -> None:
@@ -156,7 +157,7 @@ def test_the_partitions_take_turns_also_from_batch_to_batch(schema: Schema) -> N
     ]
 
 
-@given(st.tuples(*[st.integers(0, 40)] * 3), cuts, st.integers(1, 12), st.integers(0, 5))
+@given(st.tuples(*[st.integers(0, 40)] * 3), pieces, st.integers(1, 12), st.integers(0, 5))
 def test_who_goes_on_from_positions_and_turn_makes_the_same_batches(
     schema: Schema, sizes: tuple[int, ...], order: list[tuple[int, int]], size: int, done: int
 ) -> None:

@@ -49,7 +49,7 @@ def test_a_restart_that_would_do_nothing_is_refused() -> None:
         ScheduleSettings(restart="drift")
 
 
-def test_a_cut_keeps_where_the_schedule_is_and_the_config_sets_the_rate(schema: Schema) -> None:
+def test_a_checkpoint_keeps_where_the_schedule_is_and_the_config_sets_the_rate(schema: Schema) -> None:
     def make(lr: float) -> Trainer:
         options = {"schedule": {"warmup_steps": 10, "restart": "drift"}, "optimizer": {"name": "sgd", "lr": lr}}
         settings = LearnerSettings.model_validate(options)

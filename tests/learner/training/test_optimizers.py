@@ -1,4 +1,4 @@
-"""Optimizers by name: each learns, and goes on from a cut as if nothing had happened."""
+"""Optimizers by name: each learns, and goes on from a checkpoint as if nothing had happened."""
 
 from typing import get_args
 
@@ -30,7 +30,7 @@ def test_the_config_knows_the_names() -> None:
 
 
 @pytest.mark.parametrize("arguments", [*({"name": name} for name in OPTIMIZERS), {"name": "sgd", "momentum": 0.9}])
-def test_it_learns_and_goes_on_from_a_cut_bit_for_bit(schema: Schema, arguments: dict[str, object]) -> None:
+def test_it_learns_and_goes_on_from_a_checkpoint_bit_for_bit(schema: Schema, arguments: dict[str, object]) -> None:
     first = make_trainer(schema, **arguments, lr=0.01)
     examples = first.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
     losses = [first.step(examples).loss for _ in range(5)]

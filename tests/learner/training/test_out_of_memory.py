@@ -88,8 +88,8 @@ def test_out_of_memory_halves_the_micro_batch_and_the_result_is_that_of_the_smal
     with caplog.at_level(logging.ERROR):
         learn(narrow, schema, range(3))
     assert narrow.micro_batch_size == 4
-    assert narrow.note is not None
-    assert "learner.micro_batch_size = 4" in narrow.note
+    assert narrow.warning is not None
+    assert "learner.micro_batch_size = 4" in narrow.warning
     said = [record.getMessage() for record in caplog.records]
     assert [f"learner.micro_batch_size = {most}" in text for most, text in zip((8, 4), said, strict=True)] == [True] * 2
     expected = small.snapshot()
@@ -187,7 +187,7 @@ def test_a_probe_that_does_not_fit_scores_in_smaller_parts(schema: Schema, error
 def test_a_probe_is_cut_into_micro_batches_as_a_step_is(schema: Schema) -> None:
     trainer = make_trainer(schema, Narrow(4, kinds()[0]), micro_batch_size=4)
     assert trainer.probe(trainer.examples(fake_columns(schema, range(16), label=[0, 1, 2])))[0] == 16
-    assert trainer.note is None
+    assert trainer.warning is None
 
 
 @pytest.mark.parametrize("error", kinds())

@@ -13,7 +13,7 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from learner.config import LearnerSettings
-from learner.errors import CutError
+from learner.errors import CheckpointError
 from learner.model.device import Precision, choose_device, choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification
@@ -125,7 +125,9 @@ def test_a_strategy_that_looks_ahead_knows_the_rate_of_its_step_also_after_a_res
     assert rates(resumed, 2) == pytest.approx([0.4, 0.5])
 
 
-def test_a_cut_made_while_the_learning_rate_was_raised_does_not_keep_it(schema: Schema, make_model: MakeModel) -> None:
+def test_a_checkpoint_made_while_the_learning_rate_was_raised_does_not_keep_it(
+    schema: Schema, make_model: MakeModel
+) -> None:
     trainer = make_trainer(schema, make_model(), optimizer=sgd(0.1))
     trainer.scale_learning_rate(3.0)
     tensors, state = trainer.tensors(), trainer.state()
@@ -196,27 +198,27 @@ def test_a_lone_event_is_learned_also_with_batch_norm(schema: Schema, make_model
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"name": "rmsprop", "lr": 0.1}, "the cut is of sgd with momentum, and learner.optimizer is rmsprop"),
-        ({"name": "sgd", "lr": 0.1}, "the cut is of sgd with momentum, and learner.optimizer is sgd"),
+        ({"name": "rmsprop", "lr": 0.1}, "the checkpoint is of sgd with momentum, and learner.optimizer is rmsprop"),
+        ({"name": "sgd", "lr": 0.1}, "the checkpoint is of sgd with momentum, and learner.optimizer is sgd"),
     ],
 )
-def test_a_cut_of_another_optimizer_is_refused(
+def test_a_checkpoint_of_another_optimizer_is_refused(
     schema: Schema, make_model: MakeModel, changed: dict[str, object], sentence: str
 ) -> None:
     trainer = make_trainer(schema, make_model())
     trainer.step(trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2])))
-    with pytest.raises(CutError, match=sentence):
+    with pytest.raises(CheckpointError, match=sentence):
         make_trainer(schema, make_model(), optimizer=changed).restore(trainer.tensors(), trainer.state())
 
 
-def test_a_cut_of_another_model_is_refused_with_the_first_weight_that_does_not_fit(schema: Schema) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_first_weight_that_does_not_fit(schema: Schema) -> None:
     small, wide = (make_trainer(schema, nn.Sequential(nn.Linear(4, n), nn.Linear(n, 3))) for n in (2, 8))
-    with pytest.raises(CutError, match=r"moving the cuts away: size mismatch for 0.weight: .*") as caught:
+    with pytest.raises(CheckpointError, match=r"moving the checkpoints away: size mismatch for 0.weight: .*") as caught:
         wide.restore(small.tensors(), small.state())
     assert str(caught.value).count("size mismatch") == 1
 
 
-def test_a_cut_of_fp32_goes_on_in_fp16(schema: Schema, make_model: MakeModel) -> None:
+def test_a_checkpoint_of_fp32_goes_on_in_fp16(schema: Schema, make_model: MakeModel) -> None:
     trainer = make_trainer(schema, make_model())
     good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
     trainer.step(good)
@@ -266,7 +268,7 @@ def test_poison_does_not_use_up_the_loss_scale(schema: Schema, make_model: MakeM
     assert trainer.step(good).finite
 
 
-def test_a_cut_keeps_the_loss_scale(schema: Schema, make_model: MakeModel) -> None:
+def test_a_checkpoint_keeps_the_loss_scale(schema: Schema, make_model: MakeModel) -> None:
     def make() -> Trainer:
         options = LearnerSettings.model_validate({"optimizer": sgd(0.1)})
         return Trainer(

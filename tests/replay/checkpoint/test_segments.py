@@ -1,4 +1,4 @@
-"""Segments: whatever came and left between cuts, together they are the plain list of what is held."""
+"""Segments: whatever came and left between checkpoints, together they are the plain list of what is held."""
 
 import math
 from dataclasses import dataclass, field
@@ -27,14 +27,14 @@ def rows_of(names: list[int]) -> torch.Tensor:
 
 @dataclass
 class Log:
-    """Cuts on a disk that is a dict; counts what is written."""
+    """Checkpoints on a disk that is a dict; counts what is written."""
 
     payload: bool
     files: dict[int, Tensors] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     written: int = 0
 
-    def cut(self, number: int, change: Change, *, fails: bool = False) -> None:
+    def checkpoint(self, number: int, change: Change, *, fails: bool = False) -> None:
         made = advance(self.segments, change, number, self.load)
         if fails:
             return
@@ -59,11 +59,11 @@ class Log:
 
 
 class SegmentsMachine(RuleBasedStateMachine):
-    """A store of which only order counts: events come at the end, any may leave, cuts succeed and fail."""
+    """A store of which only order counts: events come at the end, any may leave, checkpoints succeed and fail."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.log, self.held, self.at_cut = Log(payload=True), list[int](), list[int]()
+        self.log, self.held, self.at_checkpoint = Log(payload=True), list[int](), list[int]()
         self.changes, self.number, self.next = Changes(), 0, 0
         self.came = self.left = self.peak = 0
 
@@ -82,8 +82,8 @@ class SegmentsMachine(RuleBasedStateMachine):
         self.held = [name for name, stay in zip(self.held, stays.tolist(), strict=True) if stay]
 
     @rule(fails=st.sampled_from([False, False, False, True]), more=st.integers(0, 3))
-    def cut(self, fails: bool, more: int) -> None:
-        """Tell what changed; events may come while the cut is written."""
+    def checkpoint(self, fails: bool, more: int) -> None:
+        """Tell what changed; events may come while the checkpoint is written."""
         self.number += 1
         new = self.held[self.changes.old :]
         change = Change(self.changes.base, self.changes.alive, index_of(new), rows_of(new))
@@ -92,18 +92,18 @@ class SegmentsMachine(RuleBasedStateMachine):
         self.come(more)
         full = change.base is None
         written = self.log.written
-        self.log.cut(self.number, change, fails=fails)
+        self.log.checkpoint(self.number, change, fails=fails)
         if fails:
-            self.changes.forget()
+            self.changes.clear()
             return
-        self.at_cut = now
-        if full:  # what a full cut writes is no rewriting
+        self.at_checkpoint = now
+        if full:  # what a full checkpoint writes is no rewriting
             self.came += self.log.written - written
 
     @invariant()
-    def the_last_cut_has_what_was_held(self) -> None:
+    def the_last_checkpoint_has_what_was_held(self) -> None:
         names, payload, lost = self.log.assembled()
-        assert names == self.at_cut
+        assert names == self.at_checkpoint
         assert not lost
         assert not names or (payload is not None and torch.equal(payload, rows_of(names)))
 
@@ -125,7 +125,7 @@ class SegmentsMachine(RuleBasedStateMachine):
         mine = self.log.load(segment)["index"].numpy().reshape(-1).view(ENTRY)["offset"][segment.live].tolist()
         assert lost == len(mine) == segment.held
         gone = set(mine)
-        assert names == [name for name in self.at_cut if name not in gone]
+        assert names == [name for name in self.at_checkpoint if name not in gone]
         assert not names or (payload is not None and torch.equal(payload, rows_of(names)))
 
 
@@ -136,12 +136,12 @@ TestSegments.settings = settings(max_examples=60, stateful_step_count=40)
 @settings(max_examples=20)
 @given(st.integers(0, 2**32), st.integers(200, 1000))
 def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(seed: int, k: int) -> None:
-    """200 cuts, in each of which a hundredth of the events is replaced."""
+    """200 checkpoints, in each of which a hundredth of the events is replaced."""
     dice, log, changes, held = np.random.default_rng(seed), Log(payload=False), Changes(), list(range(k))
     replaced, following = max(1, k // 100), k
     for number in range(1, 201):
         new = held[changes.old :]
-        log.cut(number, Change(changes.base, changes.alive, index_of(new), None))
+        log.checkpoint(number, Change(changes.base, changes.alive, index_of(new), None))
         changes.begin(number, len(held))
         stays = np.ones(len(held), np.bool_)
         stays[dice.choice(len(held), replaced, replace=False)] = False
@@ -154,10 +154,10 @@ def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(see
     assert log.written < k + 12 * fresh < 200 * k / 4
 
 
-def test_a_cut_in_which_nothing_changed_writes_nothing() -> None:
+def test_a_checkpoint_in_which_nothing_changed_writes_nothing() -> None:
     log, names = Log(payload=True), list(range(50))
-    log.cut(1, Change(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
-    log.cut(2, Change(1, np.ones(50, np.bool_), index_of([]), rows_of([])))
+    log.checkpoint(1, Change(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
+    log.checkpoint(2, Change(1, np.ones(50, np.bool_), index_of([]), rows_of([])))
     assert log.written == 50
     assert [segment.number for segment in log.segments] == [1]
     assert log.assembled()[0] == names

@@ -14,8 +14,8 @@ COUNT = 40
 
 
 @dataclass
-class Cut:
-    """The slots that a cut names, and what it has of `Slots`."""
+class Checkpoint:
+    """The slots that a checkpoint names, and what it has of `Slots`."""
 
     used: set[int]
     retired: np.ndarray
@@ -26,23 +26,23 @@ class Model:
     """The plain definition: who uses what."""
 
     used: set[int] = field(default_factory=set)
-    cuts: dict[int, Cut] = field(default_factory=dict)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
 
     @property
     def named(self) -> set[int]:
         """Slots that may not be written."""
-        return self.used.union(*(cut.used for cut in self.cuts.values()))
+        return self.used.union(*(checkpoint.used for checkpoint in self.checkpoints.values()))
 
 
 class SlotsMachine(RuleBasedStateMachine):
-    """A store, its cuts, failures and crashes, in any order."""
+    """A store, its checkpoints, failures and crashes, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.slots = Slots(COUNT, durable=True)
         self.model = Model()
         self.number = 0
-        self.pending: Cut | None = None
+        self.pending: Checkpoint | None = None
         self.once_named: set[int] = set()
 
     @rule(n=st.integers(0, 12))
@@ -64,7 +64,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule()
     def hold(self) -> None:
         self.number += 1
-        self.pending = Cut(set(self.model.used), self.slots.hold(self.number))
+        self.pending = Checkpoint(set(self.model.used), self.slots.hold(self.number))
         self.once_named |= self.model.used
 
     @precondition(lambda self: self.pending is not None)
@@ -72,32 +72,32 @@ class SlotsMachine(RuleBasedStateMachine):
     def let_go(self, written: bool, keep: int) -> None:
         assert self.pending is not None
         if written:
-            self.model.cuts[self.number] = self.pending
-            for number in sorted(self.model.cuts)[:-keep]:
-                del self.model.cuts[number]
+            self.model.checkpoints[self.number] = self.pending
+            for number in sorted(self.model.checkpoints)[:-keep]:
+                del self.model.checkpoints[number]
         self.pending = None
-        self.slots.let_go(min(self.model.cuts, default=None))
+        self.slots.let_go(min(self.model.checkpoints, default=None))
 
-    @precondition(lambda self: self.model.cuts)
+    @precondition(lambda self: self.model.checkpoints)
     @rule(newest_is_broken=st.booleans())
     def crash(self, newest_is_broken: bool) -> None:
-        numbers = sorted(self.model.cuts)
+        numbers = sorted(self.model.checkpoints)
         if newest_is_broken and len(numbers) > 1:
-            del self.model.cuts[numbers.pop()]
-        cut = self.model.cuts[numbers[-1]]
+            del self.model.checkpoints[numbers.pop()]
+        checkpoint = self.model.checkpoints[numbers[-1]]
         self.pending = None
         self.number = max(self.number, numbers[-1])
         self.slots = Slots(COUNT, durable=True)
-        self.slots.restore(np.array(sorted(cut.used), np.int32), cut.retired, numbers[-1])
-        self.model.used = set(cut.used)
+        self.slots.restore(np.array(sorted(checkpoint.used), np.int32), checkpoint.retired, numbers[-1])
+        self.model.used = set(checkpoint.used)
 
     @invariant()
-    def no_slot_waits_that_no_cut_has_named(self) -> None:
+    def no_slot_waits_that_no_checkpoint_has_named(self) -> None:
         assert self.slots.free >= COUNT - len(self.model.used | self.once_named)
 
     @invariant()
     def no_slot_is_lost(self) -> None:
-        if self.pending is None and len(self.model.cuts) == 0 and self.number == 0:
+        if self.pending is None and len(self.model.checkpoints) == 0 and self.number == 0:
             assert self.slots.free == COUNT - len(self.model.used)
 
 
@@ -106,7 +106,7 @@ TestSlots.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=30))
-def test_all_slots_come_back_when_cuts_go_on(leaving: list[int]) -> None:
+def test_all_slots_come_back_when_checkpoints_go_on(leaving: list[int]) -> None:
     slots = Slots(COUNT, durable=True)
     used = slots.take(20)
     for number, n in enumerate(leaving, start=1):
@@ -122,8 +122,8 @@ def test_all_slots_come_back_when_cuts_go_on(leaving: list[int]) -> None:
     assert slots.waiting == 0
 
 
-def test_after_a_crash_the_slots_of_older_cuts_still_wait_for_them() -> None:
-    """The newest cut may be found to be broken later, and an older one be resumed."""
+def test_after_a_crash_the_slots_of_older_checkpoints_still_wait_for_them() -> None:
+    """The newest checkpoint may be found to be broken later, and an older one be resumed."""
     slots = Slots(COUNT, durable=True)
     used = slots.take(30)
     slots.hold(1)
@@ -142,7 +142,7 @@ def test_after_a_crash_the_slots_of_older_cuts_still_wait_for_them() -> None:
     assert resumed.free == 20
 
 
-def test_where_cuts_have_the_payload_a_slot_waits_for_the_cut_that_is_being_written_alone() -> None:
+def test_where_checkpoints_have_the_payload_a_slot_waits_for_the_checkpoint_that_is_being_written_alone() -> None:
     slots = Slots(4, durable=False)
     used = slots.take(2)
     slots.hold(1)

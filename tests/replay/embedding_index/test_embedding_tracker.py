@@ -19,8 +19,8 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.embedding_index import client as neighbours
 from replay.embedding_index.embedding_tracker import LAG
-from replay.erasure.erased_events import ByRange, Forgotten
-from replay.fake import FakeCuts
+from replay.erasure.erased_events import ByRange, ErasedEvents
+from replay.fake import FakeCheckpoints
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -163,8 +163,8 @@ def test_diverse_draws_the_oldest_embeddings_first_and_clusters_as_evenly_as_eve
     assert draws <= 40
 
 
-class TestForgotten:
-    """An event that was forgotten is nobody's neighbour, whatever becomes of the index process."""
+class TestErased:
+    """An event that was erased is nobody's neighbour, whatever becomes of the index process."""
 
     @pytest.fixture(params=["similar", "diverse"])
     def store(self, schema: Schema, build: Build, request: pytest.FixtureRequest) -> Store:
@@ -176,7 +176,7 @@ class TestForgotten:
         until(lambda: store.neighbours.stats().process.trained_rows and store._whereabouts.follow())
         self._seek(store)
         store.plan_ahead(1 + LAG, 64)
-        ids = forget(store)
+        ids = erase(store)
         until(lambda: store.neighbours.stats().process.rows == len(store))
         self._assert_none(store, ids)
 
@@ -186,9 +186,9 @@ class TestForgotten:
         draw = store.fetch(store.plan(0, 400))
         assert store.neighbours.pid is not None
         os.kill(store.neighbours.pid, signal.SIGKILL)
-        ids = forget(store)
+        ids = erase(store)
         until(lambda: store.neighbours.stats().restarts == 1)
-        until(lambda: store.neighbours.stats() and store.neighbours.ill is None and store.neighbours.reports)
+        until(lambda: store.neighbours.stats() and store.neighbours.problem is None and store.neighbours.reports)
         # A step that was under way then, and others: only what is held goes into the new process.
         for each in (draw, store.fetch(store.plan(1, len(store)))):
             store.learned(each, np.zeros(len(each), np.float32), place(each.records["offset"]))
@@ -202,7 +202,7 @@ class TestForgotten:
 
     @staticmethod
     def _assert_none(store: Store, ids: np.ndarray) -> None:
-        """Ask the process itself too, for all that is near to what was forgotten."""
+        """Ask the process itself too, for all that is near to what was erased."""
         for step in range(1 + LAG, 5 + LAG):
             assert (store.draw(step, 64).records["offset"] % 16 != 3).all()
         assert store.neighbours is not None
@@ -215,14 +215,14 @@ class TestForgotten:
             assert (store.plan(step, 64).records["offset"] % 16 != 3).all()
 
 
-def forget(store: Store) -> np.ndarray:
-    """Forget the events of one centre, and return the ids that they had in the index."""
+def erase(store: Store) -> np.ndarray:
+    """Erase the events of one centre, and return the ids that they had in the index."""
     offsets = [offset for offset in store.entries.copy()["offset"].tolist() if offset % 16 == 3]
     gone = np.isin(store.entries.of("offset", store.entries.slots), offsets)
     ids = store._whereabouts._ids[store.entries.slots[gone]].copy()
     name = partition_name(PARTITIONS[0])
     records = [ByRange(time=0, by="command", partition=name, first=offset, last=offset) for offset in offsets]
-    assert store.forget(Forgotten(records)) == len(offsets) == 200
+    assert store.erase(ErasedEvents(records)) == len(offsets) == 200
     return ids
 
 
@@ -256,10 +256,12 @@ def test_diverse_takes_nothing_twice_into_account_also_when_clusters_are_found_a
         assert store.entries.copy()["offset"].tolist() == before
 
 
-def test_a_store_that_goes_on_from_a_cut_finds_its_events_again_as_they_are_drawn(schema: Schema, build: Build) -> None:
+def test_a_store_that_goes_on_from_a_checkpoint_finds_its_events_again_as_they_are_drawn(
+    schema: Schema, build: Build
+) -> None:
     store = build(sampling="similar")
     fill(store, schema, 0, 1600)
-    resumed = build(sampling="similar", contents=FakeCuts(store).cut(1))
+    resumed = build(sampling="similar", contents=FakeCheckpoints(store).checkpoint(1))
     until(lambda: resumed.neighbours.stats() and resumed.neighbours.reports)
     assert not resumed.neighbours.stats().process.rows
     draw = resumed.fetch(resumed.plan(0, 500))
@@ -272,7 +274,7 @@ def test_what_the_index_does_not_have_keeps_its_share_of_the_draws(schema: Schem
     """As after a restart, when only new events have embeddings: were they alone drawn, old ones never would."""
     store = build(sampling=policy)
     fill(store, schema, 0, 3200)
-    resumed = build(sampling=policy, contents=FakeCuts(store).cut(1))
+    resumed = build(sampling=policy, contents=FakeCheckpoints(store).checkpoint(1))
     for first in range(3200, 6400, 256):
         offsets = np.arange(first, min(6400, first + 256))
         resumed.add(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))

@@ -155,7 +155,7 @@ def test_many_events_lie_in_lists_and_are_found_still(make_index):
     until(lambda: ask(index, next(later), 10).size and index.stats().process.recall >= 0.9, "a recall of many queries")
 
 
-def test_lists_forget_what_was_removed_and_know_what_was_replaced(make_index):
+def test_lists_erase_what_was_removed_and_know_what_was_replaced(make_index):
     index, dim, n = make_index(dim=8, clusters=16), 8, 24_000
     x = clustered(n, dim, 1)
     add(index, np.arange(n), x)
@@ -281,9 +281,9 @@ def test_an_index_that_dies_is_started_again_and_fed_anew(index):
     first = index.pid
     os.kill(first, signal.SIGKILL)
     until(lambda: index.stats().restarts == 1, "its death to be noticed")
-    assert index.epoch == 1
-    assert "died" in index.ill
-    until(lambda: index.stats() and index.pid != first and index.ill is None, "another one")
+    assert index.generation == 1
+    assert "died" in index.problem
+    until(lambda: index.stats() and index.pid != first and index.problem is None, "another one")
     assert ask(index, x[:1], 1).tolist() == [[NO_ID]]
     add(index, np.arange(20), x)
     assert settled(index).malformed == 2
@@ -299,9 +299,9 @@ def test_an_index_that_hangs_is_taken_for_dead(index, monkeypatch):
     assert index.stats().restarts == 0
     monkeypatch.setattr(neighbours, "_SILENT_SECONDS", 0.0)
     until(lambda: index.stats().restarts == 1, "its silence to be noticed")
-    assert "did not answer" in index.ill
+    assert "did not answer" in index.problem
     monkeypatch.undo()
-    until(lambda: index.stats() and index.pid != first and index.ill is None, "another one")
+    until(lambda: index.stats() and index.pid != first and index.problem is None, "another one")
     assert not psutil.pid_exists(first)
 
 
@@ -331,10 +331,10 @@ def test_an_index_that_cannot_be_started_is_tried_again_and_leaves_nothing_open(
         patch.setattr("replay.embedding_index.link.subprocess.Popen", fail)
         os.kill(index.pid, signal.SIGKILL)
         until(lambda: index.stats() and len(tries) > 3, "some tries")
-        assert "cannot be started: Cannot allocate memory" in index.ill
+        assert "cannot be started: Cannot allocate memory" in index.problem
         assert len(set(tries)) == 1
         assert index.stats().restarts == 1
-    until(lambda: index.stats() and index.ill is None and index.pid, "another one")
+    until(lambda: index.stats() and index.problem is None and index.pid, "another one")
 
 
 def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
@@ -342,7 +342,7 @@ def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
     descriptors, children = me.num_fds(), me.children()
     index = make_index()
     for deaths in (1, 2):
-        until(lambda: index.stats() and index.ill is None and index.reports, "its start")
+        until(lambda: index.stats() and index.problem is None and index.reports, "its start")
         os.kill(index.pid, signal.SIGKILL)
         until(lambda deaths=deaths: index.stats().restarts == deaths, "its death to be noticed")
     index.close()

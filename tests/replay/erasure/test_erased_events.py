@@ -1,4 +1,4 @@
-"""What is forgotten, and the log that says so: whole after a crash, refused when it is damaged."""
+"""What is erased, and the log that says so: whole after a crash, refused when it is damaged."""
 
 import base64
 import contextlib
@@ -26,10 +26,10 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.erasure.erased_events import ByKey, ByRange, Forgotten, Packed, Record, hash_of_key
-from replay.erasure.erasure_log import ForgottenLog
+from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Packed, Record, hash_of_key
+from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.memory import MemoryTier
@@ -74,15 +74,15 @@ def test_an_event_is_covered_when_any_record_says_so(
     events = events * 20 if many else events
     partition, offset, key = (np.array([each[i] for each in events], np.int64) for i in range(3))
     columns = {"partition": partition.astype(np.int32), "offset": offset, "key_hash": key.astype(np.uint64)}
-    forgotten = Forgotten()
+    erased = ErasedEvents()
     for record in records:
-        forgotten.add([record])
-        forgotten.covers(BASES, columns)
+        erased.add([record])
+        erased.covers(BASES, columns)
     expected = [any(is_covered(record, *event) for record in records) for event in events]
-    assert forgotten.covers(BASES, columns).tolist() == expected
-    assert bool(forgotten) == bool(records)
-    packed = msgspec.json.decode(msgspec.json.encode(forgotten.copy().packed()), type=Packed)
-    assert Forgotten.unpacked(packed).covers(BASES, columns).tolist() == expected
+    assert erased.covers(BASES, columns).tolist() == expected
+    assert bool(erased) == bool(records)
+    packed = msgspec.json.decode(msgspec.json.encode(erased.copy().packed()), type=Packed)
+    assert ErasedEvents.unpacked(packed).covers(BASES, columns).tolist() == expected
 
 
 @settings(max_examples=60)
@@ -91,18 +91,18 @@ def test_a_torn_end_is_cut_off_and_everything_before_it_is_there(
     records: list[Record], share: float, garbage: bytes
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync"):
-        path = Path(folder) / "forgotten.log"
+        path = Path(folder) / "erasures.log"
         lengths: list[int] = []
         for record in records:
-            ForgottenLog(path).append([record])
+            ErasureLog(path).append([record])
             lengths.append(path.stat().st_size)
         torn = int(share * lengths[-1])
         path.write_bytes(path.read_bytes()[:torn] + garbage.replace(b"\n", b""))
         whole = sum(length <= torn for length in lengths)
-        reader = ForgottenLog(path)
+        reader = ErasureLog(path)
         reader.refresh()
         assert [each.number for each in reader.since(0)] == list(range(1, whole + 1))
-        (added,) = ForgottenLog(path).append([records[0]])
+        (added,) = ErasureLog(path).append([records[0]])
         assert added.number == whole + 1
         reader.refresh()
         assert reader.count == len(reader.since(0)) == whole + 1
@@ -110,18 +110,18 @@ def test_a_torn_end_is_cut_off_and_everything_before_it_is_there(
 
 @pytest.mark.parametrize("byte", [3, 20, 60, -60, -3])
 def test_a_flipped_bit_is_refused(tmp_path: Path, byte: int) -> None:
-    path = tmp_path / "forgotten.log"
-    ForgottenLog(path).append([ByRange(time=0, by="command", partition=NAMES[0], first=1, last=2)])
+    path = tmp_path / "erasures.log"
+    ErasureLog(path).append([ByRange(time=0, by="command", partition=NAMES[0], first=1, last=2)])
     content = bytearray(path.read_bytes())
     content[byte] ^= 1
     path.write_bytes(content)
     with pytest.raises(SettingsError, match=r"does not have its checksum at byte [0-9]+; put the file back"):
-        ForgottenLog(path).refresh()
+        ErasureLog(path).refresh()
 
 
 def test_readers_see_what_others_append_and_a_log_that_shrinks_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "forgotten.log"
-    ours, theirs = ForgottenLog(path), ForgottenLog(path)
+    path = tmp_path / "erasures.log"
+    ours, theirs = ErasureLog(path), ErasureLog(path)
     key = hash_of_key(b"anna")
     record = ByKey(time=0, by=f"{NAMES[0]}@7", key_hash=key, up_to={NAMES[0]: 7}, beyond={NAMES[0]: 7})
     assert not ours.is_behind()
@@ -129,9 +129,9 @@ def test_readers_see_what_others_append_and_a_log_that_shrinks_is_refused(tmp_pa
     assert ours.is_behind()
     (second,) = ours.append([record])
     assert (first.number, second.number, ours.knows(record)) == (1, 2, True)
-    ours.append(Applied(time=0, through=2, store=3, guard=4))
+    ours.append(Applied(time=0, through=2, store=3, holdout=4))
     theirs.refresh()
-    assert (theirs.through, theirs.store, theirs.guard) == (2, 3, 4)
+    assert (theirs.through, theirs.store, theirs.holdout) == (2, 3, 4)
     path.write_bytes(b"")
     with pytest.raises(SettingsError, match="lost lines"):
         ours.append([record])
@@ -142,11 +142,11 @@ def tombstone(key: int, offset: int, up_to: dict[str, int]) -> ByKey:
     return ByKey(time=1.5, by=by, key_hash=f"{key:016x}", up_to=up_to, beyond={NAMES[0]: offset})
 
 
-def covered(log: ForgottenLog) -> list[list[bool]]:
-    """Whether events of keys 1 to 6 are forgotten, by offset, in the first two partitions."""
+def covered(log: ErasureLog) -> list[list[bool]]:
+    """Whether events of keys 1 to 6 are erased, by offset, in the first two partitions."""
     keys, places, offsets = (each.ravel() for each in np.meshgrid(range(1, 7), range(2), range(45), indexing="ij"))
     columns = {"partition": places.astype(np.int32), "offset": offsets, "key_hash": keys.astype(np.uint64)}
-    found: list[list[bool]] = log.forgotten.covers(BASES, columns).reshape(6, -1).tolist()
+    found: list[list[bool]] = log.erased.covers(BASES, columns).reshape(6, -1).tolist()
     return found
 
 
@@ -165,20 +165,20 @@ def test_a_log_that_was_compacted_says_the_same_to_whoever_reads_it_and_whenever
 ) -> None:
     """With a reader that knows all, one that has missed some, and one that comes afterwards."""
     with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync"):
-        log, plain = (ForgottenLog(Path(folder) / name / "forgotten.log") for name in ("a", "b"))
+        log, plain = (ErasureLog(Path(folder) / name / "erasures.log") for name in ("a", "b"))
         for each in (log, plain):
             each.path.parent.mkdir()
-        late = ForgottenLog(log.path)
+        late = ErasureLog(log.path)
         for place, (records, compact) in enumerate(zip(batches, compacts, strict=False)):
             for each in (log, plain):
                 each.append(records)
                 if place % 2:
-                    each.append(Applied(time=0, through=min(applied, each.count), store=2, guard=1))
+                    each.append(Applied(time=0, through=min(applied, each.count), store=2, holdout=1))
             if compact:
-                ForgottenLog(log.path).compact()
+                ErasureLog(log.path).compact()
             if place == 2:
                 late.refresh()
-        for reader in (log, late, ForgottenLog(log.path)):
+        for reader in (log, late, ErasureLog(log.path)):
             reader.refresh()
             assert (reader.count, reader.through, reader.store) == (plain.count, plain.through, plain.store)
             assert covered(reader) == covered(plain)
@@ -194,18 +194,18 @@ def test_a_log_that_was_compacted_says_the_same_to_whoever_reads_it_and_whenever
     *(st.integers(0, 20), st.integers(0, 20)),
     st.lists(st.integers(0, 45), max_size=3).map(lambda starts: dict(zip(NAMES, starts, strict=False))),
 )
-def test_a_dropped_record_is_of_no_event_that_may_still_come_from_kafka_or_a_cut(
+def test_a_dropped_record_is_of_no_event_that_may_still_come_from_kafka_or_a_checkpoint(
     batches: list[list[Record]], applied: int, clean: int, log_starts: dict[str, int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync"):
-        log = ForgottenLog(Path(folder) / "forgotten.log")
+        log = ErasureLog(Path(folder) / "erasures.log")
         for records in batches:
             log.append(records)
         applied = min(applied, log.count)
-        log.append(Applied(time=0, through=applied, store=0, guard=0))
-        before, late = covered(log), ForgottenLog(log.path)
-        needed = Forgotten([each for each in log.copy()._open if each.number > min(applied, clean)])
-        ForgottenLog(log.path).compact(log_starts, clean)
+        log.append(Applied(time=0, through=applied, store=0, holdout=0))
+        before, late = covered(log), ErasureLog(log.path)
+        needed = ErasedEvents([each for each in log.copy()._open if each.number > min(applied, clean)])
+        ErasureLog(log.path).compact(log_starts, clean)
         log.refresh()
         late.refresh()
         assert covered(late) == covered(log)
@@ -215,31 +215,31 @@ def test_a_dropped_record_is_of_no_event_that_may_still_come_from_kafka_or_a_cut
         assert not (after & ~all_of).any()
         readable = np.concatenate([np.arange(45) >= log_starts.get(name, 0) for name in NAMES[:2]])
         assert (after[:, readable] == all_of[:, readable]).all()
-        log.forgotten = needed
+        log.erased = needed
         assert not (np.array(covered(log)) & ~after).any()
-        again = ForgottenLog(log.path)
+        again = ErasureLog(log.path)
         again.refresh()
         again.compact()  # before the broker is known after a restart
         again.refresh()
         assert (covered(again), again.dropped) == (after.tolist(), late.dropped)
 
 
-def test_a_record_stays_until_it_is_applied_everywhere_and_no_log_and_no_cut_goes_back_to_its_ends(
+def test_a_record_stays_until_it_is_applied_everywhere_and_no_log_and_no_checkpoint_goes_back_to_its_ends(
     tmp_path: Path,
 ) -> None:
-    log = ForgottenLog(tmp_path / "forgotten.log")
+    log = ErasureLog(tmp_path / "erasures.log")
     first, gone = {NAMES[0]: 30, NAMES[1]: 9}, {NAMES[0]: 30, NAMES[1]: 9, NAMES[2]: 1}
     log.append([tombstone(1, 30, first), tombstone(2, 31, first), ByKey(time=0, by="command", key_hash="3", up_to={})])
     log.append([ByRange(time=0, by="command", partition=NAMES[0], first=2, last=4)])
 
     def left(log_starts: dict[str, int], through: int) -> int:
-        ForgottenLog(log.path).compact(log_starts, through)
+        ErasureLog(log.path).compact(log_starts, through)
         log.refresh()
-        return len(log.forgotten)
+        return len(log.erased)
 
     assert left(gone, 4) == 4, "not applied"
-    log.append(Applied(time=0, through=4, store=0, guard=0))
-    assert left(gone, 0) == 4, "a cut is older"
+    log.append(Applied(time=0, through=4, store=0, holdout=0))
+    assert left(gone, 0) == 4, "a checkpoint is older"
     assert left({}, 4) == 3, "the broker has not told anything, and one record is of no event"
     assert left({NAMES[0]: 30}, 4) == 3, "a partition is away"
     assert left({**gone, NAMES[1]: 8}, 4) == 3, "a partition goes back to what it says"
@@ -252,14 +252,14 @@ def test_a_record_stays_until_it_is_applied_everywhere_and_no_log_and_no_cut_goe
 
 
 def test_what_forgetting_takes_is_bounded_by_keys_of_which_kafka_still_has_events(tmp_path: Path) -> None:
-    log, sizes = ForgottenLog(tmp_path / "forgotten.log"), []
+    log, sizes = ErasureLog(tmp_path / "erasures.log"), []
     for turn in range(1, 17):
         up_to = dict.fromkeys(NAMES, 1000 * turn)
         log.append([tombstone(1000 * turn + key, 1000 * turn + key, up_to) for key in range(1, 201)])
-        log.append(Applied(time=0, through=log.count, store=0, guard=0))
+        log.append(Applied(time=0, through=log.count, store=0, holdout=0))
         log.copy().compact(dict.fromkeys(NAMES, 1000 * (turn - 2)), log.count)
         log.refresh()
-        sizes.append((log.path.stat().st_size // 1000, len(log.forgotten), log.forgotten.nbytes // 1000))
+        sizes.append((log.path.stat().st_size // 1000, len(log.erased), log.erased.nbytes // 1000))
     assert sizes[3:] == sizes[3:4] * 13
     assert sizes[3][1] == 3 * 200
 
@@ -267,23 +267,23 @@ def test_what_forgetting_takes_is_bounded_by_keys_of_which_kafka_still_has_event
 def test_a_packed_log_without_the_numbers_of_its_records_drops_them_once_the_last_one_may_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = ForgottenLog(tmp_path / "forgotten.log")
+    log = ErasureLog(tmp_path / "erasures.log")
     log.append([tombstone(key, 20, {}) for key in range(1, 5)])
-    log.append(Applied(time=0, through=4, store=0, guard=0))
-    packed = Forgotten.packed
+    log.append(Applied(time=0, through=4, store=0, holdout=0))
+    packed = ErasedEvents.packed
     with monkeypatch.context() as patch:
-        patch.setattr(Forgotten, "packed", lambda all_of: msgspec.structs.replace(packed(all_of), numbers=b""))
+        patch.setattr(ErasedEvents, "packed", lambda all_of: msgspec.structs.replace(packed(all_of), numbers=b""))
         log.compact()
     for through, left in ((3, 4), (4, 0)):
-        ForgottenLog(log.path).compact({NAMES[0]: 20}, through)
-        reader = ForgottenLog(log.path)
+        ErasureLog(log.path).compact({NAMES[0]: 20}, through)
+        reader = ErasureLog(log.path)
         reader.refresh()
-        assert len(reader.forgotten) == left
+        assert len(reader.erased) == left
         assert reader.dropped == (0 if left else 4)
 
 
 def test_records_share_the_ends_of_partitions_over_a_compaction_too(tmp_path: Path) -> None:
-    log = ForgottenLog(tmp_path / "forgotten.log")
+    log = ErasureLog(tmp_path / "erasures.log")
     one, two = ({f"events#0[{place}]": 10**6 + ends for place in range(64)} for ends in (0, 1))
     log.append([tombstone(1, 10, one)])
     first = log.path.stat().st_size
@@ -293,7 +293,7 @@ def test_records_share_the_ends_of_partitions_over_a_compaction_too(tmp_path: Pa
     log.compact()
     log.append([tombstone(4, 12, one)])
     log.append([tombstone(5, 13, two)])
-    reader = ForgottenLog(log.path)
+    reader = ErasureLog(log.path)
     reader.refresh()
     records = [each for each in reader.since(0) if isinstance(each, ByKey)]
     assert [each.up_to == one for each in records] == [True, True, False, True, False]
@@ -306,7 +306,7 @@ def test_records_share_the_ends_of_partitions_over_a_compaction_too(tmp_path: Pa
 def test_a_compaction_that_dies_anywhere_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
 ) -> None:
-    log = ForgottenLog(tmp_path / "forgotten.log")
+    log = ErasureLog(tmp_path / "erasures.log")
     for key in range(1, 6):
         log.append([tombstone(key, 20 + key, {})])
     expected = covered(log)
@@ -323,13 +323,13 @@ def test_a_compaction_that_dies_anywhere_loses_nothing(
     with monkeypatch.context() as context:
         context.setattr(place, die)
         with pytest.raises(OSError, match="the end"):
-            ForgottenLog(log.path).compact()
-    reader = ForgottenLog(log.path)
+            ErasureLog(log.path).compact()
+    reader = ErasureLog(log.path)
     for each in (log, reader):
         each.refresh()
         assert (each.count, covered(each)) == (5, expected)
     log.append([tombstone(6, 7, {})])
-    ForgottenLog(log.path).compact()
+    ErasureLog(log.path).compact()
     reader.refresh()
     assert reader.count == 6
 
@@ -337,21 +337,21 @@ def test_a_compaction_that_dies_anywhere_loses_nothing(
 def test_what_is_appended_while_the_log_is_compacted_is_in_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = ForgottenLog(tmp_path / "forgotten.log")
+    log = ErasureLog(tmp_path / "erasures.log")
     log.append([tombstone(1, 20, {})])
-    pack = ForgottenLog._compacted
+    pack = ErasureLog._compacted
 
-    def pack_late(whole: ForgottenLog, secret: Any) -> bytes:
+    def pack_late(whole: ErasureLog, secret: Any) -> bytes:
         content = pack(whole, secret)
         log.append([tombstone(2, 21, {NAMES[1]: 3})])
-        log.append(Applied(time=0, through=2, store=1, guard=0))
+        log.append(Applied(time=0, through=2, store=1, holdout=0))
         return content
 
-    monkeypatch.setattr(ForgottenLog, "_compacted", pack_late)
-    ForgottenLog(log.path).compact()
+    monkeypatch.setattr(ErasureLog, "_compacted", pack_late)
+    ErasureLog(log.path).compact()
     monkeypatch.undo()
     log.append([tombstone(3, 22, {NAMES[1]: 3})])
-    reader = ForgottenLog(log.path)
+    reader = ErasureLog(log.path)
     reader.refresh()
     assert (reader.count, reader.through, reader.store) == (log.count, log.through, log.store) == (3, 2, 1)
     assert covered(reader) == covered(log)
@@ -360,7 +360,7 @@ def test_what_is_appended_while_the_log_is_compacted_is_in_the_new_one(
 def test_a_record_is_on_the_disk_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that loses power keeps what was synced and nothing else: of files, and of names in folders."""
     synced: dict[int, int] = {}
-    fsync, path = os.fsync, tmp_path / "forgotten.log"
+    fsync, path = os.fsync, tmp_path / "erasures.log"
 
     def note(descriptor: int) -> None:
         fsync(descriptor)
@@ -368,37 +368,37 @@ def test_a_record_is_on_the_disk_before_append_returns(tmp_path: Path, monkeypat
         synced[found.st_ino] = found.st_size
 
     monkeypatch.setattr(os, "fsync", note)
-    log = ForgottenLog(path)
+    log = ErasureLog(path)
     for turn in range(3):
         log.append([tombstone(turn + 1, 20, {})])
         assert synced[path.stat().st_ino] == path.stat().st_size
-        assert synced[path.with_name("forgotten.key").stat().st_ino] == 32
+        assert synced[path.with_name("erasures.key").stat().st_ino] == 32
         assert (synced.pop(tmp_path.stat().st_ino, None) is not None) == (turn == 0), "the new name in the folder"
-    pack = ForgottenLog._compacted
+    pack = ErasureLog._compacted
 
-    def pack_late(whole: ForgottenLog, secret: Any) -> bytes:
+    def pack_late(whole: ErasureLog, secret: Any) -> bytes:
         content = pack(whole, secret)
         log.append([tombstone(4, 20, {})])
         return content
 
     with monkeypatch.context() as patch:
-        patch.setattr(ForgottenLog, "_compacted", pack_late)
+        patch.setattr(ErasureLog, "_compacted", pack_late)
         log.copy().compact()
     assert synced[path.stat().st_ino] == path.stat().st_size, "what was appended meanwhile, too"
     assert tmp_path.stat().st_ino in synced
 
 
 def test_nothing_of_a_torn_record_stays_under_one_that_is_shorter(tmp_path: Path) -> None:
-    log = ForgottenLog(tmp_path / "forgotten.log")
+    log = ErasureLog(tmp_path / "erasures.log")
     log.append([tombstone(1, 20, {})])
     log.path.write_bytes(log.path.read_bytes() + b"torn" * 200)
-    ForgottenLog(log.path).append(Applied(time=0, through=1, store=0, guard=0))
+    ErasureLog(log.path).append(Applied(time=0, through=1, store=0, holdout=0))
     assert log.path.read_bytes().endswith(b"}\n")
     assert b"torn" not in log.path.read_bytes()
 
 
 def test_a_record_tells_nobody_who_it_is_about_who_does_not_have_the_secret(tmp_path: Path) -> None:
-    log = ForgottenLog(tmp_path / "forgotten.log")
+    log = ErasureLog(tmp_path / "erasures.log")
     hashes = [int(hash_of_key(str(name).encode()), 16) for name in range(200)]
     log.append([tombstone(key, 20, {NAMES[0]: 3}) for key in hashes])
     for _ in range(2):
@@ -409,34 +409,34 @@ def test_a_record_tells_nobody_who_it_is_about_who_does_not_have_the_secret(tmp_
         for key in hashes:
             assert f"{key:016x}".encode() not in content
             assert key.to_bytes(8, "little") not in packed
-        log.append(Applied(time=0, through=200, store=0, guard=0))
+        log.append(Applied(time=0, through=200, store=0, holdout=0))
         log.compact()
-    secret = log.path.with_name("forgotten.key")
+    secret = log.path.with_name("erasures.key")
     assert [stat.S_IMODE(each.stat().st_mode) for each in (secret, log.path)] == [0o600, 0o600]
-    reader = ForgottenLog(log.path)
+    reader = ErasureLog(log.path)
     reader.refresh()
     assert all(reader.knows(tombstone(key, 20, {})) for key in hashes)
     for lost in (secret.unlink, lambda: secret.write_bytes(bytes(32))):
         lost()
-        with pytest.raises(SettingsError, match=r"forgotten.key is missing, or not the secret of .*; put it back"):
-            ForgottenLog(log.path).refresh()
+        with pytest.raises(SettingsError, match=r"erasures.key is missing, or not the secret of .*; put it back"):
+            ErasureLog(log.path).refresh()
 
 
 def test_what_forgetting_takes_is_bounded_by_keys_and_not_by_how_often(tmp_path: Path) -> None:
-    log, sizes = ForgottenLog(tmp_path / "forgotten.log"), []
+    log, sizes = ErasureLog(tmp_path / "erasures.log"), []
     for turn in range(1, 9):
         up_to = dict.fromkeys(NAMES, 1000 * turn)
         log.append([tombstone(key, 1000 * turn + key, up_to) for key in range(200)])
-        log.append(Applied(time=0, through=log.count, store=0, guard=0))
+        log.append(Applied(time=0, through=log.count, store=0, holdout=0))
         log.compact()
         log.refresh()
         sizes.append(log.path.stat().st_size)
     assert log.since(log.through) == []
     assert max(sizes) <= 1.05 * sizes[1]
-    reader = ForgottenLog(log.path)
+    reader = ErasureLog(log.path)
     reader.refresh()
-    assert len(reader.forgotten) == 200
-    assert reader.forgotten.nbytes < 24 * 200 + 1000
+    assert len(reader.erased) == 200
+    assert reader.erased.nbytes < 24 * 200 + 1000
 
 
 def written_slots(tier: DiskTier) -> list[int]:
@@ -455,22 +455,22 @@ def offsets_held(store: Store) -> list[int]:
     return sorted(store.entries.copy()["offset"].tolist())
 
 
-def key_record(key: int, end: int) -> Forgotten:
-    return Forgotten([ByKey(time=0, by="command", key_hash=f"{key:016x}", up_to={NAMES[0]: end})])
+def key_record(key: int, end: int) -> ErasedEvents:
+    return ErasedEvents([ByKey(time=0, by="command", key_hash=f"{key:016x}", up_to={NAMES[0]: end})])
 
 
-def test_forgotten_events_leave_the_store_and_its_plans(schema: Schema, make_store: MakeStore) -> None:
+def test_erased_events_leave_the_store_and_its_plans(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(100)
     add(store, schema, range(60))
     add(store, schema, range(60, 80), key=2)
     store.plan_ahead(0, 80)
-    assert store.forget(key_record(2, 70)) == 10
+    assert store.erase(key_record(2, 70)) == 10
     assert offsets_held(store) == [*range(60), *range(70, 80)]
     for step in range(3):
         draw = store.draw(step, 80)
         assert sorted(draw.records["offset"].tolist()) == [*range(60), *range(70, 80)]
         assert sorted(draw.columns["feature.n"].tolist()) == sorted(offset % 100 for offset in offsets_held(store))
-    assert store.forget(key_record(2, 70)) == 0
+    assert store.erase(key_record(2, 70)) == 0
     add(store, schema, range(80, 90))
     assert len(store) == 80
     assert store.lost == 0
@@ -491,16 +491,16 @@ def bytes_of(tier: Tier) -> bytes:
 
 def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(50)
-    cuts = FakeCuts(store)
+    checkpoints = FakeCheckpoints(store)
     secret = fake_columns(schema, range(400))
     secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
     store.add(secret, PARTITIONS)
     add(store, schema, range(400, 1200))
-    cuts.cut(1)
+    checkpoints.checkpoint(1)
     store.tiers.sync()
     pattern = secret["feature.x"][0].tobytes()
     assert any(pattern in bytes_of(tier) for tier in store.tiers._all)
-    store.forget(key_record(2, 400))
+    store.erase(key_record(2, 400))
     store.tiers.sync()
     assert min(offsets_held(store)) >= 400
     assert not any(pattern in bytes_of(tier) for tier in store.tiers._all)
@@ -508,7 +508,7 @@ def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Sch
     assert len(store.fetch(store.plan(0, 50))) == len(store) == len(offsets_held(store))
 
 
-def test_what_is_on_its_way_into_memory_when_it_is_forgotten_is_overwritten_there(
+def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
     schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ReplaySettings.model_validate(
@@ -528,7 +528,7 @@ def test_what_is_on_its_way_into_memory_when_it_is_forgotten_is_overwritten_ther
         monkeypatch.setattr(Staged, "wait", lambda staged: asked.set() or wait(staged))
         late = store.plan(0, 20).rows.late
         coming = 0 if late is None else len(late.reserved)
-        store.forget(key_record(2, 400))
+        store.erase(key_record(2, 400))
         asked.set()
         store.tiers.sync()
         assert coming, "what is in memory makes way for what is drawn"
@@ -546,7 +546,7 @@ def test_what_a_tier_cannot_erase_is_erased_once_it_can(
         store.tiers.sync()
         (redis,) = (tier for tier in store.tiers._all if isinstance(tier, RedisTier))
         with failing(monkeypatch, [redis], "erase"):
-            store.forget(key_record(2, 30))
+            store.erase(key_record(2, 30))
             store.tiers.sync()
         assert store.tiers.unerased
         before = len(bytes_of(redis))
@@ -593,7 +593,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], what: str) -
 
 
 @pytest.mark.parametrize("also_home", [False, True])
-def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is_forgotten(
+def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is_erased(
     schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, *, also_home: bool
 ) -> None:
     store = make_store(50)
@@ -604,13 +604,13 @@ def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is
         add(store, schema, range(400, 3000))
         store.tiers.sync()
     store.plan_ahead(0, 1)  # those that were lost leave
-    store.forget(key_record(2, 400))
+    store.erase(key_record(2, 400))
     erase_stale(store)
     assert not store.tiers.unerased
     assert not any(map(tells, store.tiers._all))
 
 
-def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_cut_is_in_it(
+def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_checkpoint_is_in_it(
     schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(50)
@@ -618,11 +618,11 @@ def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_cut_i
         return
     add_secrets(store, schema, range(40))
     with failing(monkeypatch, store.tiers.slow, "erase"):
-        store.forget(key_record(2, 40))
+        store.erase(key_record(2, 40))
         store.tiers.sync()
     assert store.tiers.unerased
     add(store, schema, range(40, 90))
-    index = FakeCuts(store).cut(1).index
+    index = FakeCheckpoints(store).checkpoint(1).index
     add(store, schema, range(90, 3000))
     erase_stale(store)
     assert not store.tiers.unerased
@@ -633,28 +633,28 @@ def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_cut_i
     assert not any(map(tells, store.tiers._all))
 
 
-def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_there_was_something_to_forget(
+def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_there_was_something_to_erase(
     schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_store(50)
     add_secrets(first, schema, range(400))
     with failing(monkeypatch, first.tiers.slow[:-1], "write"):
         add(first, schema, range(400, 3000))
-        contents = FakeCuts(first).cut(1)
+        contents = FakeCheckpoints(first).checkpoint(1)
     store = make_store(50, contents=contents)
-    store.forget(key_record(2, 400))
+    store.erase(key_record(2, 400))
     erase_stale(store)
     assert not any(map(tells, store.tiers.slow[:-1]))
     assert sorted(store.fetch(store.plan(0, 50)).records["offset"].tolist()) == offsets_held(store)
 
 
-def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_cut_names(
+def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_checkpoint_names(
     schema: Schema, make_store: MakeStore
 ) -> None:
     first = make_store(50)
-    cuts = FakeCuts(first)
+    checkpoints = FakeCheckpoints(first)
     add(first, schema, range(600))
-    contents = cuts.cut(1)
+    contents = checkpoints.checkpoint(1)
     store = make_store(50, contents=contents)
     named = np.zeros(store.tiers.slots, np.bool_)
     kept = store.entries.unknown()[:3]

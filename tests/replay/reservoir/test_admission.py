@@ -268,7 +268,7 @@ def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, around: Surro
 
 
 def test_the_name_of_a_policy_tells_what_decides() -> None:
-    """By it a cut's priorities are told from those of other settings."""
+    """By it a checkpoint's priorities are told from those of other settings."""
     policies = [
         *(ADMISSIONS[name](Surroundings(4, HOUR, 8)) for name in ADMISSIONS),
         *(ADMISSIONS[name](Surroundings(5, 2 * HOUR, 9)) for name in ("class-balanced", "recent", "diverse")),

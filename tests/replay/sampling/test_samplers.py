@@ -68,7 +68,7 @@ class Bench:
         return counts
 
     def restarted(self, luck: int) -> "Bench":
-        """Return what goes on from a cut of this one, its events in other slots."""
+        """Return what goes on from a checkpoint of this one, its events in other slots."""
         other, index, state = Bench(self.name, luck), self.entries.copy(), self.sampler.state()
         state = {name: np.array(values) for name, values in state.items()}
         index["slot"], other._slots = other._slots[: len(index)], other._slots[len(index) :]
@@ -182,14 +182,14 @@ class TestRecent:
         counts = bench.places(1, 3000)[0]
         assert chi_square(np.array([counts[30:40].sum(), counts[50:60].sum()]), np.array([2.0, 1.0])) < 4.5
 
-    def test_a_time_of_the_far_future_is_forgotten_with_its_event(self) -> None:
+    def test_a_time_of_the_far_future_is_erased_with_its_event(self) -> None:
         """Not at once, but with the next start: until then all others are as old as it makes them."""
         bench = Bench("recent")
         bench.add(1, hours=[1_000_000])
-        poisoned = bench.sampler.state()["epoch"]
+        poisoned = bench.sampler.state()["generation"]
         bench = Bench("recent")
         bench.add(100, hours=np.repeat([0, 1], 50))
-        bench.sampler.restore({"seats": np.empty(0), "epoch": poisoned})
+        bench.sampler.restore({"seats": np.empty(0), "generation": poisoned})
         counts = bench.places(1, 6000)[0].reshape(2, 50).sum(axis=1)
         assert chi_square(counts, np.array([1.0, 2.0])) < 4.5
 
@@ -282,7 +282,7 @@ class TestLoss:
 
 @pytest.mark.parametrize("before", PLAIN)
 @pytest.mark.parametrize("after", PLAIN)
-def test_what_another_sampler_left_in_a_cut_does_no_harm(before: str, after: str) -> None:
+def test_what_another_sampler_left_in_a_checkpoint_does_no_harm(before: str, after: str) -> None:
     one, two = Bench(before), Bench(after)
     one.sampler.learned(one.add(30), np.arange(30).astype(np.float32))
     two.add(30)

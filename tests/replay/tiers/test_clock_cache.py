@@ -102,7 +102,7 @@ def test_a_row_on_its_way_is_found_once_it_came_and_only_if_its_event_is_the_sam
     came = np.array([True, True, True, False])
     assert cache.fill(slots[:4], generation[:4], first, came).tolist() == [True, False, True, False]
     cache.erase(np.arange(0))
-    assert not model.memory.gather(first[[1]]).any(), "what has left may be forgotten"
+    assert not model.memory.gather(first[[1]]).any(), "what has left may be erased"
     model.memory.put(second, events)
     assert cache.fill(slots[:4], cache.generation(slots[:4]), second, ~came).tolist() == [False, False, False, True]
     assert np.flatnonzero(model.found(np.arange(40))).tolist() == slots[[0, 2, 3]].tolist()

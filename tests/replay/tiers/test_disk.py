@@ -84,9 +84,9 @@ def test_a_disk_out_of_reach_tells_nothing_of_its_rows_and_a_bad_place_is_lost(
             with pytest.raises(OSError, match=os.strerror(number)):
                 tier.read(np.arange(9), identity)
             why = os.strerror(number)
-            assert tier.ill == f"replay.disk: {tier.path} cannot be read: {why}; what it has is not rehearsed"
+            assert tier.problem == f"replay.disk: {tier.path} cannot be read: {why}; what it has is not rehearsed"
     assert tier.read(np.arange(9), identity)[1].all()
-    assert tier.ill is None
+    assert tier.problem is None
     tier.close()
 
 
@@ -241,9 +241,9 @@ def test_a_disk_that_does_not_flush_is_told_by_its_path(tier: DiskTier, monkeypa
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             tier.sync()
     why = os.strerror(errno.EIO)
-    assert tier.ill == f"replay.disk: {tier.path} cannot be flushed: {why}; no cut is made now"
+    assert tier.problem == f"replay.disk: {tier.path} cannot be flushed: {why}; no checkpoint is made now"
     tier.sync()
-    assert tier.ill is None
+    assert tier.problem is None
 
 
 class PageCache:
@@ -337,7 +337,7 @@ def test_a_row_that_cannot_be_read_is_left_out_of_what_is_written_again(
     monkeypatch.setattr("replay.tiers.disk.os.pread", pread)
     tier.sync()
     assert len(cache.lost) == tier.slot_bytes
-    assert tier.ill is None
+    assert tier.problem is None
     tier.close()
 
 

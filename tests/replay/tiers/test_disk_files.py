@@ -1,4 +1,4 @@
-"""The disk tier's files where the cuts that name them are not there."""
+"""The disk tier's files where the checkpoints that name them are not there."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def opens(folder: Path, file: TierFile) -> bool:
     return tier.id == file.id
 
 
-def test_a_file_that_a_cut_has_named_is_put_aside_and_found_again(
+def test_a_file_that_a_checkpoint_has_named_is_put_aside_and_found_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = make(tmp_path, named=True)
@@ -43,7 +43,9 @@ def test_a_file_that_a_cut_has_named_is_put_aside_and_found_again(
     assert opens(tmp_path, file)
 
 
-def test_starts_that_never_get_as_far_as_a_cut_leave_one_file_and_take_none_that_is_aside(tmp_path: Path) -> None:
+def test_starts_that_never_get_as_far_as_a_checkpoint_leave_one_file_and_take_none_that_is_aside(
+    tmp_path: Path,
+) -> None:
     file = make(tmp_path, named=True)
     for number in (2, 2, 2):
         make_way(tmp_path)
@@ -114,7 +116,7 @@ def test_a_crash_while_files_are_exchanged_loses_none(
 @pytest.mark.parametrize(
     "content", [b"", b"x" * 5000, b'{"format":2,"id":"a","row_bytes":1,"slots":1}'.ljust(4096)], ids=str
 )
-def test_a_file_that_does_not_say_whether_a_cut_named_it_is_put_aside(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_does_not_say_whether_a_checkpoint_named_it_is_put_aside(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "1.rows").write_bytes(content)
     make_way(tmp_path)
     assert names(tmp_path) == ["1.rows.before"]
@@ -144,9 +146,9 @@ def test_a_mark_that_was_not_written_is_written_the_next_time(tmp_path: Path, mo
         patch.setattr("replay.tiers.disk.os.pwrite", fails)
         with pytest.raises(OSError, match="Input/output"):
             tier.mark_named()
-        assert "cannot be marked" in (tier.ill or "")
+        assert "cannot be marked" in (tier.problem or "")
     tier.mark_named()
-    assert tier.ill is None
+    assert tier.problem is None
     tier.close()
     make_way(tmp_path)
     assert names(tmp_path) == ["1.rows.before"]

@@ -18,7 +18,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.snapshot import Contents
 from replay.store import Store
 from replay.tiers.redis_server import RedisServer
@@ -125,9 +125,9 @@ def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_
         assert drawn(store) == len(store)
     fill(store, schema, 1500, 1800)
     assert len(unanswered) == 1, "it is waited for again and again"
-    assert f"replay.redis: 127.0.0.1:{mortal_redis.port} does not answer" in str(store.tiers.ill)
+    assert f"replay.redis: 127.0.0.1:{mortal_redis.port} does not answer" in str(store.tiers.problem)
     mortal_redis.start()
-    until(lambda: store.tiers.ill is None)
+    until(lambda: store.tiers.problem is None)
     assert "answers again" in caplog.text
     assert missed(store) == 0
     assert drawn(store) == len(store)
@@ -154,7 +154,7 @@ def test_a_server_that_became_a_replica_is_looked_for_anew_with_each_write(morta
         assert len(connections) == 3
         client.replicaof("NO", "ONE")
         server.put(["1"], [memoryview(b"x")])
-        assert server.ill is None
+        assert server.problem is None
     client.close()
 
 
@@ -173,10 +173,10 @@ def test_a_value_of_any_length_under_its_keys_is_not_read_whole(
         for _ in range(2):
             values = server.get(["row", "long", "missing", "list", "other"], 100)
             assert [None if value is None else len(value) for value in values] == [100, 101, None, None, 100]
-        assert "has values that are no rows" in str(server.ill)
+        assert "has values that are no rows" in str(server.problem)
         assert caplog.text.count("that are no rows") == 1
         server.put(["long"], [memoryview(bytes(100))])
-        assert server.ill is None
+        assert server.problem is None
         assert server.get(["row", "long"], 100) == [bytes(100)] * 2
     client.close()
 
@@ -186,7 +186,7 @@ def test_a_row_that_is_longer_than_most_replies_is_read(mortal_redis: Any) -> No
         server.open(needed=True)
         server.put(["row"], [memoryview(bytes(3_000_000))])
         assert server.get(["row"], 3_000_000) == [bytes(3_000_000)]
-        assert server.ill is None
+        assert server.problem is None
 
 
 def test_above_a_disk_a_pause_costs_one_wait_and_no_event(
@@ -197,9 +197,9 @@ def test_above_a_disk_a_pause_costs_one_wait_and_no_event(
     with mortal_redis.paused():
         for _ in range(30):
             assert drawn(store) == 1000
-        assert store.tiers.ill is not None
+        assert store.tiers.problem is not None
     assert len(unanswered) == 1, "it is waited for again and again"
-    until(lambda: store.tiers.ill is None)
+    until(lambda: store.tiers.problem is None)
     read = store.tiers.stats.read["redis"]
     assert drawn(store) == 1000
     assert store.tiers.stats.read["redis"] > read
@@ -218,11 +218,11 @@ def test_above_a_disk_a_full_one_costs_no_event(schema: Schema, build: Build, mo
     assert store.lost == 0
     assert missed(store) > 0
     if policy == "noeviction":
-        assert "is full; raise its maxmemory, or lower replay.redis.bytes" in str(store.tiers.ill)
+        assert "is full; raise its maxmemory, or lower replay.redis.bytes" in str(store.tiers.problem)
         mortal_redis.bound(0, policy)
         drawn(store)
         store.tiers.sync()
-        assert store.tiers.ill is None
+        assert store.tiers.problem is None
         assert drawn(store) == len(store) == mortal_redis.keys() - 1
 
 
@@ -235,7 +235,7 @@ def test_as_the_home_it_can_be_away_without_an_event_being_lost(
         assert drawn(store) == 0
         store._drop_lost()
     assert (len(store), store.lost) == (1000, 0)
-    until(lambda: store.tiers.ill is None)
+    until(lambda: store.tiers.problem is None)
     assert drawn(store) == 1000
 
 
@@ -258,7 +258,7 @@ def test_as_the_home_it_is_filled_again_by_the_stream_after_it_came_back_empty(
     mortal_redis.stop()
     mortal_redis.start()
     assert drawn(store) == 0
-    until(lambda: store.tiers.ill is None)
+    until(lambda: store.tiers.problem is None)
     drawn(store)
     store._drop_lost()
     assert (len(store), store.lost) == (0, 1500)
@@ -301,7 +301,7 @@ def test_a_store_that_is_closed_leaves_its_server(build: Build) -> None:
 def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build()
     fill(store, schema, 0, 1500)
-    contents = FakeCuts(store).cut(1)
+    contents = FakeCheckpoints(store).checkpoint(1)
     again = build(contents=contents)
     assert drawn(again) == 1500
     mortal_redis.stop()
@@ -315,33 +315,33 @@ def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal
 def test_as_a_cache_it_is_warm_after_a_restart(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build(disk=True)
     fill(store, schema, 0, 1500)
-    contents = FakeCuts(store).cut(1)
+    contents = FakeCheckpoints(store).checkpoint(1)
     again = build(disk=True, contents=contents)
     assert drawn(again) == 1500 == again.tiers.stats.read["redis"] == again.rows["redis"]
 
 
-def test_one_that_a_cut_was_copied_from_is_found_again_when_it_was_away(
+def test_one_that_a_checkpoint_was_copied_from_is_found_again_when_it_was_away(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     store = build()
     fill(store, schema, 0, 500)
-    moved = build(disk=True, contents=FakeCuts(store).cut(1))
+    moved = build(disk=True, contents=FakeCheckpoints(store).checkpoint(1))
     assert drawn(moved) == 500
     mortal_redis.stop()
     assert drawn(moved) == 500
-    assert moved.tiers.ill is not None
+    assert moved.tiers.problem is not None
     mortal_redis.start()
-    until(lambda: moved.tiers.ill is None)
+    until(lambda: moved.tiers.problem is None)
 
 
-def test_what_no_cut_can_name_is_swept_and_what_others_have_is_not(
+def test_what_no_checkpoint_can_name_is_swept_and_what_others_have_is_not(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     mortal_redis.say("SET anabranch:other:rank-0:x:1 theirs")
     mortal_redis.say("SET anabranch:test:rank-10:x:1 theirs")
     store = build(first=True)
     fill(store, schema, 0, 1500)
-    contents = FakeCuts(store).cut(3)
+    contents = FakeCheckpoints(store).checkpoint(3)
     (redis,) = store.tiers.slow
     assert isinstance(redis, RedisTier)
     server = redis.server
@@ -374,13 +374,13 @@ def test_it_takes_no_more_memory_than_it_may(schema: Schema, mortal_redis: Any) 
     server.close()
 
 
-def test_a_cut_whose_rows_are_in_redis_needs_it(
+def test_a_checkpoint_whose_rows_are_in_redis_needs_it(
     schema: Schema, build: Build, mortal_redis: Any, tmp_path: Path
 ) -> None:
     store = build()
     fill(store, schema, 0, 500)
-    contents = FakeCuts(store).cut(1)
-    with pytest.raises(SettingsError, match=r"contents of cut 1 are in Redis, and replay.redis is not set"):
+    contents = FakeCheckpoints(store).checkpoint(1)
+    with pytest.raises(SettingsError, match=r"contents of checkpoint 1 are in Redis, and replay.redis is not set"):
         build_store(ReplaySettings(), schema, torch.device("cpu"), 0, tmp_path, contents)
     mortal_redis.stop()
     with pytest.raises(DependencyError, match=r"replay.redis: 127.0.0.1:\d+ does not answer: .*; start it"):
@@ -395,10 +395,10 @@ class TestStart:
         with pytest.raises(DependencyError, match="does not answer"):
             build()
         store = build(disk=True)
-        assert "does not answer" in str(store.tiers.ill)
+        assert "does not answer" in str(store.tiers.problem)
         fill(store, schema, 0, 500)
         mortal_redis.start()
-        until(lambda: store.tiers.ill is None)
+        until(lambda: store.tiers.problem is None)
         assert drawn(store) == 500
 
     def test_a_password_is_wanted_and_never_shown(self, build: Build, mortal_redis: Any) -> None:

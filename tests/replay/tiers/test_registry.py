@@ -16,7 +16,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings, TierSettings
-from replay.fake import FakeCuts
+from replay.fake import FakeCheckpoints
 from replay.snapshot import Contents
 from replay.store import AHEAD, Store
 from replay.tiers import registry as kinds
@@ -77,7 +77,7 @@ def test_with_a_tier_that_is_added_no_draw_is_another_also_after_a_restart(
     for each in (store, undisturbed):
         fill(each, schema, 0, 5000)
         each.plan_ahead(7, 20)
-    moved = build(after, FakeCuts(store).cut(1))
+    moved = build(after, FakeCheckpoints(store).checkpoint(1))
     for each in (moved, undisturbed):
         fill(each, schema, 5000, 9000)
         each.plan_ahead(8, 20)
@@ -94,7 +94,7 @@ def test_a_cache_that_is_added_is_read_and_fills_again_after_a_restart(schema: S
     assert (host.name, store.rows["host"]) == ("host", share(store, host))
     assert draw_all(store) == 1000
     assert 0 < stats.read["host"] <= share(store, host) < stats.read["disk"]
-    again = build(HOST, FakeCuts(store).cut(1))
+    again = build(HOST, FakeCheckpoints(store).checkpoint(1))
     host, stats = again.tiers.slow[0], again.tiers.stats
     assert draw_all(again) == 1000
     assert stats.missed["host"] == share(again, host) == again.rows["host"]
@@ -131,7 +131,7 @@ def test_each_cache_that_missed_a_row_has_it_afterwards_as_far_as_the_bound_goes
     options = {**HOST, "attic": {"bytes": "20kB"}, "device_bytes": "0"}
     store = build(options, section=with_attic)
     fill(store, schema, 0, 1000)
-    again = build(options, FakeCuts(store).cut(1), section=with_attic)
+    again = build(options, FakeCheckpoints(store).checkpoint(1), section=with_attic)
     host, attic, disk = again.tiers.slow
     assert [host.name, attic.name, disk.name] == ["host", "attic", "disk"]
     shares = {tier.name: share(again, tier) for tier in (host, attic)}
@@ -161,14 +161,14 @@ def test_a_tier_that_holds_nothing_for_a_restart_is_no_home(build: Build) -> Non
         build({"host": {"bytes": "1MB"}})
 
 
-def test_a_cut_whose_rows_are_in_a_tier_of_an_unknown_kind_is_refused(schema: Schema, build: Build) -> None:
+def test_a_checkpoint_whose_rows_are_in_a_tier_of_an_unknown_kind_is_refused(schema: Schema, build: Build) -> None:
     store = build({"disk": {"bytes": "200kB"}})
     fill(store, schema, 0, 500)
-    contents = FakeCuts(store).cut(1)
+    contents = FakeCheckpoints(store).checkpoint(1)
     assert contents.standing.file is not None
     file = dataclasses.replace(contents.standing.file, name="tape")
     other = dataclasses.replace(contents, standing=dataclasses.replace(contents.standing, file=file))
-    with pytest.raises(SettingsError, match="contents of cut 1 are in a tier of a kind that is not there, tape"):
+    with pytest.raises(SettingsError, match="contents of checkpoint 1 are in a tier of a kind that is not there, tape"):
         build({}, other)
 
 
@@ -184,7 +184,7 @@ def test_the_order_of_the_dict_says_which_tier_is_the_home(
     assert (disk.name, home.name, store.tiers.file) == ("disk", "redis", home.file)
     assert draw_all(store) == 1000
     assert store.tiers.stats.read == {"device": 0, "disk": share(store, disk), "redis": 1000 - share(store, disk)}
-    again = build(options, FakeCuts(store).cut(1))
+    again = build(options, FakeCheckpoints(store).checkpoint(1))
     assert again.tiers.file == home.file
     assert draw_all(again) == 1000
     assert again.tiers.stats.missed["disk"] == share(again, disk) > 0

@@ -58,9 +58,9 @@ def test_a_failed_version_is_compared_with_the_served_one(deploy: Any, served: A
 
 
 def test_a_stale_learners_version_is_no_candidate(numbers: Any, served: Any, eventually: Any) -> None:
-    numbers.publish(1, epoch=2)
-    numbers.publish(2, epoch=2, verdict="fail")
-    numbers.publish(3, epoch=1, verdict="fail")
+    numbers.publish(1, generation=2)
+    numbers.publish(2, generation=2, verdict="fail")
+    numbers.publish(3, generation=1, verdict="fail")
     with served(numbers, shadow=1.0) as server:
         eventually(lambda: server.report().shadow)
         assert server.report().shadow.version == 2
@@ -103,7 +103,7 @@ def test_a_candidate_that_cannot_be_loaded_touches_no_request(
         eventually(lambda: (shadow := server.report().shadow) and shadow.failed)
         assert "size mismatch" in server.report().shadow.failed
         ask(server, body_of(1))
-        assert (server.report().ready, server.report().ill) == (True, [])
+        assert (server.report().ready, server.report().problems) == (True, [])
         assert count(server, "rows_total") == 0
 
 

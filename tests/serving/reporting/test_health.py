@@ -7,7 +7,7 @@ from learner.state_dir.report import LearnerReport
 from serving.reporting.health import ReportAge, judge
 from serving.reporting.report import ServingReport
 
-LEARNER = LearnerReport(pid=1, epoch=1, started=0, time=1000, steps=7)
+LEARNER = LearnerReport(pid=1, generation=1, started=0, time=1000, steps=7)
 SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8000", ready=True, version=3)
 
 
@@ -16,10 +16,15 @@ SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8
     [
         ({}, {}, "well", "All is well."),
         (None, {}, "starting", "No learner has reported yet"),
-        ({}, {"version": None, "ill": ["no version can be served yet"]}, "starting", "The first version is on its way"),
-        ({"ill": ["the broker is gone"]}, {}, "ill", "Learner: the broker is gone"),
-        ({"time": 960}, {}, "ill", "The learner does not report"),
-        ({"ill": ["a"]}, {"ill": ["b"]}, "ill", "2 things are wrong."),
+        (
+            {},
+            {"version": None, "problems": ["no version can be served yet"]},
+            "starting",
+            "The first version is on its way",
+        ),
+        ({"problems": ["the broker is gone"]}, {}, "unhealthy", "Learner: the broker is gone"),
+        ({"time": 960}, {}, "unhealthy", "The learner does not report"),
+        ({"problems": ["a"]}, {"problems": ["b"]}, "unhealthy", "2 things are wrong."),
     ],
 )
 def test_it_is_told_in_one_sentence(learner, serving, state, sentence):
@@ -28,7 +33,7 @@ def test_it_is_told_in_one_sentence(learner, serving, state, sentence):
     health = judge(report, msgspec.structs.replace(SERVING, **serving), silent=silent)
     assert health.state == state
     assert health.sentence.startswith(sentence)
-    assert bool(health.ill) == (state == "ill")
+    assert bool(health.problems) == (state == "unhealthy")
     assert health.silent == ("does not report" in sentence)
 
 

@@ -191,10 +191,10 @@ def test_a_version_that_fails_goes_on_to_be_served_where_there_is_no_other(numbe
     watched.look()
     fail(numbers, 1)
     assert watched.look() == 1
-    assert watched.swap.ill == ["version 1 is withdrawn, and there is no other that may be served"]
+    assert watched.swap.problems == ["version 1 is withdrawn, and there is no other that may be served"]
     numbers.publish(2)
     assert watched.look() == 2
-    assert watched.swap.ill == []
+    assert watched.swap.problems == []
 
 
 def test_a_rollback_goes_to_the_version_served_before_and_what_came_since_is_not_taken(
@@ -314,17 +314,17 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers: Any, watch
             watched.swap.order(order, 9)
     assert watched.look() == 1
     assert numbers.versions.state() == before
-    assert not any("pinned" in sentence for sentence in watched.swap.ill)
+    assert not any("pinned" in sentence for sentence in watched.swap.problems)
 
 
 def test_a_pinned_version_that_is_gone_is_an_illness(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     numbers.versions.write_state(RegistryState(pinned=7))
     assert watched.look() is None
-    assert watched.swap.ill == ["version 7 is pinned, and cannot be served"]
+    assert watched.swap.problems == ["version 7 is pinned, and cannot be served"]
     numbers.versions.write_state(RegistryState())
     assert watched.look() == 1
-    assert watched.swap.ill == []
+    assert watched.swap.problems == []
 
 
 @settings(max_examples=200)
@@ -375,7 +375,7 @@ def test_a_damaged_version_is_refused_once_and_the_next_best_is_taken(
     assert sum("refused: " in record.message for record in caplog.records) == 1
     numbers.publish(3)
     assert watched.look() == 3
-    assert watched.swap.ill == []
+    assert watched.swap.problems == []
 
 
 def raises(error: BaseException) -> Callable[..., Any]:
@@ -424,11 +424,11 @@ def test_a_version_that_is_away_is_taken_when_it_is_back_and_the_served_one_stay
     numbers.publish(2)
     with away(error, name, below="2"):
         assert [watched.look_later() for _ in range(5)] == [1] * 5
-        (ill,) = watched.swap.ill
-    assert ill == f"a version cannot be loaded for now, and is tried again: version 2: {error}"
+        (problem,) = watched.swap.problems
+    assert problem == f"a version cannot be loaded for now, and is tried again: version 2: {error}"
     assert (watched.refused(), watched.swap.refused) == (0, {})
     assert watched.look_later() == 2
-    assert watched.swap.ill == []
+    assert watched.swap.problems == []
 
 
 def test_a_version_of_which_not_even_the_age_can_be_read_is_tried_again(numbers: Any, watched: Watched) -> None:
@@ -453,10 +453,10 @@ def test_a_version_for_which_there_was_no_memory_is_taken_when_there_is(
         else:
             patch.setattr(torch.nn.Module, "load_state_dict", raises(error))
         assert [watched.look_later() for _ in range(5)] == [1] * 5
-        (ill,) = watched.swap.ill
-    assert str(error) in ill
+        (problem,) = watched.swap.problems
+    assert str(error) in problem
     assert watched.look_later() == 2
-    assert (watched.refused(), watched.swap.ill) == (0, [])
+    assert (watched.refused(), watched.swap.problems) == (0, [])
 
 
 def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom(
@@ -492,7 +492,7 @@ def test_a_version_that_is_away_and_then_is_deleted_or_fails_is_told_of_no_longe
         numbers.versions.delete(2)
         fail(numbers, 3)
         assert watched.look_later() == 1
-    assert watched.swap.ill == []
+    assert watched.swap.problems == []
     assert watched.swap._retries.next() is None
 
 
@@ -583,9 +583,9 @@ def test_a_version_that_does_not_fit_is_refused(
     numbers.publish(2, **changes)
     assert watched.look() == 1
     assert watched.refused() == 1
-    (ill,) = watched.swap.ill
-    assert ill.startswith("a version is refused: version 2: ")
-    assert re.search(sentence, ill), ill
+    (problem,) = watched.swap.problems
+    assert problem.startswith("a version is refused: version 2: ")
+    assert re.search(sentence, problem), problem
 
 
 def test_a_factory_that_raises_refuses_the_version_and_nothing_else(deploy: Callable[..., Any]) -> None:
@@ -593,8 +593,8 @@ def test_a_factory_that_raises_refuses_the_version_and_nothing_else(deploy: Call
     watched = Watched(publisher)
     publisher.publish(1)
     assert watched.look() is None
-    (ill,) = watched.swap.ill
-    assert "the factory fails" in ill
+    (problem,) = watched.swap.problems
+    assert "the factory fails" in problem
 
 
 def test_a_copied_directory_is_refused(numbers: Any, watched: Watched) -> None:
@@ -604,23 +604,23 @@ def test_a_copied_directory_is_refused(numbers: Any, watched: Watched) -> None:
 
 
 def test_a_stale_learners_version_is_refused(numbers: Any, watched: Watched) -> None:
-    numbers.publish(1, epoch=2)
+    numbers.publish(1, generation=2)
     assert watched.look() == 1
-    numbers.publish(2, epoch=1)
+    numbers.publish(2, generation=1)
     assert watched.look() == 1
-    numbers.publish(3, epoch=3)
+    numbers.publish(3, generation=3)
     assert watched.look() == 3
 
 
 def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any, watched: Watched) -> None:
-    numbers.publish(1, epoch=1)
-    numbers.publish(2, epoch=2)
-    numbers.publish(3, epoch=2)
-    numbers.publish(4, epoch=1)
-    numbers.publish(5, epoch=1)
+    numbers.publish(1, generation=1)
+    numbers.publish(2, generation=2)
+    numbers.publish(3, generation=2)
+    numbers.publish(4, generation=1)
+    numbers.publish(5, generation=1)
     assert watched.look() == 3
-    assert "epoch 1 is over" in watched.swap.refused[5]
-    numbers.publish(6, epoch=2)
+    assert "generation 1 is over" in watched.swap.refused[5]
+    numbers.publish(6, generation=2)
     assert watched.look() == 6
     fail(numbers, 6)
     assert watched.look() == 3
@@ -631,14 +631,14 @@ def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any,
 
 
 def test_a_served_version_that_turns_out_to_be_a_stale_learners_gives_way(numbers: Any, watched: Watched) -> None:
-    numbers.publish(1, epoch=1)
-    numbers.publish(4, epoch=1)
+    numbers.publish(1, generation=1)
+    numbers.publish(4, generation=1)
     assert watched.look() == 4
-    numbers.publish(2, epoch=2)
+    numbers.publish(2, generation=2)
     assert watched.look() == 2
-    numbers.publish(5, epoch=1)
+    numbers.publish(5, generation=1)
     assert watched.look() == 2
-    numbers.publish(6, epoch=2)
+    numbers.publish(6, generation=2)
     assert watched.look() == 6
 
 
@@ -654,15 +654,15 @@ def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numb
 
 
 def test_a_topic_that_a_later_learner_no_longer_reads_holds_no_version_off(numbers: Any, watched: Watched) -> None:
-    numbers.publish(1, offsets={"old:0": 1000, "events:0": 1000, "events:1": 5}, epoch=1)
+    numbers.publish(1, offsets={"old:0": 1000, "events:0": 1000, "events:1": 5}, generation=1)
     assert watched.look() == 1
-    numbers.publish(2, offsets={"events:0": 1000, "events:1": 5}, epoch=1)
+    numbers.publish(2, offsets={"events:0": 1000, "events:1": 5}, generation=1)
     assert watched.look() == 1, "a learner reads the same topics always"
-    numbers.publish(3, offsets={}, epoch=2)
+    numbers.publish(3, offsets={}, generation=2)
     assert watched.look() == 1, "a learner that has not read anything yet has learned less"
-    numbers.publish(4, offsets={"events:0": 1000}, epoch=2)
+    numbers.publish(4, offsets={"events:0": 1000}, generation=2)
     assert watched.look() == 1, "it reads the topic, and has not come to that partition yet"
-    numbers.publish(5, offsets={"events:0": 1000, "events:1": 5}, epoch=2)
+    numbers.publish(5, offsets={"events:0": 1000, "events:1": 5}, generation=2)
     assert watched.look() == 5
 
 
@@ -753,8 +753,8 @@ def test_a_state_file_that_cannot_be_written_is_an_illness_not_the_end(numbers: 
     numbers.publish(1)
     (numbers.versions.path / "state.json").mkdir()
     assert watched.look() == 1
-    (ill,) = watched.swap.ill
-    assert "state.json" in ill
+    (problem,) = watched.swap.problems
+    assert "state.json" in problem
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")

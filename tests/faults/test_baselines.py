@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.twins import MEMORY_BYTES, with_and_without_kills
+from tests.faults.baselines import MEMORY_BYTES, with_and_without_kills
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Serving's side of the share: what a server marks for the learner."""
+"""Serving's side of device sharing: what a server marks for the learner."""
 
 import importlib
 import threading

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from learner.state_dir.checkpoint import RANK, Cuts
+from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.report import LearnerReport
 from tests.faults.figures import Figures
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
@@ -47,10 +47,10 @@ disk = {{bytes = {disk_bytes}}}
 publish_every = "500ms"
 keep = 2
 keep_hourly = 0
-[cuts]
+[checkpoints]
 every = "500ms"
 [gate]
-guard_fraction = 0.0
+holdout_fraction = 0.0
 """
 BATCH, MEMORY_BYTES = 16, 20_000
 _ROWS_A_MESSAGE = 6, 3, 1
@@ -58,7 +58,7 @@ _ROWS_A_MESSAGE = 6, 3, 1
 
 
 @dataclass(frozen=True)
-class Twins:
+class Baselines:
     """How two runs over one stream compare.
 
     Attributes:
@@ -74,9 +74,9 @@ class Twins:
     stored_bytes: int
 
 
-def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int, seed: int) -> Twins:
-    """Learn one stream twice, the second time while the learner is killed at random moments between its cuts."""
-    topic = make_topic(bootstrap, "twins", len(_ROWS_A_MESSAGE))
+def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int, seed: int) -> Baselines:
+    """Learn one stream twice, the second time while the learner is killed at random moments between its checkpoints."""
+    topic = make_topic(bootstrap, "baselines", len(_ROWS_A_MESSAGE))
     send(bootstrap, topic, _messages(events, seed))
     text = TEXT.format(batch=BATCH, capacity=events // 2, memory_bytes=MEMORY_BYTES, disk_bytes=events * 150)
     dice, ends, stored, killed = random.Random(seed), [], 0, 0
@@ -93,29 +93,31 @@ def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int
                 learner.until(lambda gone=gone: learner.supervisor.pids().get("learner", gone) != gone, "another one")
             last = learner.wait_for(lambda report: report.steps == events // BATCH, "the last whole batch")
             stored = last.replay_bytes["disk"]
-        ends.append(_last_cut(pipeline))
+        ends.append(_last_checkpoint(pipeline))
     one, other = ends
     same = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    return Twins(same, len(one), killed, stored)
+    return Baselines(same, len(one), killed, stored)
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say whether they are the same."""
     events, kills = (16_000, 4) if quick else (160_000, 20)
-    figures.title("twins", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
+    figures.title("baselines", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
     found = with_and_without_kills(folder, bootstrap, events, kills, seed=int(time.time()))
     figures.say("weights_equal", found.equal, f"{found.tensors} tensors of weights and optimizer, {found.kills} kills")
     figures.say("stored_over_memory", found.stored_bytes / MEMORY_BYTES, "bytes stored on disk over those in memory")
 
 
 def _is_under_way(events: int) -> Callable[[LearnerReport], bool]:
-    """Whether a life has made some steps and there is a cut of what was learned, or the stream is over."""
-    return lambda report: report.steps == events // BATCH or (report.steps_since_start > 5 and (report.cut or 0) > 1)
+    """Whether a life has made some steps and there is a checkpoint of what was learned, or the stream is over."""
+    return lambda report: (
+        report.steps == events // BATCH or (report.steps_since_start > 5 and (report.checkpoint or 0) > 1)
+    )
 
 
-def _last_cut(pipeline: Pipeline) -> dict[str, torch.Tensor]:
-    cuts = Cuts(pipeline.state_dir / "cuts", "", 0)
-    folder = cuts.path / str(cuts.numbers()[-1]) / RANK
+def _last_checkpoint(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    checkpoints = Checkpoints(pipeline.state_dir / "checkpoints", "", 0)
+    folder = checkpoints.path / str(checkpoints.numbers()[-1]) / RANK
     parts = {part: load_file(folder / f"{part}.safetensors") for part in ("model", "optimizer")}
     return {f"{part}.{name}": value for part, tensors in parts.items() for name, value in tensors.items()}
 
