@@ -70,7 +70,8 @@ bench: .venv/.dev
 	@set -e; found=; \
 	for file in benchmarks/*.py; do \
 	  [ -f "$$file" ] || continue; \
-	  found=yes; echo "== $$file"; .venv/bin/python "$$file" --quick $(ARGS); \
+	  name=$$(basename "$$file" .py); \
+	  found=yes; echo "== $$name"; .venv/bin/python -m "benchmarks.$$name" --quick $(ARGS); \
 	done; \
 	[ -n "$$found" ] || echo "there are no benchmarks yet"
 

@@ -1,6 +1,7 @@
 """Learning in one pass without forgetting, through the whole Kafka path, and what replay costs where nothing recurs.
 
-    python benchmarks/forgetting.py [--quick] [--json FILE] [--only PART ...] [--seeds N] [--jobs N] [--data DIR]
+    python -m benchmarks.forgetting [--quick] [--json FILE] [--save] [--only PART ...] [--seeds N] [--jobs N]
+                                    [--data DIR]
 
     split_mnist   class-incremental Split-MNIST: five tasks of two digits after one another, each image once, a single
                   head, MLP 784-100-100-10; the mean accuracy of the five tasks on the test images at the end
@@ -12,11 +13,6 @@ Events go into a topic of one partition as packed rows, in order; a learner proc
 the last version that it published. Every figure is the mean over all seeds; the file has each seed's.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: learner.py would hide the package learner
-
 import argparse
 import os
 import statistics
@@ -24,16 +20,18 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from harness import data
-from harness.flights import MIDDLE, SCALE
-from harness.pipeline import BrokenRunError, Outcome, Stream, broker, pipeline, produce, run_through
-from harness.table import Table, Target, options
 from numpy.typing import NDArray
 
+from benchmarks.harness import data
+from benchmarks.harness.flights import MIDDLE, SCALE
+from benchmarks.harness.interleave import Spread
+from benchmarks.harness.pipeline import BrokenRunError, Outcome, Stream, broker, pipeline, produce, run_through
+from benchmarks.harness.results import Results, Target, options
 from ingest.events.block import Array
 
 Sections = Mapping[str, Mapping[str, Any]]
@@ -142,15 +140,15 @@ def flights(folder: Path | None) -> Drifting:
 class Setup:
     """What all runs of one start share."""
 
-    table: Table
+    results: Results
     bootstrap: str
     folder: Path
     seeds: range
     pool: ThreadPoolExecutor
     data: Path | None
     quick: bool
-    said: dict[str, list[float]] = field(default_factory=dict)
-    """Each seed's value of what was said so far."""
+    values: dict[str, list[float]] = field(default_factory=dict)
+    """Of each figure so far, one value a seed."""
 
     def outcomes(
         self, name: str, streams: Sequence[Stream], model: Mapping[str, Any], sections: Sections
@@ -164,13 +162,14 @@ class Setup:
         ]
         return [job.result() for job in jobs]
 
-    def say(self, key: str, values: Sequence[float], note: str = "") -> None:
-        """Print the mean over the seeds and keep each seed's value."""
-        self.said[key] = list(values)
+    def add(self, key: str, values: Sequence[float], unit: str, remark: str = "") -> None:
+        """Print the mean over the seeds, the least and the most of one seed, and keep each seed's value."""
+        self.values[key] = list(values)
         for seed, value in zip(self.seeds, values, strict=True):
-            self.table.fact(f"{key}_seed_{seed}", value)
+            self.results.fact(f"{key}_seed_{seed}", value)
         spread = f"+- {statistics.stdev(values):.2g} " if len(values) > 1 else ""
-        self.table.say(key, statistics.mean(values), f"{spread}{note}".strip())
+        mean = Spread(statistics.mean(values), min(values), max(values))
+        self.results.add(key, mean, f"{spread}{remark}".strip(), unit)
 
 
 def in_task_order(label: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
@@ -209,31 +208,31 @@ class SplitMnist:
 
 def split_mnist(setup: Setup) -> None:
     """Measure each strategy."""
-    setup.table.title("split_mnist: class-incremental, one pass, mean accuracy of five tasks in per cent")
+    setup.results.title("split_mnist: class-incremental, one pass, mean accuracy of five tasks in per cent")
     mnist = SplitMnist(setup)
     for key, sections in (SPLIT_MNIST if setup.quick else SPLIT_MNIST | LARGE_BUFFER).items():
         try:
             found, rate = mnist.accuracies(key, sections, MODELS.get(key, MLP))
         except BrokenRunError as exc:
-            setup.table.word(f"{key}: left out: {exc}")
+            setup.results.remark(f"{key}: left out: {exc}")
             continue
         published = f"published {PUBLISHED[key]:.2f}, " if key in PUBLISHED else ""
-        setup.say(key, found, f"{published}{rate:.0f} steps/s")
+        setup.add(key, found, "%", f"{published}{rate:.0f} steps/s")
 
 
 def auto(setup: Setup) -> None:
     """Measure one config with `replay_ratio = "auto"` on all streams."""
-    setup.table.title('auto: one config, the ratio "auto"')
+    setup.results.title('auto: one config, the ratio "auto"')
     mnist, fixed = SplitMnist(setup), "split_mnist_er_500"
     try:
-        if fixed not in setup.said:
-            setup.say(fixed, mnist.accuracies(fixed, SPLIT_MNIST[fixed], MLP)[0])
-        setup.say("split_mnist_auto", mnist.accuracies("split_mnist_auto", _with_ratio("auto"), MLP)[0])
+        if fixed not in setup.values:
+            setup.add(fixed, mnist.accuracies(fixed, SPLIT_MNIST[fixed], MLP)[0], "%")
+        setup.add("split_mnist_auto", mnist.accuracies("split_mnist_auto", _with_ratio("auto"), MLP)[0], "%")
     except BrokenRunError as exc:
-        setup.table.word(f"split_mnist_auto_over_er: left out: {exc}")
+        setup.results.remark(f"split_mnist_auto_over_er: left out: {exc}")
     else:
-        means = [statistics.mean(setup.said[key]) for key in ("split_mnist_auto", fixed)]
-        setup.table.say("split_mnist_auto_over_er", means[0] / means[1])
+        means = [statistics.mean(setup.values[key]) for key in ("split_mnist_auto", fixed)]
+        setup.results.add("split_mnist_auto_over_er", means[0] / means[1])
     drifting: dict[str, Callable[[Path | None], Drifting]] = {"elec2": elec2, "flights": flights}
     for name, load in drifting.items():
         stream = load(setup.data)
@@ -242,7 +241,7 @@ def auto(setup: Setup) -> None:
 
 def _natural(setup: Setup, name: str, drifting: Drifting) -> None:
     stream = produce(setup.bootstrap, name, drifting.columns, drifting.label, 2)
-    setup.table.say(f"{name}_last_label", drifting.last_label, "saying the last label again")
+    setup.results.add(f"{name}_last_label", drifting.last_label, "saying the last label again", "fraction")
     found: dict[str, list[float]] = {}
     for ratio in list(RATIOS)[: 2 if setup.quick else 3]:
         streams = [stream] * len(setup.seeds)
@@ -250,12 +249,12 @@ def _natural(setup: Setup, name: str, drifting: Drifting) -> None:
             outcomes = setup.outcomes(f"{name}-{ratio}", streams, drifting.model, _with_ratio(ratio))
             found[ratio] = [prequential(outcome) for outcome in outcomes]
         except BrokenRunError as exc:
-            setup.table.word(f"{name}_{ratio}: left out: {exc}")
+            setup.results.remark(f"{name}_{ratio}: left out: {exc}")
             continue
-        setup.say(f"{name}_{ratio}", found[ratio])
+        setup.add(f"{name}_{ratio}", found[ratio], "fraction")
     for ratio in [each for each in found if each != "none" and "none" in found]:
         gains = [with_ - without for with_, without in zip(found[ratio], found["none"], strict=True)]
-        setup.say(f"{name}_{ratio}_gain", gains)
+        setup.add(f"{name}_{ratio}_gain", gains, "fraction")
 
 
 def _with_ratio(name: str) -> Sections:
@@ -284,17 +283,19 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table(TARGETS)
-    table.fact("quick", chosen.quick)
+    results = Results("forgetting", TARGETS)
+    results.fact("quick", chosen.quick)
     with (
         tempfile.TemporaryDirectory() as folder,
         broker(chosen.bootstrap) as bootstrap,
         ThreadPoolExecutor(chosen.jobs) as pool,
     ):
-        setup = Setup(*(table, bootstrap, Path(folder).resolve(), range(chosen.seeds), pool, chosen.data, chosen.quick))
+        setup = Setup(
+            *(results, bootstrap, Path(folder).resolve(), range(chosen.seeds), pool, chosen.data, chosen.quick)
+        )
         for part in chosen.only:
             PARTS[part](setup)
-            table.write(chosen.json)
+            results.write(chosen)
 
 
 if __name__ == "__main__":

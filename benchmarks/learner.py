@@ -1,6 +1,6 @@
 """Steps a second of the whole learner, against the bare PyTorch loop on batches in memory.
 
-    python benchmarks/learner.py [--quick] [--json FILE] [--only PART ...]
+    python -m benchmarks.learner [--quick] [--json FILE] [--save] [--only PART ...]
 
     mlp      an MLP of a million parameters
     large    the MLP with four times as many events a step, which says what the learner takes a step and what an event;
@@ -21,11 +21,6 @@ turn while an ingest process reads the stream as fast as the learner did, and th
 cache, memory or more are not two, and that part of the difference is the machine's.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: this file would hide the package learner
-
 import argparse
 import contextlib
 import functools
@@ -36,16 +31,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.bare import BareLoop, Loop
-from harness.drain import Drain
-from harness.feed import Feed
-from harness.pipeline import LearnerProcess, Stream, broker, make_topic, messages, packed, pipeline, schema_of
-from harness.ranks import rates
-from harness.table import Table, Target, options
-from harness.turns import Spread, in_turns, ratio
+
+from benchmarks.harness.baseline_loop import BaselineLoop, Loop
+from benchmarks.harness.event_feed import EventFeed
+from benchmarks.harness.interleave import Spread, interleave, ratio
+from benchmarks.harness.pipeline import (
+    LearnerProcess,
+    Stream,
+    broker,
+    make_topic,
+    messages,
+    packed,
+    pipeline,
+    schema_of,
+)
+from benchmarks.harness.ranks import rates
+from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.stream_reader import StreamReader
 
 TARGETS = {
     "mlp_over_bare": Target(0.95, least=True),
@@ -88,7 +94,7 @@ CORE, OTHERS = _cores()
 class Live:
     """A learner on a stream that goes on, which is stopped between turns."""
 
-    def __init__(self, learner: LearnerProcess, feed: Feed, drain: Drain, sizes: Sizes, batch: int) -> None:
+    def __init__(self, learner: LearnerProcess, feed: EventFeed, drain: StreamReader, sizes: Sizes, batch: int) -> None:
         self._learner, self._feed, self._drain, self._sizes, self._batch = learner, feed, drain, sizes, batch
         self.busy = 0.0
         """The processor's seconds a step of the last turn."""
@@ -141,7 +147,7 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
     rows = packed(described, columns, label)
     payload = list(messages(rows)) if form == "rows" else _json(columns["x"], label)
     with (
-        Feed(stream, payload, _POOL_ROWS / len(payload), OTHERS) as feed,
+        EventFeed(stream, payload, _POOL_ROWS / len(payload), OTHERS) as feed,
         LearnerProcess(folder, document(stream, model, form, batch), CORE) as learner,
     ):
         feed.watch(learner.state_dir)
@@ -149,7 +155,7 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
         learner.spare(OTHERS, threads=True)
         feed.pause()
         learner.pause()
-        with Drain(stream, form, feed) as drain:
+        with StreamReader(stream, form, feed) as drain:
             yield Live(learner, feed, drain, sizes, batch)
 
 
@@ -160,18 +166,18 @@ def _json(x: np.ndarray[Any, Any], label: np.ndarray[Any, Any]) -> list[bytes]:
 
 
 def over_bare(
-    table: Table, key: str, model: dict[str, Any], form: str, sizes: Sizes, bootstrap: str, batch: int = BATCH
+    results: Results, key: str, model: dict[str, Any], form: str, sizes: Sizes, bootstrap: str, batch: int = BATCH
 ) -> None:
     """Measure the learner and the bare loop in turns."""
     loop = Loop(model, OPTIMIZER, batch, CORE)
     with (
         tempfile.TemporaryDirectory(dir=".", prefix=f"{key}-") as folder,
-        BareLoop(loop) as bare,
+        BaselineLoop(loop) as bare,
         live(bootstrap, model, form, sizes, Path(folder).resolve(), batch) as learner,
     ):
         busy: dict[str, list[float]] = {"bare": [], "learner": [], "beside": []}
 
-        def turn(arm: str, source: BareLoop | Live, call: Callable[[], float]) -> Callable[[], float]:
+        def turn(arm: str, source: BaselineLoop | Live, call: Callable[[], float]) -> Callable[[], float]:
             def taken() -> float:
                 rate = call()
                 busy[arm].append(source.busy)
@@ -185,51 +191,53 @@ def over_bare(
             "learner": turn("learner", learner, learner.turn),
             "beside": turn("beside", bare, lambda: learner.beside(alone)),
         }
-        rates = in_turns(arms, sizes.rounds, warm_up=0)
+        rates = interleave(arms, sizes.rounds, warm_up=0)
     milliseconds = 1000 / statistics.median(rates["bare"])
-    table.say(f"{key}_over_bare", ratio(rates["learner"], rates["bare"]), f"a bare step takes {milliseconds:.1f} ms")
-    table.say(f"{key}_over_bare_beside", ratio(rates["learner"], rates["beside"]), "while others read the stream")
-    table.say(
+    results.add(f"{key}_over_bare", ratio(rates["learner"], rates["bare"]), f"a bare step takes {milliseconds:.1f} ms")
+    results.add(f"{key}_over_bare_beside", ratio(rates["learner"], rates["beside"]), "while others read the stream")
+    results.add(
         f"{key}_busy_over_bare", ratio(busy["bare"], busy["learner"]), "by the processor's time of both, waits left out"
     )
-    table.say(f"{key}_busy_over_bare_beside", ratio(busy["beside"], busy["learner"]))
+    results.add(f"{key}_busy_over_bare_beside", ratio(busy["beside"], busy["learner"]))
     for arm, found in rates.items():
-        table.say(f"{key}_steps_per_second_{arm}", Spread.of(found))
+        results.add(f"{key}_steps_per_second_{arm}", Spread.of(found))
 
 
-def mlp(table: Table, sizes: Sizes, bootstrap: str) -> None:
+def mlp(results: Results, sizes: Sizes, bootstrap: str) -> None:
     """Measure the MLP."""
-    table.title(f"mlp: a million parameters, {BATCH} new and {BATCH} old events a step, rows")
-    over_bare(table, "mlp", MLP, "rows", sizes, bootstrap)
+    results.title(f"mlp: a million parameters, {BATCH} new and {BATCH} old events a step, rows")
+    over_bare(results, "mlp", MLP, "rows", sizes, bootstrap)
 
 
-def large(table: Table, sizes: Sizes, bootstrap: str) -> None:
+def large(results: Results, sizes: Sizes, bootstrap: str) -> None:
     """Measure the MLP with larger steps."""
-    table.title(f"large: the MLP with {LARGE} new and {LARGE} old events a step")
-    over_bare(table, "mlp_large", MLP, "rows", sizes, bootstrap, LARGE)
+    results.title(f"large: the MLP with {LARGE} new and {LARGE} old events a step")
+    over_bare(results, "mlp_large", MLP, "rows", sizes, bootstrap, LARGE)
 
 
-def convnet(table: Table, sizes: Sizes, bootstrap: str) -> None:
+def convnet(results: Results, sizes: Sizes, bootstrap: str) -> None:
     """Measure the convnet."""
-    table.title(f"convnet: 16 and 32 channels, {BATCH} new and {BATCH} old events a step, rows")
-    over_bare(table, "convnet", CONVNET, "rows", sizes, bootstrap)
+    results.title(f"convnet: 16 and 32 channels, {BATCH} new and {BATCH} old events a step, rows")
+    over_bare(results, "convnet", CONVNET, "rows", sizes, bootstrap)
 
 
-def formats(table: Table, sizes: Sizes, bootstrap: str) -> None:
+def formats(results: Results, sizes: Sizes, bootstrap: str) -> None:
     """Measure the MLP on JSON."""
-    table.title("formats: the MLP on events of 784 numbers as JSON")
-    over_bare(table, "mlp_json", MLP, "json", sizes, bootstrap)
+    results.title("formats: the MLP on events of 784 numbers as JSON")
+    over_bare(results, "mlp_json", MLP, "json", sizes, bootstrap)
 
 
-def ranks(table: Table, _sizes: Sizes, bootstrap: str) -> None:
+def ranks(results: Results, _sizes: Sizes, bootstrap: str) -> None:
     """Measure two ranks, and one, which have all cores."""
-    table.title("ranks: eight partitions, filled beforehand; two ranks, and one alone")
+    results.title("ranks: eight partitions, filled beforehand; two ranks, and one alone")
     with all_cores():
         found = rates(_RANKS_ROWS, _RANKS_ROUNDS, bootstrap)
-    table.say("uneven_over_even", ratio(found["uneven"], found["even"]), "new events a second")
-    table.say("ranks_two_over_one", ratio(found["even"], found["alone"]), "likewise; all else runs on these cores too")
+    results.add("uneven_over_even", ratio(found["uneven"], found["even"]), "new events a second")
+    results.add(
+        "ranks_two_over_one", ratio(found["even"], found["alone"]), "likewise; all else runs on these cores too"
+    )
     for name, each in found.items():
-        table.say(f"ranks_rows_per_second_{name}", Spread.of(each))
+        results.add(f"ranks_rows_per_second_{name}", Spread.of(each))
 
 
 @contextlib.contextmanager
@@ -245,7 +253,7 @@ def all_cores() -> Iterator[None]:
         os.sched_setaffinity(0, OTHERS)
 
 
-PARTS: dict[str, Callable[[Table, Sizes, str], None]] = {
+PARTS: dict[str, Callable[[Results, Sizes, str], None]] = {
     "mlp": mlp,
     "large": large,
     "convnet": convnet,
@@ -265,17 +273,17 @@ def main() -> None:
         help="a broker, where topics are left, instead of an embedded one; on this machine, kept off the first core",
     )
     chosen = parser.parse_args()
-    table = Table(TARGETS)
-    table.fact("quick", chosen.quick)
+    results = Results("learner", TARGETS)
+    results.fact("quick", chosen.quick)
     if CORE is None:
-        table.word("cores cannot be chosen here: figures are of a machine that does several things at once")
+        results.remark("cores cannot be chosen here: figures are of a machine that does several things at once")
     else:
         os.sched_setaffinity(0, OTHERS or CORE)
     with broker(chosen.bootstrap) as bootstrap:
         for part in chosen.only or (_QUICK_PARTS if chosen.quick else PARTS):
-            table.fact(f"load_before_{part}", os.getloadavg()[0])
-            PARTS[part](table, QUICK if chosen.quick else FULL, bootstrap)
-    table.write(chosen.json)
+            results.fact(f"load_before_{part}", os.getloadavg()[0])
+            PARTS[part](results, QUICK if chosen.quick else FULL, bootstrap)
+    results.write(chosen)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Steps a second with a store larger than its memory, against a store that memory holds.
 
-    python benchmarks/replay_disk.py [--quick] [--rows N] [--memory N] [--hidden N] [--device cpu] [--json FILE]
+    python -m benchmarks.replay_disk [--quick] [--rows N] [--memory N] [--hidden N] [--device cpu]
+                                     [--json FILE] [--save]
 
 Four learners train on the same new events, 64 a step and as many replayed ones of 3 KB each, in turns of some dozen
 steps, so that all meet the same machine:
@@ -14,24 +15,20 @@ The figure is the steps a second of each over those of the baseline in the same 
 for rows over the time that they took.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: replay.py would hide the package replay
-
 import argparse
 import contextlib
 import gc
 import tempfile
 import time
+from pathlib import Path
 
 import torch
-from harness.events import PARTITIONS, Events
-from harness.stores import drop_page_cache, fill, open_store
-from harness.table import Table, options
-from harness.turns import Spread, ratio
 from torch import nn
 
+from benchmarks.harness.events import PARTITIONS, Events
+from benchmarks.harness.interleave import Spread, ratio
+from benchmarks.harness.results import Results, options
+from benchmarks.harness.stores import drop_page_cache, fill, open_store
 from learner.config import LearnerSettings
 from learner.model.device import choose_precision
 from learner.model.task import Classification
@@ -94,7 +91,7 @@ def main() -> None:
     rounds, steps = (25, 20) if chosen.quick else (100, 40)
     device = torch.device(chosen.device)
     torch.set_num_threads(1)
-    table = Table({})
+    results = Results("replay_disk", {})
     with contextlib.ExitStack() as stack:
         arms = []
         for name, capacity in {"small": memory, "large": rows, "disk": rows, "cold": rows}.items():
@@ -107,7 +104,7 @@ def main() -> None:
             fill(store, EVENTS, _OFFERED * rows)
             arms[-1].turn(steps)
         held = ", ".join(f"{arm.name} {len(arm.store)}" for arm in arms)
-        table.title(f"{rounds} rounds of {steps} steps, {BATCH} + {BATCH} events of 3 KB; held: {held}")
+        results.title(f"{rounds} rounds of {steps} steps, {BATCH} + {BATCH} events of 3 KB; held: {held}")
         figures: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in arms}
         gc.disable()
         for _ in range(rounds):
@@ -116,10 +113,10 @@ def main() -> None:
                 figures[arm.name].append(arm.turn(steps))
     rates = {name: [rate for rate, _ in found] for name, found in figures.items()}
     for name, found in figures.items():
-        table.say(f"steps_per_second_{name}", Spread.of(rates[name]))
-        table.say(f"steps_over_small_{name}", ratio(rates[name], rates["small"]))
-        table.say(f"stall_fraction_{name}", Spread.of([share for _, share in found]), "of the time")
-    table.write(chosen.json)
+        results.add(f"steps_per_second_{name}", Spread.of(rates[name]))
+        results.add(f"steps_over_small_{name}", ratio(rates[name], rates["small"]))
+        results.add(f"stall_fraction_{name}", Spread.of([share for _, share in found]), "of the time")
+    results.write(chosen)
 
 
 if __name__ == "__main__":

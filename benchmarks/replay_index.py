@@ -1,6 +1,6 @@
-"""NeighbourClient of a batch in a store of embeddings: how many of the true ones are found, and what it costs the step.
+"""Neighbours of a batch in a store of embeddings: how many of the true ones are found, and what it costs the step.
 
-    python benchmarks/replay_index.py [--quick] [--rows N] [--dim N] [--seconds S] [--json FILE]
+    python -m benchmarks.replay_index [--quick] [--rows N] [--dim N] [--seconds S] [--json FILE] [--save]
 
 The index is filled; then steps of 20 ms of arithmetic on one core each offer 64 new events, remove as many, bring the
 embeddings of 64 others up to date, and ask for the 10 nearest of a batch of 64. The figures:
@@ -15,21 +15,21 @@ Embeddings are by turns a mixture of 1000 Gaussians, and rectified sums of 16 fa
 network's do.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: replay.py would hide the package replay
-
 import argparse
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
-from harness.table import Table, options
 
+from benchmarks.harness.results import Results, Target, options
 from replay.embedding_index.client import NeighbourClient
 
+TARGETS = {
+    "factors_similar_recall_at_10": Target(0.9, least=True),
+    "factors_similar_stall_fraction": Target(0.02),
+}
 BATCH, K, STEP_SECONDS = 64, 10, 0.02
 _PART = 512
 _FAR = 1e4
@@ -192,12 +192,12 @@ def main() -> None:
     chosen = parser.parse_args()
     rows = chosen.rows or (50_000 if chosen.quick else 1_000_000)
     seconds = chosen.seconds or (5 if chosen.quick else 60)
-    table = Table({})
+    results = Results("replay_index", TARGETS)
     for kind in KINDS:
-        table.title(f"{kind}: {rows} events of {chosen.dim} numbers, {seconds:g} s of steps")
+        results.title(f"{kind}: {rows} events of {chosen.dim} numbers, {seconds:g} s of steps")
         for name, value in measure(rows, chosen.dim, seconds, kind).items():
-            table.say(f"{kind}_{name}", value)
-    table.write(chosen.json)
+            results.add(f"{kind}_{name}", value)
+    results.write(chosen)
 
 
 if __name__ == "__main__":

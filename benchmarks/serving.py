@@ -1,6 +1,6 @@
 """What serving costs and keeps, over HTTP: one module of the harness for each section.
 
-    python benchmarks/serving.py [--quick] [--json FILE] [--only SECTION ...]
+    python -m benchmarks.serving [--quick] [--json FILE] [--save] [--only SECTION ...]
 
     alone      what a server answers, and how soon, while nothing else goes on; left out of the quick form, as is `peer`
     swaps      a thousand swaps under load: requests that fail, how much later the others are answered, memory
@@ -15,18 +15,20 @@ load: arrival times are fixed in advance, and a request's time begins at its arr
 then, so that queueing is not hidden.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: this file would hide the package serving
-
 import argparse
 import os
 from types import ModuleType
 
-from harness import serving_alone, serving_freshness, serving_peer, serving_share, serving_swaps, serving_workers
-from harness.pipeline import broker
-from harness.table import Table, options
+from benchmarks.harness import (
+    serving_alone,
+    serving_freshness,
+    serving_peer,
+    serving_share,
+    serving_swaps,
+    serving_workers,
+)
+from benchmarks.harness.pipeline import broker
+from benchmarks.harness.results import Results, options
 
 SECTIONS: dict[str, ModuleType] = {
     "alone": serving_alone,
@@ -36,7 +38,7 @@ SECTIONS: dict[str, ModuleType] = {
     "freshness": serving_freshness,
     "share": serving_share,
 }
-"""Each has `TARGETS`, and `measure(table, quick, bootstrap)`."""
+"""Each has `TARGETS`, and `measure(results, quick, bootstrap)`."""
 _QUICK = ["swaps", "freshness", "share"]
 
 
@@ -48,13 +50,14 @@ def main() -> None:
         "--bootstrap", metavar="HOST:PORT", help="a broker, where topics are left, instead of an embedded one"
     )
     chosen = parser.parse_args()
-    table = Table({key: target for section in SECTIONS.values() for key, target in section.TARGETS.items()})
-    table.fact("quick", chosen.quick)
+    targets = {key: target for section in SECTIONS.values() for key, target in section.TARGETS.items()}
+    results = Results("serving", targets)
+    results.fact("quick", chosen.quick)
     with broker(chosen.bootstrap) as bootstrap:
         for name in chosen.only or (_QUICK if chosen.quick else SECTIONS):
-            table.fact(f"load_before_{name}", os.getloadavg()[0])
-            SECTIONS[name].measure(table, chosen.quick, bootstrap)
-    table.write(chosen.json)
+            results.fact(f"load_before_{name}", os.getloadavg()[0])
+            SECTIONS[name].measure(results, chosen.quick, bootstrap)
+    results.write(chosen)
 
 
 if __name__ == "__main__":

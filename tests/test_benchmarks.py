@@ -1,8 +1,8 @@
 """Benchmarks can be started, and measure what they say."""
 
+import argparse
 import contextlib
 import importlib
-import importlib.util
 import json
 import pickle
 import subprocess
@@ -22,29 +22,21 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(BENCHMARKS)])
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(f"harness.{name}")
-
-    yield load
-    for name in [name for name in sys.modules if name.split(".")[0] == "harness"]:
-        del sys.modules[name]
+def load() -> Load:
+    """A module of the harness, by its name."""
+    return lambda name: importlib.import_module(f"benchmarks.harness.{name}")
 
 
-SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py"))
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
 EACH_IN_A_FORK = """
 import os, runpy, sys
 import kafka, prometheus_client, pydantic, torch
 
-folder, *scripts = sys.argv[1:]
-sys.path[0] = folder
-for script in scripts:
+for script in sys.argv[1:]:
     print("==", script, flush=True)
     if os.fork() == 0:
-        sys.argv = [os.path.join(folder, script), "--help"]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.argv[1:] = ["--help"]
+        runpy.run_module(f"benchmarks.{script}", run_name="__main__", alter_sys=True)
         os._exit(0)
     print("==", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
@@ -56,8 +48,9 @@ def helped() -> dict[str, tuple[str, str]]:
 
     Each has a process of its own, in which third parties are there already: torch takes longer than all the rest.
     """
-    command = [sys.executable, "-c", EACH_IN_A_FORK, str(BENCHMARKS), *SCRIPTS]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=True)
+    command = [sys.executable, "-c", EACH_IN_A_FORK, *SCRIPTS]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run(command, cwd=BENCHMARKS.parent, timeout=120, check=True, **output)
     _, *parts = run.stdout.split("== ")
     return {
         named.partition("\n")[0]: (named.partition("\n")[2], code.strip())
@@ -68,11 +61,11 @@ def helped() -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.process
 def test_a_benchmark_starts_and_takes_what_all_of_them_take(helped: dict[str, tuple[str, str]], script: str) -> None:
-    """Also though `replay.py` lies beside it, which is called as the package `replay` is."""
     said, code = helped[script]
     assert code == "0", said
     assert "--quick" in said
     assert "--json" in said
+    assert "--save" in said
 
 
 def test_events_know_themselves_again(load: Load) -> None:
@@ -91,41 +84,73 @@ def test_events_know_themselves_again(load: Load) -> None:
 def test_every_arm_has_each_place_of_a_round(load: Load) -> None:
     called: list[str] = []
     arms = {name: lambda name=name: float(len(called.append(name) or called)) for name in "abc"}
-    found = load("turns").in_turns(arms, rounds=3)
+    found = load("interleave").interleave(arms, rounds=3)
     assert sorted(place for rounds in found.values() for place in rounds) == list(range(4, 13))
     for figures in found.values():
         assert sorted((int(place) - 1) % 3 for place in figures) == [0, 1, 2]
 
 
-def test_a_table_says_of_each_target_whether_it_is_met(
+def test_results_say_of_each_target_whether_it_is_met(
     load: Load, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    table_, spread = load("table"), load("turns").Spread
-    table = table_.Table({"speed": table_.Target(5, least=True), "cost": table_.Target(1.5)})
-    table.say("speed", spread.of([4.0, 6.0, 7.0]))
-    table.say("cost", 1.6)
-    table.say("other", 3.0)
+    module, spread = load("results"), load("interleave").Spread
+    results = module.Results("toy", {"speed": module.Target(5, least=True), "cost": module.Target(1.5)})
+    results.add("speed", spread.of([4.0, 6.0, 7.0]))
+    results.add("cost", 1.6)
+    results.add("other", 3.0)
     speed, cost, other = capsys.readouterr().out.splitlines()
     assert speed.split() == ["speed", "6", "[4", "..", "7]", ">=", "5", "met"]
     assert cost.split() == ["cost", "1.6", "<=", "1.5", "MISSED"]
     assert other.split() == ["other", "3"]
-    table.write(tmp_path / "found.json")
+    results.write(argparse.Namespace(json=tmp_path / "found.json", save=None, quick=True))
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["speed"] == 6.0
     assert (found["speed_least"], found["speed_most"]) == (4.0, 7.0)
     assert not [value for value in found.values() if isinstance(value, dict | list)]
 
 
+def test_saved_results_name_the_machine_and_the_revision_and_replace_none(load: Load, tmp_path: Path) -> None:
+    module, spread = load("results"), load("interleave").Spread
+    for quick in (True, True, False):
+        results = module.Results("toy", {"draw_seconds": module.Target(0.5)})
+        results.fact("quick", quick)
+        results.add("draw_seconds", spread.of([0.1, 0.2, 0.7]))
+        results.add("rate", float("nan"), unit="1/s")
+        results.write(argparse.Namespace(json=None, save=tmp_path, quick=quick, only=["part"], data=tmp_path))
+        results.write(argparse.Namespace(json=None, save=tmp_path, quick=quick, only=["part"], data=tmp_path))
+    *_, found = (json.loads(path.read_text()) for path in tmp_path.glob("toy/*.json"))
+    machine = found["machine"]
+    stem = f"{found['time'][:10]}-{machine['name']}"
+    assert {path.stem for path in tmp_path.glob("toy/*")} == {stem, f"{stem}-quick", f"{stem}-quick-2"}
+    assert set(machine) == {"name", "cpu", "cores", "gpu", "system", "python", "torch", "kafka"}
+    assert (machine["torch"], found["revision"]) == (torch.__version__, module.revision())
+    assert found["parameters"] == {"form": found["parameters"]["form"], "only": ["part"], "data": str(tmp_path)}
+    assert found["figures"] == [
+        {"key": "draw_seconds", "value": 0.2, "unit": "s", "least": 0.1, "most": 0.7, "target": "<= 0.5", "met": True},
+        {"key": "rate", "value": None, "unit": "1/s", "least": None, "most": None, "target": None, "met": None},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "unit"),
+    [
+        ("draw_hot_seconds_1e6", "s"),
+        ("mlp_steps_per_second_bare", "1/s"),
+        ("mlp_over_bare", "ratio"),
+        ("draw_growth", "ratio"),
+        ("index_bytes_per_event", "bytes per event"),
+        ("swap_disk_bytes", "bytes"),
+        ("stall_fraction_cold", "fraction"),
+        ("swap_failed", ""),
+    ],
+)
+def test_the_unit_is_that_of_the_key(load: Load, key: str, unit: str) -> None:
+    assert load("results").unit_of(key) == unit
+
+
 @pytest.fixture
-def forgetting(load: Load) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("benchmark_forgetting", BENCHMARKS / "forgetting.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def forgetting() -> ModuleType:
+    return importlib.import_module("benchmarks.forgetting")
 
 
 def test_a_data_set_is_read_only_if_it_is_arrays(load: Load) -> None:

@@ -29,7 +29,8 @@ from tools import reference
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
-PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
+ELSEWHERE = ("README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")
+PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ELSEWHERE}
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
     for package in ("anabranch", "serving", "learner", "replay", "ingest")
@@ -137,6 +138,14 @@ def test_links_lead_somewhere(page):
         if not target.exists() or (anchor and anchor not in headings(target.read_text(encoding="utf-8"))):
             lost.append(link)
     assert lost == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_blank_line_is_within_a_table(page):
+    """What comes after it would be shown as text: a table begins with a head and a line of dashes."""
+    parts = FENCED.sub("", PAGES[page]).split("\n\n")
+    tables = [part.splitlines() for part in parts if part.startswith("|")]
+    assert [table[0] for table in tables if len(table) < 2 or not re.fullmatch(r"[|: -]+", table[1])] == []
 
 
 def test_the_index_names_every_page():

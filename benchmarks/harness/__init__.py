@@ -1,5 +1,5 @@
-"""What the benchmarks of this folder share: events, data sets, stores, peers, whole pipelines, turns and tables.
+"""What the benchmarks share: events, data sets, stores, peers, whole pipelines, interleaved arms and their results.
 
-A script of this folder puts the folder at the end of `sys.path` before it imports anything else of the project: with
-the folder in front, its `replay.py` would be taken for the package `replay`.
+A benchmark is started as a module, `python -m benchmarks.replay`: if it is started as a file, its folder is first on
+`sys.path`, and `replay.py` is taken for the package `replay`.
 """

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.flights import flights_arrays
+from benchmarks.harness.flights import flights_arrays
 from ingest.events.block import Array
 
 Arrays = dict[str, Array]

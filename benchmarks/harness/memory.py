@@ -8,8 +8,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from harness.events import Events
-from harness.stores import fill, open_store
+from benchmarks.harness.events import Events
+from benchmarks.harness.stores import fill, open_store
 
 _FLOATS = 2
 """Events are small, so that spare slots and what an allocator rounds up are small beside the index."""

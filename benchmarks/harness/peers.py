@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.events import Events
+from benchmarks.harness.events import Events
 from ingest.events.block import Array
 
 _CHUNK = 4096

@@ -19,7 +19,7 @@ import psutil
 from torch import nn
 
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
-from harness import models
+from benchmarks.harness import models
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.block import Array
 from ingest.events.schema import Schema

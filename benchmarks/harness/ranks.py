@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
-from harness.turns import in_turns
+from benchmarks.harness.interleave import interleave
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
 from ingest.formats.rows import row_dtype
@@ -72,7 +72,7 @@ def rates(rows: int, rounds: int, bootstrap: str | None = None) -> Mapping[str, 
             _fill(address, topics[name], sizes, rows)
         arms = {name: partial(_rate, address, topic, rows, 2) for name, topic in topics.items()}
         arms["alone"] = partial(_rate, address, topics["even"], rows, 1)
-        return in_turns(arms, rounds, warm_up=0)
+        return interleave(arms, rounds, warm_up=0)
 
 
 def _fill(bootstrap: str, topic: str, sizes: Sequence[int], rows: int) -> None:

@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy as np
 import psutil
 
-from harness.pipeline import BrokenRunError
+from benchmarks.harness.pipeline import BrokenRunError
 from serving.reporting.report import ServingReport, read_report
 
 _PATIENCE_SECONDS = 60.0

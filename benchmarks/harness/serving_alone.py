@@ -7,12 +7,12 @@ that of 64 clients, each of which asks again when it is answered. The server is 
 import tempfile
 from pathlib import Path
 
-from harness.cores import split
-from harness.load import Load
-from harness.published import NAME, Published
-from harness.server import ServingProcess, binary_request
-from harness.table import Table, Target
-from harness.turns import Spread
+from benchmarks.harness.cores import split
+from benchmarks.harness.interleave import Spread
+from benchmarks.harness.load import Load
+from benchmarks.harness.results import Results, Target
+from benchmarks.harness.server import ServingProcess, binary_request
+from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
 TARGETS: dict[str, Target] = {}
 MODELS = {
@@ -23,26 +23,26 @@ _CLIENTS = 64
 _PARTS = (0.2, 0.5, 0.8)
 
 
-def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
     seconds, rounds = (0.5, 2) if quick else (8.0, 5)
     core, others = split()
     for name, model in MODELS.items():
-        table.title(f"alone: {name}, single rows as binary data, max_batch 64, max_delay 1 ms")
+        results.title(f"alone: {name}, single rows as binary data, max_batch 64, max_delay 1 ms")
         with tempfile.TemporaryDirectory(dir=".", prefix="alone-") as folder:
             place = Path(folder).resolve()
-            Published(place, model, 784, {"max_delay": "1ms"}).publish()
+            VersionPublisher(place, model, 784, {"max_delay": "1ms"}).publish()
             with ServingProcess(place, core) as server:
                 url = f"{server.wait().address}/v2/models/{NAME}/infer"
                 with Load(url, *binary_request(1, 784), others) as load:
                     load.flood(_CLIENTS, seconds)
                     floods = [load.flood(_CLIENTS, seconds) for _ in range(rounds)]
                     rates = [len(answers.seconds) / seconds for answers in floods]
-                    table.say(f"{name}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
+                    results.add(f"{name}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
                     for part in _PARTS:
                         turns = [load.turn(part * min(rates), seconds) for _ in range(rounds)]
                         key, note = f"{name}_at_{part * 100:.0f}", f"at {part * min(rates):.0f} requests a second"
                         for q in (50, 99):
-                            table.say(f"{key}_p{q}_seconds", Spread.of([a.percentile(q) for a in turns]), note)
-                        table.fact(f"{key}_failed", sum(a.failed for a in turns))
-                    table.say(f"{name}_failed", float(sum(a.failed for a in floods)))
+                            results.add(f"{key}_p{q}_seconds", Spread.of([a.percentile(q) for a in turns]), note)
+                        results.fact(f"{key}_failed", sum(a.failed for a in turns))
+                    results.add(f"{name}_failed", float(sum(a.failed for a in floods)))

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from harness.pipeline import LearnerProcess, Stream, make_topic, packed, pipeline, schema_of
-from harness.server import ServingProcess
-from harness.table import Table, Target
+from benchmarks.harness.pipeline import LearnerProcess, Stream, make_topic, packed, pipeline, schema_of
+from benchmarks.harness.results import Results, Target
+from benchmarks.harness.server import ServingProcess
 from ingest.kafka.producer import EventProducer
 
 TARGETS = {"freshness_p99_seconds": Target(1.0)}
@@ -97,10 +97,10 @@ class _Stream:
             self._failed += 1
 
 
-def measure(table: Table, quick: bool, bootstrap: str) -> None:
+def measure(results: Results, quick: bool, bootstrap: str) -> None:
     """Measure the section."""
     seconds = 4.0 if quick else 120.0
-    table.title(f"freshness: {_RATE} events a second, a version every 250 ms, an MLP of a million parameters")
+    results.title(f"freshness: {_RATE} events a second, a version every 250 ms, an MLP of a million parameters")
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL, 784), np.float32)}
     described = schema_of(columns, 10)
@@ -128,7 +128,7 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:
             taken, failed = events.ask(address, seconds)
         producer.close()
     found = np.array(taken)
-    table.say("freshness_p99_seconds", float(np.percentile(found, 99)), f"of {len(found)} requests")
-    table.say("freshness_p50_seconds", float(np.percentile(found, 50)))
-    table.say("freshness_most_seconds", float(found.max()))
-    table.say("freshness_failed", float(failed))
+    results.add("freshness_p99_seconds", float(np.percentile(found, 99)), f"of {len(found)} requests")
+    results.add("freshness_p50_seconds", float(np.percentile(found, 50)))
+    results.add("freshness_most_seconds", float(found.max()))
+    results.add("freshness_failed", float(failed))

@@ -22,13 +22,13 @@ import numpy as np
 import psutil
 
 from anabranch.runtime.embedded_broker import free_port
-from harness.cores import split
-from harness.load import Load
-from harness.pipeline import BrokenRunError
-from harness.published import NAME, Published
-from harness.server import ServingProcess, binary_request, json_request
-from harness.table import Table, Target
-from harness.turns import Spread, in_turns, ratio
+from benchmarks.harness.cores import split
+from benchmarks.harness.interleave import Spread, interleave, ratio
+from benchmarks.harness.load import Load
+from benchmarks.harness.pipeline import BrokenRunError
+from benchmarks.harness.results import Results, Target
+from benchmarks.harness.server import ServingProcess, binary_request, json_request
+from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
 TARGETS = {"throughput_over_litserve": Target(1.5, least=True)}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
@@ -39,21 +39,21 @@ _MAX_BATCH, _MAX_DELAY = 64, 0.002
 _PATIENCE = 60.0
 
 
-def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
     seconds, rounds = (0.7, 2) if quick else (8.0, 5)
     core, others = split()
-    table.title(f"peer: an MLP of a million parameters, single rows as JSON, {_CLIENTS} clients")
+    results.title(f"peer: an MLP of a million parameters, single rows as JSON, {_CLIENTS} clients")
     there = [name for name in PEERS if importlib.util.find_spec(name) is not None]
     for name, package in PEERS.items():
         if name not in there:
-            table.word(f"{name} is left out: pip install '{package}', or the extra peers")
+            results.remark(f"{name} is left out: pip install '{package}', or the extra peers")
     if not there:
         return
     with tempfile.TemporaryDirectory(dir=".", prefix="peer-") as folder, contextlib.ExitStack() as stack:
         place = Path(folder).resolve()
         batching = {"max_batch": _MAX_BATCH, "max_delay": f"{_MAX_DELAY * 1000:g}ms"}
-        Published(place, MLP, 784, batching).publish()
+        VersionPublisher(place, MLP, 784, batching).publish()
         server = stack.enter_context(ServingProcess(place, core))
         url = f"{server.wait().address}/v2/models/{NAME}/infer"
         row = np.random.default_rng(0).random(784, np.float32).round(4).tolist()
@@ -74,11 +74,11 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 
             failed[name] += answers.failed
             return len(answers.seconds) / seconds
 
-        rates = in_turns({name: lambda name=name: arm(name) for name in loads}, rounds)  # type: ignore[misc]
+        rates = interleave({name: lambda name=name: arm(name) for name in loads}, rounds)  # type: ignore[misc]
     for name in there:
-        table.say(f"throughput_over_{name}", ratio(rates["ours"], rates[name]), "requests a second, JSON both")
+        results.add(f"throughput_over_{name}", ratio(rates["ours"], rates[name]), "requests a second, JSON both")
     for name, found in rates.items():
-        table.say(f"requests_per_second_{name}", Spread.of(found), f"{failed[name]} failed" if failed[name] else "")
+        results.add(f"requests_per_second_{name}", Spread.of(found), f"{failed[name]} failed" if failed[name] else "")
 
 
 class _Peer(psutil.Process):

@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import psutil
 
-from harness.feed import Feed
-from harness.load import Answers, Load
-from harness.pipeline import LearnerProcess, Stream, make_topic, messages, packed, pipeline, schema_of
-from harness.server import ServingProcess, binary_request
-from harness.table import Table, Target
-from harness.turns import Spread, ratio
-from harness.wakeups import Wakeups
+from benchmarks.harness.event_feed import EventFeed
+from benchmarks.harness.interleave import Spread, ratio
+from benchmarks.harness.load import Answers, Load
+from benchmarks.harness.pipeline import LearnerProcess, Stream, make_topic, messages, packed, pipeline, schema_of
+from benchmarks.harness.results import Results, Target
+from benchmarks.harness.scheduling_latency import SchedulingLatency
+from benchmarks.harness.server import ServingProcess, binary_request
 
 _TARGETS = {
     "p99_training_over_alone": Target(1.10),
@@ -87,12 +87,12 @@ class Core:
         learner: LearnerProcess,
         server: ServingProcess,
         load: Load,
-        feed: Feed,
-        wakeups: Wakeups,
+        feed: EventFeed,
+        latency: SchedulingLatency,
         sizes: Sizes,
     ) -> None:
         self._learner, self._server, self._load, self._feed, self._sizes = learner, server, load, feed, sizes
-        self._wakeups = wakeups
+        self._latency = latency
         self.rate = 50.0
         self.used: list[float] = []
         """The part of the core that serving took in each turn alone."""
@@ -129,7 +129,7 @@ class Core:
     def late(self, *, alone: bool) -> float:
         """Return how late a process gets the core when it wakes, at the 99th percentile, in seconds."""
         with contextlib.nullcontext() if alone else self._learning():
-            return float(np.percentile(self._wakeups.turn(self._sizes.turn), 99))
+            return float(np.percentile(self._latency.turn(self._sizes.turn), 99))
 
     @contextlib.contextmanager
     def _learning(self) -> Iterator[None]:
@@ -176,7 +176,7 @@ def on_one_core(bootstrap: str, sizes: Sizes, policy: str, model: dict[str, Any]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="share-"))).resolve()
         stream = Stream(bootstrap, folder.name, described, 0)
         make_topic(stream)
-        feed = stack.enter_context(Feed(stream, payload, _POOL_ROWS / len(payload), OTHERS))
+        feed = stack.enter_context(EventFeed(stream, payload, _POOL_ROWS / len(payload), OTHERS))
         learner = stack.enter_context(LearnerProcess(folder, document(stream, model, policy), CORE))
         feed.watch(learner.state_dir)
         learner.wait_for(lambda report: sum(report.outcomes.values()) > _STORED and report.version is not None)
@@ -187,8 +187,8 @@ def on_one_core(bootstrap: str, sizes: Sizes, policy: str, model: dict[str, Any]
         server = stack.enter_context(ServingProcess(folder, CORE))
         url = f"{server.wait().address}/v2/models/{stream.topic}/infer"
         load = stack.enter_context(Load(url, *binary_request(1, 784), OTHERS))
-        wakeups = stack.enter_context(Wakeups(CORE))
-        yield Core(learner, server, load, feed, wakeups, sizes)
+        latency = stack.enter_context(SchedulingLatency(CORE))
+        yield Core(learner, server, load, feed, latency, sizes)
 
 
 def _step_aside(but: set[int]) -> None:
@@ -212,18 +212,18 @@ def _pin(process: int, cores: set[int] | None) -> None:
             os.sched_setaffinity(thread.id, cores)
 
 
-def measure(table: Table, quick: bool, bootstrap: str) -> None:
+def measure(results: Results, quick: bool, bootstrap: str) -> None:
     """Measure the section."""
     _pin(os.getpid(), OTHERS)
     try:
         for key, (model, words) in list(MODELS.items())[: 1 if quick else None]:
-            table.title(f"share: learner and serving on one core, {words}, single rows")
-            _measure(table, key, model, QUICK if quick else FULL, bootstrap)
+            results.title(f"share: learner and serving on one core, {words}, single rows")
+            _measure(results, key, model, QUICK if quick else FULL, bootstrap)
     finally:
         _pin(os.getpid(), (CORE or set()) | (OTHERS or set()) or None)
 
 
-def _measure(table: Table, key: str, model: dict[str, Any], sizes: Sizes, bootstrap: str) -> None:
+def _measure(results: Results, key: str, model: dict[str, Any], sizes: Sizes, bootstrap: str) -> None:
     alone, free, shared = [], [], []
     with on_one_core(bootstrap, sizes, "inference-first", model) as core:
         core.calibrate()
@@ -236,32 +236,32 @@ def _measure(table: Table, key: str, model: dict[str, Any], sizes: Sizes, bootst
         other.rate = core.rate
         off = [other.shared() for _ in range(sizes.rounds_off)]
     p99_alone = [answers.percentile(99) for answers in alone]
-    table.say(f"{key}p99_training_over_alone", ratio([answers.percentile(99) for answers, _ in shared], p99_alone))
-    table.say(
+    results.add(f"{key}p99_training_over_alone", ratio([answers.percentile(99) for answers, _ in shared], p99_alone))
+    results.add(
         f"{key}training_kept_over_free", ratio([steps for _, steps in shared], [(1 - USED) * steps for steps in free])
     )
     micro_batch = 1000 / statistics.median(free)
-    table.say(f"{key}yield_p99_seconds", late, f"a micro-batch takes {micro_batch:.0f} ms")
-    table.say(f"{key}yield_p99_alone_seconds", late_alone)
-    table.say(
+    results.add(f"{key}yield_p99_seconds", late, f"a micro-batch takes {micro_batch:.0f} ms")
+    results.add(f"{key}yield_p99_alone_seconds", late_alone)
+    results.add(
         f"{key}p99_training_over_alone_off",
         _over([a.percentile(99) for a, _ in off], p99_alone),
         "without device sharing",
     )
-    table.say(f"{key}training_kept_over_free_off", _over([s for _, s in off], [(1 - USED) * steps for steps in free]))
+    results.add(f"{key}training_kept_over_free_off", _over([s for _, s in off], [(1 - USED) * steps for steps in free]))
     arms = {"alone": alone, "training": [a for a, _ in shared], "training_off": [a for a, _ in off]}
     for name, turns in arms.items():
         for q in (50, 99):
-            table.say(f"{key}p{q}_{name}_seconds", Spread.of([answers.percentile(q) for answers in turns]))
-    table.say(f"{key}steps_per_second_free", Spread.of(free))
-    table.say(f"{key}steps_per_second_shared", Spread.of([steps for _, steps in shared]))
-    table.say(f"{key}steps_per_second_shared_off", Spread.of([steps for _, steps in off]))
-    table.say(f"{key}core_used_by_serving_alone", Spread.of(core.used), f"at {core.rate:.0f} requests a second")
+            results.add(f"{key}p{q}_{name}_seconds", Spread.of([answers.percentile(q) for answers in turns]))
+    results.add(f"{key}steps_per_second_free", Spread.of(free))
+    results.add(f"{key}steps_per_second_shared", Spread.of([steps for _, steps in shared]))
+    results.add(f"{key}steps_per_second_shared_off", Spread.of([steps for _, steps in off]))
+    results.add(f"{key}core_used_by_serving_alone", Spread.of(core.used), f"at {core.rate:.0f} requests a second")
     for arm, parts in core.trained.items():
-        table.say(f"{key}core_used_by_training_{arm}", Spread.of(parts))
-    table.say(f"{key}requests_failed", float(sum(answers.failed for turns in arms.values() for answers in turns)))
+        results.add(f"{key}core_used_by_training_{arm}", Spread.of(parts))
+    results.add(f"{key}requests_failed", float(sum(answers.failed for turns in arms.values() for answers in turns)))
     behind = max(answers.late_p99 for turns in arms.values() for answers in turns)
-    table.say(f"{key}load_late_p99_seconds", behind, "how late the generator itself was at worst, counted above")
+    results.add(f"{key}load_late_p99_seconds", behind, "how late the generator itself was at worst, counted above")
 
 
 def _over(above: list[float], below: list[float]) -> float:

@@ -23,12 +23,12 @@ from types import TracebackType
 import psutil
 import torch
 
-from harness.cores import split
-from harness.load import Answers, Load
-from harness.published import NAME, Published
-from harness.server import ServingProcess, binary_request
-from harness.table import Table, Target
-from harness.turns import Spread
+from benchmarks.harness.cores import split
+from benchmarks.harness.interleave import Spread
+from benchmarks.harness.load import Answers, Load
+from benchmarks.harness.results import Results, Target
+from benchmarks.harness.server import ServingProcess, binary_request
+from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
 TARGETS = {
     "swap_failed": Target(0),
@@ -58,7 +58,7 @@ class Swaps:
 class Publisher:
     """Publishes from a process of its own, which gives way to the one that sends requests."""
 
-    def __init__(self, published: Published, server: int, cores: set[int] | None) -> None:
+    def __init__(self, published: VersionPublisher, server: int, cores: set[int] | None) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_publish, args=(theirs, published, server, cores), daemon=True)
@@ -85,7 +85,7 @@ class Publisher:
         return swaps
 
 
-def _publish(connection: Connection, published: Published, server: int, cores: set[int] | None) -> None:
+def _publish(connection: Connection, published: VersionPublisher, server: int, cores: set[int] | None) -> None:
     if cores is not None:
         os.sched_setaffinity(0, cores)
     os.nice(19)
@@ -113,16 +113,16 @@ def _publish(connection: Connection, published: Published, server: int, cores: s
         connection.send(found)
 
 
-def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
     swaps, rounds = (20, 2) if quick else (100, 10)
     core, others = split()
-    table.title(
+    results.title(
         f"swaps: {swaps * rounds} of an MLP of a million parameters, ten a second, {_RATE:.0f} requests a second"
     )
     with tempfile.TemporaryDirectory(dir=".", prefix="swaps-") as folder:
         place = Path(folder).resolve()
-        published = Published(place, MLP, 784, {"max_delay": "1ms"})
+        published = VersionPublisher(place, MLP, 784, {"max_delay": "1ms"})
         published.publish()
         with ServingProcess(place, core) as server:
             url = f"{server.wait().address}/v2/models/{NAME}/infer"
@@ -145,15 +145,15 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 
     tenth = max(5, len(found.resident) // 10)
     first, last = (statistics.median(part) for part in (found.resident[tenth : 2 * tenth], found.resident[-tenth:]))
     refused = sum((swapping.refused for _, swapping in pairs), Counter())
-    table.say("swap_failed", float(refused.total()), ", ".join(f"{n} with {code}" for code, n in refused.items()))
-    table.say("swap_added_p99_seconds", Spread.of([s.percentile(99) - q.percentile(99) for q, s in pairs]))
-    table.say("swap_memory_growth", last / first, f"of {first / 1e6:.0f} MB")
+    results.add("swap_failed", float(refused.total()), ", ".join(f"{n} with {code}" for code, n in refused.items()))
+    results.add("swap_added_p99_seconds", Spread.of([s.percentile(99) - q.percentile(99) for q, s in pairs]))
+    results.add("swap_memory_growth", last / first, f"of {first / 1e6:.0f} MB")
     if read is not None:
-        table.say("swap_disk_bytes", float(read), f"of {len(found.late)} versions of 4 MB")
-    table.say("swap_p99_seconds", Spread.of([swapping.percentile(99) for _, swapping in pairs]))
-    table.say("swap_quiet_p99_seconds", Spread.of([quiet.percentile(99) for quiet, _ in pairs]))
-    table.say("swap_noticed_seconds", Spread.of(found.late), "from the publish to the swap")
-    table.say("swap_load_late_p99_seconds", max(s.late_p99 for _, s in pairs), "of the generator, part of the above")
+        results.add("swap_disk_bytes", float(read), f"of {len(found.late)} versions of 4 MB")
+    results.add("swap_p99_seconds", Spread.of([swapping.percentile(99) for _, swapping in pairs]))
+    results.add("swap_quiet_p99_seconds", Spread.of([quiet.percentile(99) for quiet, _ in pairs]))
+    results.add("swap_noticed_seconds", Spread.of(found.late), "from the publish to the swap")
+    results.add("swap_load_late_p99_seconds", max(s.late_p99 for _, s in pairs), "of the generator, part of the above")
 
 
 def _disk_bytes(server: int) -> int | None:

@@ -11,23 +11,23 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from harness.load import Load
-from harness.published import NAME, Published
-from harness.server import ServingProcess, binary_request
-from harness.serving_alone import MODELS
-from harness.table import Table, Target
-from harness.turns import Spread
+from benchmarks.harness.interleave import Spread
+from benchmarks.harness.load import Load
+from benchmarks.harness.results import Results, Target
+from benchmarks.harness.server import ServingProcess, binary_request
+from benchmarks.harness.serving_alone import MODELS
+from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
 TARGETS: dict[str, Target] = {}
 _CLIENTS = 64
 _LOOK_SECONDS = 0.05
 
 
-def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
     seconds, rounds = (0.5, 2) if quick else (6.0, 5)
-    table.title("workers: mlp, single rows as binary data, max_batch 64, max_delay 1 ms")
-    table.fact("workers_cores", os.cpu_count())
+    results.title("workers: mlp, single rows as binary data, max_batch 64, max_delay 1 ms")
+    results.fact("workers_cores", os.cpu_count())
     with ExitStack() as stack:
         loads = [stack.enter_context(_load(stack, workers)) for workers in (1, 2)]
         for load in loads:
@@ -36,16 +36,16 @@ def measure(table: Table, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 
     for workers in (1, 2):
         answers = [turn[workers - 1] for turn in turns]
         rates = [len(each.seconds) / seconds for each in answers]
-        table.say(f"workers_{workers}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
-        table.say(f"workers_{workers}_p99_seconds", Spread.of([each.percentile(99) for each in answers]))
-        table.fact(f"workers_{workers}_failed", sum(each.failed for each in answers))
+        results.add(f"workers_{workers}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
+        results.add(f"workers_{workers}_p99_seconds", Spread.of([each.percentile(99) for each in answers]))
+        results.fact(f"workers_{workers}_failed", sum(each.failed for each in answers))
     gains = [len(two.seconds) / len(one.seconds) for one, two in turns]
-    table.say("workers_2_over_1", Spread.of(gains), "throughput")
+    results.add("workers_2_over_1", Spread.of(gains), "throughput")
 
 
 def _load(stack: ExitStack, workers: int) -> Load:
     place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="workers-"))).resolve()
-    Published(place, MODELS["mlp"], 784, {"max_delay": "1ms", "workers": workers}).publish()
+    VersionPublisher(place, MODELS["mlp"], 784, {"max_delay": "1ms", "workers": workers}).publish()
     server = stack.enter_context(ServingProcess(place))
     while (report := server.wait()).workers < workers:
         time.sleep(_LOOK_SECONDS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from harness.events import PARTITIONS, Events
+from benchmarks.harness.events import PARTITIONS, Events
 from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings

@@ -12,20 +12,16 @@ loop's thread, and `checkpoint_cost_fraction_queued` by the time for which the k
 have worked; what is left of the first is what it slept, such as for the interpreter's lock.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness.event_feed import EventFeed
+from benchmarks.harness.pipeline import LearnerProcess, Stream, make_topic, messages, packed, pipeline, schema_of
 from tests.faults import cost_program
 from tests.faults.figures import Figures
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # last: it has files named like our packages
-
-from harness.feed import Feed
-from harness.pipeline import LearnerProcess, Stream, make_topic, messages, packed, pipeline, schema_of
 
 Floats = NDArray[np.float64]
 
@@ -114,7 +110,7 @@ def noted(folder: Path, bootstrap: str, seconds: float, checkpoint_seconds: floa
     notes = folder / "notes.npy"
     document = pipeline(stream, MODEL, 0, sections)
     with (
-        Feed(stream, payload, _POOL_ROWS / len(payload), None) as feed,
+        EventFeed(stream, payload, _POOL_ROWS / len(payload), None) as feed,
         LearnerProcess(folder, document, program=(cost_program.__file__, str(notes))) as process,
     ):
         feed.watch(process.state_dir)

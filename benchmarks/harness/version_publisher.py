@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness import models
-from harness.pipeline import toml
+from benchmarks.harness import models
+from benchmarks.harness.pipeline import toml
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from learner.model.factory import build_model
@@ -21,7 +21,7 @@ NAME = "bench"
 _KEPT = 5
 
 
-class Published:
+class VersionPublisher:
     """A folder with a pipeline file, its model's code, and versions that differ in their weights."""
 
     def __init__(self, folder: Path, model: Mapping[str, Any], features: int, serving: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 _SHORTEST, _LONGEST = 0.001, 0.005
 
 
-class Wakeups:
+class SchedulingLatency:
     """A process that sleeps for random times and notes how late it wakes; it ends with the context."""
 
     def __init__(self, cores: set[int] | None) -> None:
@@ -22,7 +22,7 @@ class Wakeups:
         self._process.start()
         theirs.close()
 
-    def __enter__(self) -> "Wakeups":
+    def __enter__(self) -> "SchedulingLatency":
         return self
 
     def __exit__(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harness.events import PARTITIONS, Events
+from benchmarks.harness.events import PARTITIONS, Events
 from replay.background_store import BackgroundStore
 from replay.store import Store
 
@@ -19,7 +19,7 @@ _STEPS = 30
 
 
 @dataclass
-class Drawing:
+class Sampling:
     """Draws from a store step by step, and remembers which events they were."""
 
     store: Store

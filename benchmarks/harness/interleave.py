@@ -25,7 +25,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
-def in_turns(arms: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+def interleave(arms: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
     """Call every arm once a round, each round another one first; return what they returned, by arm and round."""
     figures: dict[str, list[float]] = {name: [] for name in arms}
     order = list(arms)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness import models
+from benchmarks.harness import models
 from learner.config import OptimizerSettings
 from learner.training.optimizers import build_optimizer
 
@@ -39,7 +39,7 @@ class Loop:
     cores: set[int] | None
 
 
-class BareLoop:
+class BaselineLoop:
     """The loop in a process of its own, which waits between turns; it ends with the context."""
 
     def __init__(self, loop: Loop) -> None:
@@ -51,7 +51,7 @@ class BareLoop:
         self.busy = 0.0
         """The processor's seconds a step of the last turn."""
 
-    def __enter__(self) -> "BareLoop":
+    def __enter__(self) -> "BaselineLoop":
         self._ours.recv()  # it is ready
         return self
 

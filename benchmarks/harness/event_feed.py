@@ -9,7 +9,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import TracebackType
 
-from harness.pipeline import Stream
+from benchmarks.harness.pipeline import Stream
 from ingest.config import StreamSettings
 from ingest.kafka.producer import EventProducer
 from learner.state_dir.report import read_report
@@ -18,7 +18,7 @@ _AHEAD_ROWS = 8_000
 _LOOK_SECONDS = 0.02
 
 
-class Feed:
+class EventFeed:
     """Sends messages again and again, `rows` events each, and at most some 8,000 events more than were learned."""
 
     def __init__(self, stream: Stream, messages: Sequence[bytes], rows: float, cores: set[int] | None) -> None:
@@ -30,7 +30,7 @@ class Feed:
         self._process.start()
         theirs.close()
 
-    def __enter__(self) -> "Feed":
+    def __enter__(self) -> "EventFeed":
         return self
 
     def __exit__(

@@ -1,0 +1,231 @@
+"""The figures of a benchmark: a line for each on the terminal, and JSON files.
+
+`--json FILE` writes flat keys. `--save` adds a file to `benchmarks/results/`, which `tools/draw_benchmarks.py` reads:
+`<benchmark>/<date>-<machine>.json`, with `-quick` before the suffix for the quick form, and a number where there is
+such a file already. It has these keys:
+
+    benchmark   the script's name
+    time        UTC, ISO 8601
+    revision    of git, with a `+` where files differ from it; null outside a checkout
+    parameters  `form` (`quick` or `long`), and the options of the command line
+    machine     `name`, as in the file's name, `cpu`, `cores`, `gpu` (null: none), `system`, `python`, `torch`, `kafka`
+    facts       what is not a figure, such as the load before a part
+    figures     a list of `key`, `value`, `unit`, `least` and `most` of one round, `target` and `met`; the last four are
+                null where there are none
+"""
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.interleave import Spread
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks" / "results"
+UNITS = {
+    "ratio": "_over_|_growth",
+    "bytes per event": "bytes_per_event",
+    "bytes": "bytes",
+    "1/s": "_per_second",
+    "s": "seconds",
+    "fraction": "fraction|recall|_used_by_",
+}
+"""The unit by what a key contains; the first that fits."""
+_CLIENTS = ("kafka-python", "confluent-kafka", "noida-db")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound that a figure is to keep; printed, never enforced."""
+
+    bound: float
+    least: bool = False
+    """Whether the figure is to be at least the bound, not at most."""
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.least else '<='} {self.bound:g}"
+
+    def met(self, value: float) -> bool:
+        """Return whether a value keeps the bound."""
+        return value >= self.bound if self.least else value <= self.bound
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure as it is saved."""
+
+    key: str
+    value: float | None
+    """None where it is not a number."""
+    unit: str
+    least: float | None
+    most: float | None
+    target: str | None
+    met: bool | None
+
+
+class Results:
+    """Prints figures as they are found, and keeps them for `write`."""
+
+    def __init__(self, benchmark: str, targets: dict[str, Target]) -> None:
+        self._benchmark, self._targets = benchmark, targets
+        self._machine = machine()  # before a benchmark leaves some of its cores to others
+        self._flat: dict[str, float | bool | str | None] = {}
+        self._facts: dict[str, float | bool | str | None] = {}
+        self._figures: list[Figure] = []
+        if hasattr(os, "getloadavg"):
+            self.fact("load_at_start", os.getloadavg()[0])
+        self._saved: Path | None = None
+
+    def title(self, text: str) -> None:
+        """Begin a part."""
+        print(f"\n{text}", flush=True)
+
+    def remark(self, text: str) -> None:
+        """Print a sentence about the figures beside it, or why there is none."""
+        print(f"  {text}", flush=True)
+
+    def add(self, key: str, value: float | Spread, remark: str = "", unit: str | None = None) -> None:
+        """Print a figure under its key, with its spread over rounds and its target where it has them.
+
+        The unit is that of the key's name, if none is given.
+        """
+        spread, least, most = "", None, None
+        if isinstance(value, Spread):
+            value, least, most = value.middle, value.least, value.most
+            spread = f"[{short(least)} .. {short(most)}]"
+            self._flat |= {f"{key}_least": least, f"{key}_most": most}
+        self._flat[key] = value
+        target = self._targets.get(key)
+        met = None if target is None else target.met(value)
+        verdict = "" if target is None else f"{target!s:8} {'met' if met else 'MISSED'}"
+        described = None if target is None else str(target)
+        unit = unit_of(key) if unit is None else unit
+        self._figures.append(Figure(key, finite(value), unit, finite(least), finite(most), described, met))
+        print(f"  {key:38} {short(value):>9} {spread:22} {verdict:16} {remark}".rstrip(), flush=True)
+
+    def fact(self, key: str, value: float | bool | str | None) -> None:
+        """Keep what is not a figure, unprinted."""
+        self._flat[key] = self._facts[key] = value
+
+    def write(self, options: argparse.Namespace) -> None:
+        """Write the files that the command line asks for; called again, write them again."""
+        if options.json is not None:
+            described = {"python": platform.python_version(), "machine": platform.platform()}
+            options.json.write_text(json.dumps(described | self._flat, indent=2) + "\n")
+        if options.save is not None:
+            document = self.document(options)
+            if self._saved is None:
+                self._saved = free_path(options.save / self._benchmark, document)
+            self._saved.parent.mkdir(parents=True, exist_ok=True)
+            self._saved.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+            print(f"\nsaved as {self._saved}")
+
+    def document(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Return what `--save` writes."""
+        left_out = {"json", "save", "quick"}
+        given = {key: value for key, value in vars(options).items() if key not in left_out and value is not None}
+        parameters = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+        return {
+            "benchmark": self._benchmark,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "revision": revision(),
+            "parameters": {"form": "quick" if options.quick else "long"} | parameters,
+            "machine": self._machine,
+            "facts": self._facts,
+            "figures": [asdict(figure) for figure in self._figures],
+        }
+
+
+def options(parser: argparse.ArgumentParser, quick: str = "smaller sizes and fewer rounds, less than a minute") -> None:
+    """Add what every benchmark takes; `quick` says what its quick form leaves out."""
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, one flat object")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        nargs="?",
+        const=FOLDER,
+        metavar="DIR",
+        help="add a file of the figures, the machine and the revision there, by default to benchmarks/results",
+    )
+
+
+def free_path(folder: Path, document: dict[str, Any]) -> Path:
+    """Return where in a folder a document is saved: no other one of the same day and machine is replaced."""
+    form = "-quick" if document["parameters"]["form"] == "quick" else ""
+    stem, number = f"{document['time'][:10]}-{document['machine']['name']}{form}", 1
+    while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.json").exists():
+        number += 1
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine, and the versions of what is measured on it."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    cpu, cores = _cpu(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    words = f"{cpu} {cores} cores {gpu or ''}"
+    return {
+        "name": re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-"),
+        "cpu": cpu,
+        "cores": cores,
+        "gpu": gpu,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kafka": ", ".join(f"{name} {version}" for name in _CLIENTS if (version := _version(name))),
+    }
+
+
+def _cpu() -> str:
+    """Return the model of the processor, without trademarks."""
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    name = found[1] if found else platform.processor() or platform.machine()
+    return re.sub(r"\s+", " ", re.sub(r"\((R|TM|tm)\)|\bCPU\b|\bProcessor\b|@.*", "", name)).strip()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def revision() -> str | None:
+    """Return the revision of the checkout, with a `+` where tracked files differ from it; None outside a checkout."""
+    try:
+        number = _git("rev-parse", "--short=10", "HEAD")
+        return number + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def unit_of(key: str) -> str:
+    """Return the unit that a key's name contains; empty for a number of something."""
+    return next((unit for unit, pattern in UNITS.items() if re.search(pattern, key)), "")
+
+
+def finite(value: float | None) -> float | None:
+    """Return a number as JSON can hold it."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def short(value: float) -> str:
+    """Return a number with three digits."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -1,0 +1,325 @@
+"""Draw the saved results of benchmarks: tables into docs/benchmarks.md, and pictures of figures over time.
+
+    python tools/draw_benchmarks.py            write what has changed, and print its paths
+    python tools/draw_benchmarks.py --check    write nothing; exit code 1 where something would change
+
+It reads `benchmarks/results/<benchmark>/*.json`, which `python -m benchmarks.<benchmark> --save` adds;
+benchmarks/harness/results.py says what is in them. Shown are the figures that have a target, and those that are ratios
+of a benchmark that has no targets. For each machine the tables give the newest result of the long form, or of the quick
+form where there is no other. The same results give the same text and pictures, byte for byte.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- results: written by tools/draw_benchmarks.py -->\n", "<!-- end of results -->\n"
+
+WIDTH, PLOT_H, LINE_H = 720, 200, 19
+LEFT, RIGHT, TOP, BOTTOM = 74, 24, 46, 34
+COLOURS = 4
+STYLE = """
+    svg { --back: #ffffff; --ink: #1f2328; --soft: #59636e; --line: #d1d9e0 }
+    svg { --c0: #1f6fc4; --c1: #d97a00; --c2: #16865a; --c3: #b8399a }
+    @media (prefers-color-scheme: dark) {
+      svg { --back: #12161c; --ink: #e6edf3; --soft: #a2adb9; --line: #343d48 }
+      svg { --c0: #62a8f5; --c1: #f0a33a; --c2: #3fc28d; --c3: #e680cf }
+    }
+    text { font: 12.5px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--soft) }
+    .head { font-size: 15px; font-weight: 600; fill: var(--ink) }
+    .right { text-anchor: end } .middle { text-anchor: middle }
+    path { fill: none } .grid { stroke: var(--line) }
+    .target { stroke: var(--ink); stroke-dasharray: 5 4 } .of-target { fill: var(--ink) }
+    .s0 { stroke: var(--c0) } .s1 { stroke: var(--c1) } .s2 { stroke: var(--c2) } .s3 { stroke: var(--c3) }
+    .f0 { fill: var(--c0) } .f1 { fill: var(--c1) } .f2 { fill: var(--c2) } .f3 { fill: var(--c3) }
+    .hollow { fill: var(--back) } circle { stroke-width: 1.8 } .series { stroke-width: 1.8 }
+"""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of one result."""
+
+    key: str
+    value: float
+    unit: str
+    least: float | None
+    most: float | None
+    target: str | None
+    met: bool | None
+
+    @property
+    def bound(self) -> float | None:
+        """The number of the target."""
+        return None if self.target is None else float(self.target.split()[1])
+
+
+@dataclass(frozen=True)
+class Result:
+    """A saved result."""
+
+    benchmark: str
+    time: datetime
+    revision: str
+    form: str
+    machine: str
+    """The name, as in file names."""
+    description: str
+    """The machine in words."""
+    versions: str
+    figures: Sequence[Figure]
+
+    @property
+    def date(self) -> str:
+        """The day, in UTC."""
+        return self.time.strftime("%Y-%m-%d")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A figure in a picture."""
+
+    result: Result
+    figure: Figure
+
+    @property
+    def values(self) -> list[float]:
+        """All numbers that have to be seen."""
+        return [each for each in (self.figure.value, self.figure.least, self.figure.most) if each is not None]
+
+
+def read(folder: Path) -> list[Result]:
+    """Return all results, benchmark by benchmark, the oldest first."""
+    results = [_result(path) for path in sorted(folder.glob("*/*.json"))]
+    return sorted(results, key=lambda each: (each.benchmark, each.time, each.machine, each.form))
+
+
+def _result(path: Path) -> Result:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    machine = document["machine"]
+    time = datetime.fromisoformat(document["time"])
+    return Result(
+        benchmark=document["benchmark"],
+        time=time if time.tzinfo else time.replace(tzinfo=UTC),
+        revision=document["revision"] or "unknown",
+        form=document["parameters"]["form"],
+        machine=machine["name"],
+        description=f"{machine['cpu']}, {machine['cores']} cores, {machine['gpu'] or 'no GPU'}",
+        versions=f"Python {machine['python']}, torch {machine['torch']}",
+        figures=[Figure(**each) for each in document["figures"] if each["value"] is not None],
+    )
+
+
+def key_figures(results: Sequence[Result]) -> list[str]:
+    """Return the keys of one benchmark that are shown, in the order of its newest result."""
+    figures = [figure for result in reversed(results) for figure in result.figures]
+    targets = [figure.key for figure in figures if figure.target is not None]
+    return list(dict.fromkeys(targets or [figure.key for figure in figures if figure.unit == "ratio"]))
+
+
+def tables(results: Sequence[Result], images: str) -> Iterator[str]:
+    """Yield the lines of the tables of all benchmarks; keys link to the pictures in a folder."""
+    for benchmark, of_benchmark in _by_benchmark(results):
+        yield from ("", f"### `{benchmark}`")
+        keys = key_figures(of_benchmark)
+        for machine in sorted({each.machine for each in of_benchmark}):
+            rows = [(key, point) for key in keys if (point := _newest(of_benchmark, machine, key)) is not None]
+            if not rows:
+                continue
+            newest = max((point.result for _, point in rows), key=lambda each: each.time)
+            yield from ("", f"{newest.description}; {newest.versions}:", "")
+            yield "| key | figure | unit | of one round | target | form | measured |"
+            yield "| --- | --- | --- | --- | --- | --- | --- |"
+            for key, point in rows:
+                yield _row(point, f"{images}/{file_name(benchmark, key)}")
+
+
+def _row(point: Point, image: str) -> str:
+    figure, result = point.figure, point.result
+    spread = "" if figure.least is None or figure.most is None else f"{short(figure.least)} to {short(figure.most)}"
+    words = (figure.target or "").replace(">=", "at least").replace("<=", "at most")
+    target = words and f"{words}: {'met' if figure.met else 'missed'}"
+    cells = [f"[`{figure.key}`]({image})", short(figure.value), figure.unit, spread, target]
+    cells += [result.form, f"{result.date}, {result.revision}"]
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+
+
+def _newest(results: Sequence[Result], machine: str, key: str) -> Point | None:
+    """Return the newest figure of the long form on a machine, or else of the quick form."""
+    points = [point for point in _points(results, key) if point.result.machine == machine]
+    return max(points, key=lambda each: (each.result.form != "quick", each.result.time), default=None)
+
+
+def _points(results: Sequence[Result], key: str) -> list[Point]:
+    return [Point(result, figure) for result in results for figure in result.figures if figure.key == key]
+
+
+def _by_benchmark(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+    return [(name, list(each)) for name, each in groupby(results, key=lambda result: result.benchmark)]
+
+
+def file_name(benchmark: str, key: str) -> str:
+    """Return the name of a figure's picture."""
+    return f"{benchmark}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', key)}.svg"
+
+
+def picture(benchmark: str, points: Sequence[Point]) -> Iterator[str]:
+    """Yield the lines of an SVG: a figure over time, a line for each machine and form, with its spread and target."""
+    newest = points[-1].figure
+    series = sorted({(point.result.machine, point.result.form) for point in points})
+    colour = {machine: at % COLOURS for at, machine in enumerate(dict.fromkeys(machine for machine, _ in series))}
+    height = TOP + PLOT_H + BOTTOM + LINE_H * len(series) + 8
+    title = escape(f"{benchmark}: {newest.key}")
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title">'
+    yield f'<title id="title">{title}, over time</title>'
+    yield f"<style>{STYLE}</style>"
+    yield f'<rect width="{WIDTH}" height="{height}" rx="10" style="fill: var(--back)"/>'
+    yield _text(14, 26, f"{title}{escape(f', {newest.unit}' if newest.unit else '')}", "head")
+    values = [value for point in points for value in point.values]
+    scale = Scale.over([*values, *([newest.bound] if newest.bound is not None else [])])
+    for tick in scale.ticks:
+        y = scale.y(tick)
+        yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
+        yield _text(LEFT - 8, y + 4, f"{tick:g}", "right")
+    dates = Dates([point.result.time for point in points])
+    for x, date in dates.labels:
+        yield _text(x, TOP + PLOT_H + 22, date, "middle")
+    if newest.bound is not None:
+        y = scale.y(newest.bound)
+        yield f'<path class="target" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
+        yield _text(WIDTH - RIGHT, y - 5, escape(f"target {newest.target}"), "right of-target")
+    for at, (machine, form) in enumerate(series):
+        own = [point for point in points if (point.result.machine, point.result.form) == (machine, form)]
+        yield from _series(own, colour[machine], scale, dates)
+        y = TOP + PLOT_H + BOTTOM + LINE_H * at + 14
+        yield _dot(LEFT + 4, y - 4, colour[machine], hollow=form == "quick")
+        yield _text(LEFT + 16, y, escape(f"{own[-1].result.description}, {form} form"))
+    yield "</svg>"
+
+
+def _series(points: Sequence[Point], colour: int, scale: "Scale", dates: "Dates") -> Iterator[str]:
+    places = [(dates.x(point.result.time), scale.y(point.figure.value)) for point in points]
+    if len(places) > 1:
+        yield f'<path class="series s{colour}" d="M{" ".join(f"{x:.1f} {y:.1f}" for x, y in places)}"/>'
+    for (x, y), point in zip(places, points, strict=True):
+        least, most = point.figure.least, point.figure.most
+        if least is not None and most is not None:
+            yield f'<path class="s{colour}" d="M{x:.1f} {scale.y(least):.1f}V{scale.y(most):.1f}"/>'
+        yield _dot(x, y, colour, hollow=point.result.form == "quick")
+
+
+def _dot(x: float, y: float, colour: int, *, hollow: bool) -> str:
+    fill = "hollow" if hollow else f"f{colour}"
+    return f'<circle class="s{colour} {fill}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    of_kind = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{of_kind}>{text}</text>'
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The vertical axis: from the first of its ticks to the last."""
+
+    ticks: Sequence[float]
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> "Scale":
+        """Return one with about five ticks at round numbers, that has room for all values."""
+        low, high = min(values), max(values)
+        if low == high:
+            low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
+        rough = (high - low) / 4
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        return cls([round(step * n, 12) for n in range(first, last + 1)])
+
+    def y(self, value: float) -> float:
+        """Return where a value is."""
+        return TOP + PLOT_H * (1 - (value - self.ticks[0]) / (self.ticks[-1] - self.ticks[0]))
+
+
+class Dates:
+    """The horizontal axis."""
+
+    _ROOM = 90
+
+    def __init__(self, times: Sequence[datetime]) -> None:
+        self._first, self._last = min(times), max(times)
+        self.labels: list[tuple[float, str]] = []
+        """Places and days, of which those that have no room beside the one before are left out."""
+        for time in sorted(times):
+            x, date = self.x(time), time.strftime("%Y-%m-%d")
+            if not self.labels or (date != self.labels[-1][1] and x - self.labels[-1][0] >= self._ROOM):
+                self.labels.append((x, date))
+
+    def x(self, time: datetime) -> float:
+        """Return where a time is; all are in the middle when there is only one."""
+        whole = (self._last - self._first).total_seconds()
+        part = (time - self._first).total_seconds() / whole if whole else 0.5
+        return LEFT + 30 + part * (WIDTH - LEFT - RIGHT - 60)
+
+
+def short(value: float) -> str:
+    """Return a number with three digits, as a benchmark prints it."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def outputs(root: Path) -> dict[Path, str | None]:
+    """Return the text of all files that are written; None for a picture whose figure is not shown any more.
+
+    Raises:
+        ValueError: the page lacks the comments between which its tables are.
+    """
+    page, folder = root / "docs" / "benchmarks.md", root / "docs" / "images" / "benchmarks"
+    results = read(root / "benchmarks" / "results")
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(
+            f"{page} lacks the lines {BEGIN.strip()} and {END.strip()}: add them where the tables are to be"
+        )
+    lines = "".join(f"{line}\n" for line in tables(results, "images/benchmarks"))
+    written: dict[Path, str | None] = dict.fromkeys(sorted(folder.glob("*.svg")))
+    written[page] = f"{before}{begin}{lines}\n{end}{after}"
+    for benchmark, of_benchmark in _by_benchmark(results):
+        for key in key_figures(of_benchmark):
+            drawn = "\n".join(picture(benchmark, _points(of_benchmark, key))) + "\n"
+            written[folder / file_name(benchmark, key)] = drawn
+    return written
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something would change")
+    options = parser.parse_args(arguments)
+    changed = 0
+    for path, text in outputs(root).items():
+        if text == (path.read_text(encoding="utf-8") if path.exists() else None):
+            continue
+        changed += 1
+        print(path.relative_to(root))
+        if options.check:
+            continue
+        if text is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return 1 if options.check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
