@@ -30,6 +30,10 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
+PAGES |= {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(ROOT.glob("examples/**/*.md"))
+}
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
     for package in ("anabranch", "serving", "learner", "replay", "ingest")
