@@ -31,6 +31,10 @@ DOCS = ROOT / "docs"
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 ELSEWHERE = ("README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")
 PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ELSEWHERE}
+PAGES |= {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(ROOT.glob("examples/**/*.md"))
+}
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
     for package in ("anabranch", "serving", "learner", "replay", "ingest")
