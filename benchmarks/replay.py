@@ -264,7 +264,7 @@ def _offer(clerk: BackgroundStore, events: Events, adds: int) -> tuple[list[floa
 
     def offer() -> None:
         begin, own = time.perf_counter(), time.thread_time()
-        clerk.offer(columns, PARTITIONS)
+        clerk.add(columns, PARTITIONS)
         calls.append(time.perf_counter() - begin)
         busy.append(time.thread_time() - own)
 

@@ -68,11 +68,11 @@ class Arm:
         begin = time.perf_counter()
         for _ in range(steps):
             new = EVENTS.columns(self._next, BATCH)
-            draw = self.store.draw(self._step, BATCH)
+            draw = self.store.sample(self._step, BATCH)
             self._trainer.step(self._trainer.examples(new), examples_of(draw, (len(draw),)))
             self._step += 1
             self._next += BATCH
-            self.store.add(new, PARTITIONS)
+            self.store.add_now(new, PARTITIONS)
             self.store.plan_ahead(self._step, BATCH)
         seconds = time.perf_counter() - begin
         return steps / seconds, (self.store.tiers.stats.stall_seconds - waited) / seconds

@@ -81,7 +81,7 @@ class TrainingSetup:
 
 
 def build_training_setup(deployment: LearnerSpec, device: torch.device, rank: int = 0) -> TrainingSetup:
-    """Build and check what a rank trains with; ranks draw other random numbers from then on."""
+    """Build and check what a rank trains with; ranks sample other random numbers from then on."""
     schema = Schema(deployment.events)
     if deployment.learner.deterministic:
         compute_deterministically()

@@ -84,7 +84,7 @@ def _at_layers(value: Any) -> bool:
     return bool(value == "layer")
 
 
-def _draws_nothing(value: Any) -> bool:
+def _samples_nothing(value: Any) -> bool:
     return not StrategySettings(name=value).replays
 
 
@@ -135,7 +135,9 @@ RULES = (
     Conflict("learner.standby", _on, "learner.hosts", _many, _ALONE, "set it to false"),
     Conflict("learner.sharding", _zero1, "learner.hosts", _many, _UNPICKLES, 'write "none" or "fsdp"'),
     Conflict("stream.lag_policy.action", _thins, "learner.deterministic", _on, _BY_CLOCK, 'write "train-all"'),
-    Conflict("stream.lag_policy.action", _stores_only, "learner.strategy", _draws_nothing, _NO_STORE, 'write "sample"'),
+    Conflict(
+        "stream.lag_policy.action", _stores_only, "learner.strategy", _samples_nothing, _NO_STORE, 'write "sample"'
+    ),
 )
 
 

@@ -80,7 +80,7 @@ class StrategySettings(BaseModel):
 
     @property
     def replays(self) -> bool:
-        """Whether there is a store that old events are drawn from."""
+        """Whether there is a store that old events are sampled from."""
         return self.name not in {"none", "ewc", "lwf", "slda", "ncm"}
 
     @property

@@ -192,7 +192,7 @@ class TrainingLoop:
             columns = _in_order(batch.new if outcome is Outcome.TRAINED else {}, stored_only)
             if columns:
                 embedding = columns.get(_EMBEDDING)
-                self._parts.clerk.offer(columns, names, None if embedding is None else embedding.astype(np.float32))
+                self._parts.clerk.add(columns, names, None if embedding is None else embedding.astype(np.float32))
             self._plan_ahead()
         self._parts.holdout.add(batch.held_out, names)
         for span in batch.spans:
@@ -208,9 +208,9 @@ class TrainingLoop:
     def _step(self, batch: Batch) -> StepResult | None:
         """Learn a batch; the events on which the model raises leave it. None: all did."""
         begin = time.perf_counter()
-        old, draw, probed = self._drawn(len(batch))
+        old, sample, probed = self._sampled(len(batch))
         self._parts.trainer.scale_learning_rate(self.drift.lr_factor)
-        result, draw = self._tried(batch, old, draw)
+        result, sample = self._tried(batch, old, sample)
         self.steps += 1
         self._metrics.learner.steps.inc()
         self._metrics.learner.step.observe(time.perf_counter() - begin)
@@ -231,28 +231,29 @@ class TrainingLoop:
         self._trained_new.inc(len(batch))
         self._trained_old.inc(result.replayed)
         self._measure(Scored(len(batch), result.score, result.loss_new), probed)
-        self._tell_store(batch, draw, result)
+        self._tell_store(batch, sample, result)
         return result
 
     def _tried(
-        self, batch: Batch, old: Sequence[Examples], draw: Sample | None
+        self, batch: Batch, old: Sequence[Examples], sample: Sample | None
     ) -> tuple[StepResult | None, Sample | None]:
-        """Step without the events on which the model raises, as if they had not come; return what is left of a draw."""
+        """Step without the events on which the model raises, as if they had not come; return what is left of a
+        sample."""
         trainer = self._parts.trainer
         while len(batch):
             try:
-                return trainer.step(trainer.examples(batch.new), old), draw
+                return trainer.step(trainer.examples(batch.new), old), sample
             except RaisingEventsError as exc:
                 error = exc
-            draws, raised = [len(each) for each in old], np.zeros(len(batch) + sum(map(len, old)), np.bool_)
+            samples, raised = [len(each) for each in old], np.zeros(len(batch) + sum(map(len, old)), np.bool_)
             raised[error.places] = True
             new, replayed = raised[: len(batch)], raised[len(batch) :]
-            if draw is not None and replayed.any():
-                draw = self._replay_no_more(draw, replayed, error.said)
-                old = examples_of(draw, draws) if len(draw) else ()
+            if sample is not None and replayed.any():
+                sample = self._replay_no_more(sample, replayed, error.said)
+                old = examples_of(sample, samples) if len(sample) else ()
             if new.any():
                 self._skip(batch, new, error.said)
-        return None, draw
+        return None, sample
 
     def _skip(self, batch: Batch, raised: NDArray[np.bool_], said: str) -> None:
         """Settle new events on which the model raised."""
@@ -262,14 +263,14 @@ class TrainingLoop:
         self.raised.add(self.rows_new + self.raised.new + count, count, said)
         self.raised.tell("which are skipped", self._names(left), said)
 
-    def _replay_no_more(self, draw: Sample, raised: NDArray[np.bool_], said: str) -> Sample:
-        """Take old events on which the model raised out of the store, and return the rest of a draw."""
+    def _replay_no_more(self, sample: Sample, raised: NDArray[np.bool_], said: str) -> Sample:
+        """Take old events on which the model raised out of the store, and return the rest of a sample."""
         assert self._parts.clerk is not None
-        records = draw.records[raised]
-        self._parts.clerk.remove(draw.slots[raised], records)
+        records = sample.records[raised]
+        self._parts.clerk.remove(sample.slots[raised], records)
         self._metrics.learner.raised.labels("replay").inc(len(records))
         self.raised.tell("which are replayed no more", self._names(records), said)
-        return draw.of(~raised)
+        return sample.of(~raised)
 
     def _hold_out_no_more(self) -> None:
         """Take events on which the model raised out of the held-out set."""
@@ -287,20 +288,20 @@ class TrainingLoop:
         accounts = self.ledger.partitions
         return [f"{accounts[at].name.topic}[{accounts[at].name.partition}]@{offset}" for at, offset in places]
 
-    def _drawn(self, new: int) -> tuple[Sequence[Examples], Sample | None, ScoreSum | None]:
-        """Draw what the step replays, and score some old events first in a step that measures how much is erased."""
+    def _sampled(self, new: int) -> tuple[Sequence[Examples], Sample | None, ScoreSum | None]:
+        """Sample what the step replays, and score some old events first in a step that measures how much is erased."""
         clerk, trainer, wanted = self._parts.clerk, self._parts.trainer, self._replayed(new)
         if clerk is None:
             return (), None, None
-        draws = trainer.strategy.draws(wanted)
-        probes = self._probe.drawn(self.steps) if clerk.planned(self.steps) else 0
-        if not max(sum(draws), probes):
+        samples = trainer.strategy.samples(wanted)
+        probes = self._probe.sampled(self.steps) if clerk.planned(self.steps) else 0
+        if not max(sum(samples), probes):
             return (), None, self._probe.score(self.steps, None)
-        with self._metrics.replay.draw.time():
-            drawn = clerk.draw(self.steps, max(sum(draws), probes))
-        probed = self._probe.score(self.steps, drawn)
-        draw = drawn.first(sum(draws))
-        return examples_of(draw, draws) if len(draw) else (), draw, probed
+        with self._metrics.replay.sample.time():
+            sampled = clerk.sample(self.steps, max(sum(samples), probes))
+        probed = self._probe.score(self.steps, sampled)
+        sample = sampled.first(sum(samples))
+        return examples_of(sample, samples) if len(sample) else (), sample, probed
 
     def _measure(self, new: Scored, probed: ScoreSum | None) -> None:
         """Take note of how well new events were predicted, and of old ones where they were probed."""
@@ -323,10 +324,10 @@ class TrainingLoop:
 
     def _respond(self) -> None:
         """Do what is to be done about a drift."""
-        self._parts.trainer.drifted()
+        self._parts.trainer.on_drift()
         self.drift.respond()
 
-    def _tell_store(self, batch: Batch, draw: Sample | None, result: StepResult) -> None:
+    def _tell_store(self, batch: Batch, sample: Sample | None, result: StepResult) -> None:
         """Hand on what the step found about its events to a store that asks: the losses and embeddings of old ones.
 
         Embeddings of new events become a column of theirs. On a device that is not the host the copies wait for the
@@ -341,11 +342,11 @@ class TrainingLoop:
             found = result.embedding_N.cpu().numpy()
             new, old = found[: len(batch)], found[len(batch) :]
             batch.new[_EMBEDDING] = new
-            clerk.seek(self.steps, new)
+            clerk.query_neighbours(self.steps, new)
         if self._parts.trainer.strategy.keeps_output and result.output_B is not None:
             batch.new[OUTPUT] = result.output_B.float().cpu().numpy()
-        if draw is not None and len(draw) and result.old_R is not None and clerk.listens:
-            clerk.learned(draw, result.old_R.float().cpu().numpy(), old)
+        if sample is not None and len(sample) and result.old_R is not None and clerk.listens:
+            clerk.update_priorities(sample, result.old_R.float().cpu().numpy(), old)
 
     @property
     def replay_ratio(self) -> float:
@@ -363,9 +364,9 @@ class TrainingLoop:
 
     def _plan_ahead(self) -> None:
         if self._parts.clerk is not None:
-            most = sum(self._parts.trainer.strategy.draws(int(self._step_size * self.replay_ratio) + 1))
+            most = sum(self._parts.trainer.strategy.samples(int(self._step_size * self.replay_ratio) + 1))
             probing = max(most, self._settings.batch_size)
-            wanted = lambda step: probing if self._probe.drawn(step) else most  # noqa: E731
+            wanted = lambda step: probing if self._probe.sampled(step) else most  # noqa: E731
             self._parts.clerk.plan_ahead(self.steps, wanted)
 
     def _settled(self, index: int) -> int:
@@ -471,7 +472,7 @@ class TrainingLoop:
             ERASED: parts.erasure.looked,
         }
         return CapturedState(
-            self.steps, tensors, state, parts.clerk.store.hold(number) if parts.clerk is not None else None
+            self.steps, tensors, state, parts.clerk.store.begin_snapshot(number) if parts.clerk is not None else None
         )
 
     def _standing(self) -> object:

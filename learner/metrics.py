@@ -11,7 +11,7 @@ class LearnerMetrics:
         self.rows = Counter("anabranch_learner_rows_trained", "Events trained on.", ["source"], registry=registry)
         self.step = Histogram(
             "anabranch_learner_step_duration_seconds",
-            "Time of a step: draw, forward, backward, update.",
+            "Time of a step: sample, forward, backward, update.",
             buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3),
             registry=registry,
         )

@@ -125,7 +125,7 @@ class Reporter:
         loop, publisher, store = self._loop, self._publisher, None
         if self._clerk is not None:
             store = self._clerk.store
-            store.take_in()  # so that what it holds fits what was learned
+            store.flush_pending()  # so that what it holds fits what was learned
         windows, groups = self._windows(), publisher.evaluation.groups
         report = LearnerReport(
             pid=os.getpid(),

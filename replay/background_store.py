@@ -1,8 +1,8 @@
 """The clerk of a store: takes in what is offered, and plans ahead, in a thread of its own.
 
 What a step leaves to the store is written down and costs its caller next to nothing. It is done, in the order in which
-it was asked for, beside the next step: begun when that has its draw, and ended, as a rule, before the one after it
-wants one. So no timing decides what is held or drawn: both are what they would be without the thread.
+it was asked for, beside the next step: begun when that has its sample, and ended, as a rule, before the one after it
+wants one. So no timing decides what is held or sampled: both are what they would be without the thread.
 """
 
 import queue
@@ -37,7 +37,7 @@ class BackgroundStore:
     """
 
     def __init__(self, store: Store, *, beside: bool = True) -> None:
-        """Take a store; unless `beside` what is due is done at once, by whoever has drawn."""
+        """Take a store; unless `beside` what is due is done at once, by whoever has sampled."""
         self._store = store
         self._jobs: list[_Job] = []
         self._offered = 0
@@ -78,17 +78,17 @@ class BackgroundStore:
         """One sentence on what does not work as it should; any thread may ask."""
         return self._store.problem
 
-    def offer(
+    def add(
         self,
         columns: Mapping[str, Array],
         partitions: Sequence[TopicPartition],
         embedding: NDArray[np.float32] | None = None,
     ) -> None:
         """Offer events, as `Store.offer` does."""
-        self._jobs.append(partial(self._store.offer, columns, partitions, embedding))
+        self._jobs.append(partial(self._store.add, columns, partitions, embedding))
         self._offered += len(columns["offset"])
         if self._store.are_many(self._offered):
-            # Begun with the next draw, or where none comes with the next offer.
+            # Begun with the next sample, or where none comes with the next offer.
             if self._due:
                 self._begin()
             self._due = bool(self._jobs)
@@ -104,28 +104,30 @@ class BackgroundStore:
             self._through = blocks[-1][-1][0]
 
     def planned(self, step: int) -> int:
-        """Return how many events can be drawn for a step."""
+        """Return how many events can be sampled for a step."""
         return self._with_plan(step).planned(step) if step <= self._through else 0
 
-    def draw(self, step: int, n: int) -> Sample:
-        """Return the first n events of the plan for a step, as `Store.draw` does, and let what is due be done."""
-        draw = self._with_plan(step).draw(step, n)
+    def sample(self, step: int, n: int) -> Sample:
+        """Return the first n events of the plan for a step, as `Store.sample` does, and let what is due be done."""
+        sample = self._with_plan(step).sample(step, n)
         if self._due:
             self._begin()
-        return draw
+        return sample
 
-    def learned(self, draw: Sample, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None) -> None:
-        """Hear what a step said of the events of its draw, as `Store.learned` does."""
-        self._jobs.append(partial(self._store.learned, draw, losses, embedding))
+    def update_priorities(
+        self, sample: Sample, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None
+    ) -> None:
+        """Hear what a step said of the events of its sample, as `Store.learned` does."""
+        self._jobs.append(partial(self._store.update_priorities, sample, losses, embedding))
 
     def remove(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> None:
-        """Let events of a draw leave, as `Store.remove` does."""
+        """Let events of a sample leave, as `Store.remove` does."""
         self._jobs.append(partial(self._store.remove, slots, records))
         self._due = True
 
-    def seek(self, step: int, embedding: NDArray[np.float32]) -> None:
+    def query_neighbours(self, step: int, embedding: NDArray[np.float32]) -> None:
         """Look for old events that are near to new ones, as `Store.seek` does."""
-        self._jobs.append(partial(self._store.seek, step, embedding))
+        self._jobs.append(partial(self._store.query_neighbours, step, embedding))
 
     def has_room(self) -> bool:
         """Return whether the events of a step would find slots, beside those that wait."""

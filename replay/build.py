@@ -26,8 +26,8 @@ from replay.tiers.tier import SlowTier, TierContext, TierFactory
 _EVENTS_A_CLUSTER = 64
 _ROOMY = 65_536
 """Slots for events that are replaced between checkpoints, where a slower tier has them to give."""
-_DRAWN_ALIKE = {"uniform"}
-"""Samplers under which no event is drawn more often than another, so that a cache need not follow them."""
+_SAMPLED_EVENLY = {"uniform"}
+"""Samplers under which no event is sampled more often than another, so that a cache need not follow them."""
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def build_store(
         settings: `[replay]`.
         schema: of the events.
         device: the learner's.
-        seed: of what is kept and drawn.
+        seed: of what is kept and sampled.
         folder: of the files of tiers; needed where there is a tier with files, or `contents` is of one.
         contents: of the checkpoint to go on from; None begins empty.
         extra: further columns to keep of each event beside the schema's, such as logits: dtype and shape by name.
@@ -73,18 +73,18 @@ def build_store(
     with contextlib.ExitStack() as opened:
         has_it = kind_with(contents, kinds.values())
         for kind in kinds.values():
-            kind.reach(opened, needed=kind is has_it or kind in [*chain.values()][-1:])
-        source = has_it.source(contents) if has_it is not None and contents is not None else None
+            kind.connect(opened, needed=kind is has_it or kind in [*chain.values()][-1:])
+        source = has_it.open_existing(contents) if has_it is not None and contents is not None else None
         slow = _slow([*chain.values()], source, count)
         if source is not None and slow and slow[-1].file == source.file:
             source = None
         memory = _memory(settings, layout.row_bytes, count, device)
         opened.callback(memory.close)
-        tiers = TierHierarchy(memory, slow, promote=settings.sampling not in _DRAWN_ALIKE)
+        tiers = TierHierarchy(memory, slow, promote=settings.sampling not in _SAMPLED_EVENLY)
         store = _store(settings, schema, layout, tiers, k, seed, dim, step)
         opened.pop_all()
         opened.callback(store.close)
-        store.discard_later([discard for kind in kinds.values() for discard in kind.leftovers(first=first)])
+        store.discard_later([discard for kind in kinds.values() for discard in kind.cleanup_actions(first=first)])
         if contents is not None:
             _restore(store, contents, source)
         opened.pop_all()
@@ -150,7 +150,7 @@ def _slow(chain: Sequence[TierFactory], source: SlowTier | None, count: int) -> 
     """Open the slower tiers: a home of so many slots, which may be `source`, below its caches."""
     if not chain:
         return []
-    home = chain[-1].home(count, source)
+    home = chain[-1].open_primary(count, source)
     assert home.file is not None
     return [*(kind.cache(min(count, kind.slots), home) for kind in chain[:-1]), home]
 

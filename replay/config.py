@@ -47,14 +47,14 @@ class DiskSettings(TierSettings):
 
 
 class ReplaySettings(Section):
-    """What is kept for rehearsal, and how it is drawn."""
+    """What is kept for rehearsal, and how it is sampled."""
 
     admission: Literal["reservoir", "class-balanced", "recent", "diverse"] = "reservoir"
     """Who is kept: `reservoir` is a uniform sample of everything seen, weighted by `[schema.weight]` where declared;
     `class-balanced` has as many of each class, `recent` more of what is young, `diverse` as many of each cluster of
     `model.embedding`."""
     sampling: Literal["uniform", "class-balanced", "recent", "loss", "similar", "diverse"] = "uniform"
-    """Who is drawn of what is held: `uniform`, as many of each class or of each cluster (`diverse`), more of what is
+    """Who is sampled of what is held: `uniform`, as many of each class or of each cluster (`diverse`), more of what is
     young (`recent`), more of what had a large loss (`loss`), what is nearest to new events in `model.embedding`
     (`similar`)."""
     half_life: PositiveDuration = timedelta(days=1)

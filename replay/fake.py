@@ -17,12 +17,12 @@ class FakeCheckpoints:
 
     def checkpoint(self, number: int, oldest: int | None = None) -> StoreSnapshot:
         """Checkpoint the store, and let go of what only checkpoints before `oldest` need; all, when none is given."""
-        contents = self.finish(self._store.hold(number))
-        self._store.let_go(number if oldest is None else oldest)
+        contents = self.finish(self._store.begin_snapshot(number))
+        self._store.end_snapshot(number if oldest is None else oldest)
         return contents
 
     def finish(self, held: CapturedStore) -> StoreSnapshot:
-        """Return all that was held; `let_go` is the caller's."""
+        """Return all that was held; `end_snapshot` is the caller's."""
         standing, change = self._store.contents(held)
         index, payload = change.index, change.payload
         if change.base is not None:

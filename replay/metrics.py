@@ -14,15 +14,15 @@ class ReplayMetrics:
         self.bytes = Gauge("anabranch_replay_bytes", "Bytes of their payload.", ["tier"], registry=registry)
         self.bound = Gauge("anabranch_replay_bound_bytes", "Bytes that a tier may hold.", ["tier"], registry=registry)
         self.capacity = Gauge("anabranch_replay_capacity_rows", "Events that may be held.", registry=registry)
-        self.draw = Histogram(
-            "anabranch_replay_draw_duration_seconds",
+        self.sample = Histogram(
+            "anabranch_replay_sample_duration_seconds",
             "Time to choose and fetch the events of a step.",
             buckets=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1),
             registry=registry,
         )
         self.read = Counter(
             "anabranch_replay_read_rows",
-            "Events read for draws, by the tier they came from.",
+            "Events read for samples, by the tier they came from.",
             ["tier"],
             registry=registry,
         )
@@ -42,7 +42,7 @@ class ReplayMetrics:
         )
         self.moved = Counter(
             "anabranch_replay_moved_bytes",
-            "Bytes of payload read from a tier for draws, or written to it.",
+            "Bytes of payload read from a tier for samples, or written to it.",
             ["tier", "direction"],
             registry=registry,
         )

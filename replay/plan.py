@@ -1,4 +1,4 @@
-"""Plans and draws: the choice of old events for a step, made ahead of it, and their arrays.
+"""Plans and samples: the choice of old events for a step, made ahead of it, and their arrays.
 
 Both are structs, which are made in a tenth of the time of frozen dataclasses: one of each a step.
 
@@ -52,7 +52,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         columns: those of the payload, each `[n, ...]`.
-        importance: float32 `[n]`, the weight with which each counts: it makes up for how events were kept and drawn.
+        importance: float32 `[n]`, the weight with which each counts: it makes up for how events were kept and sampled.
         slots: int32 `[n]` on the host; with `records` what `Store.learned` needs.
         records: RECORD `[n]` on the host.
     """

@@ -27,12 +27,12 @@ _MOST_GROUPS = 2**15 - 1
 
 @dataclass(frozen=True)
 class Policies:
-    """Who enters, who leaves, who is drawn.
+    """Who enters, who leaves, who is sampled.
 
     Attributes:
         admission: how events compete.
         quotas: how many may stay.
-        sampler: who is drawn.
+        sampler: who is sampled.
         whereabouts: where events lie in the model's embedding, for policies that ask; else None.
     """
 
@@ -99,7 +99,7 @@ class SamplerContext:
     whereabouts: EmbeddingTracker | None
 
 
-def _classes_drawn(company: SamplerContext) -> Sampler:
+def _classes_sampled(company: SamplerContext) -> Sampler:
     if company.classes is None:
         raise SettingsError(
             'replay.sampling = "class-balanced" needs schema.label.classes, one an event; write "uniform"'
@@ -118,7 +118,7 @@ def _whereabouts(company: SamplerContext, name: str) -> EmbeddingTracker:
 
 SAMPLERS: dict[str, Callable[[SamplerContext], Sampler]] = {
     "uniform": lambda company: UniformSampler(company.entries),
-    "class-balanced": _classes_drawn,
+    "class-balanced": _classes_sampled,
     "recent": lambda company: RecencySampler(company.entries, company.slots, company.half_life),
     "loss": lambda company: PrioritizedSampler(company.entries, company.slots),
     "similar": lambda company: NeighbourSampler(company.entries, _whereabouts(company, "similar")),

@@ -1,4 +1,4 @@
-"""One packed row an event, so that a draw is one gather however many fields the schema has.
+"""One packed row an event, so that a sample is one gather however many fields the schema has.
 
 Legend: N events of a block, n rows of a call, R bytes of a row, F bytes of a field.
 """

@@ -75,7 +75,7 @@ class StoreState:
         bases: of each partition, by its index.
         watermarks: by index of the partition, the highest `(offset, row)` that was offered.
         plans: those that are unused, for consecutive steps.
-        sampler: what the sampler's draws depend on beside the events, arrays by name.
+        sampler: what the sampler's samples depend on beside the events, arrays by name.
         stale: the caches in which there may be something of events that have left.
         seed: that identities are of; None where an earlier release has not said so.
     """

@@ -1,9 +1,9 @@
 """The store: what has been seen, kept for rehearsal.
 
-A composition of four answers: who enters and who leaves (`Admission` and `Quotas`), who is drawn (`Sampler`), where the
-payload lies (`TierHierarchy`), how fast (the caller, who asks for so many a step).
+A composition of four answers: who enters and who leaves (`Admission` and `Quotas`), who is sampled (`Sampler`), where
+the payload lies (`TierHierarchy`), how fast (the caller, who asks for so many a step).
 
-Legend: N events offered, H events held, n drawn, D dimensions of an embedding.
+Legend: N events offered, H events held, n sampled, D dimensions of an embedding.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ from replay.tiers.hierarchy import Pack, TierHierarchy
 from replay.tiers.tier import Tier
 
 AHEAD = 4
-"""Steps that are planned at least: the time that slower tiers have to bring a draw."""
+"""Steps that are planned at least: the time that slower tiers have to bring a sample."""
 
 BLOCK = 8
 """Steps that are planned at once, where a choice can be dealt out among them; whose events are taken in at once."""
@@ -138,10 +138,10 @@ class Store:
         if self.slots.free_at_once:
             return True
         if self.slots.free - len(self._waiting) - more < self.burst:
-            self.take_in()
+            self.flush_pending()
         return self.slots.free - len(self._waiting) - more >= self.burst
 
-    def add(
+    def add_now(
         self,
         columns: Mapping[str, Array],
         partitions: Sequence[TopicPartition],
@@ -149,15 +149,15 @@ class Store:
     ) -> int:
         """Offer N events as `offer` does, but take in at once; return how many were admitted, of all that waited."""
         self._put(columns, partitions, embedding)
-        return self.take_in()
+        return self.flush_pending()
 
-    def offer(
+    def add(
         self,
         columns: Mapping[str, Array],
         partitions: Sequence[TopicPartition],
         embedding: NDArray[np.float32] | None = None,
     ) -> None:
-        """Offer N events, which wait for some more, but are in the store before it is planned from, checkpoint or
+        """Offer N events, which wait for some more, but are in the store before it is planned from, checkpointed or
         erased.
 
         What is held is the same as if each had been taken in at once; what an offer costs beside copying is shared.
@@ -169,19 +169,19 @@ class Store:
         """
         self._put(columns, partitions, embedding)
         if len(self._waiting.blocks) == self._together or self.are_many(len(self._waiting)):
-            self.take_in()
+            self.flush_pending()
 
     def are_many(self, n: int) -> bool:
         """Return whether n events are too many to wait."""
         return n >= min(MOST_WAITING, max(1, MOST_WAITING_BYTES // self._layout.row_bytes))
 
-    def take_in(self) -> int:
+    def flush_pending(self) -> int:
         """Take in the events that wait, and return how many were admitted."""
         waiting, self._waiting = self._waiting, PendingEvents()
         if not waiting.blocks:
             return 0
         self._regroup()
-        offer = self.roll.offer(waiting.columns(), self._clusters_of(waiting.embedding, len(waiting)))
+        offer = self.roll.add(waiting.columns(), self._clusters_of(waiting.embedding, len(waiting)))
         if len(self) + len(offer.admitted) <= self.roll.quotas.limit:
             return self._admit(offer, offer.admitted, waiting)
         # Block by block where some have to leave, for what is held not to depend on how many waited.
@@ -207,24 +207,26 @@ class Store:
             rows = self.roll.admits(offer, rows[room:])
         return count
 
-    def learned(self, draw: Sample, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None) -> None:
-        """Hear what a step said of the n events of its draw.
+    def update_priorities(
+        self, sample: Sample, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None
+    ) -> None:
+        """Hear what a step said of the n events of its sample.
 
         Args:
-            draw: what was rehearsed.
+            sample: what was rehearsed.
             losses: of each event, float32 `[n]`, NaN where it is not known.
             embedding: of the model, float32 `[n, D]`, NaN likewise; None: of no event.
         """
-        still = (draw.slots >= 0) & self.entries.are(draw.slots, draw.records)
+        still = (sample.slots >= 0) & self.entries.are(sample.slots, sample.records)
         told = still & ~np.isnan(losses)
-        self._sampler.learned(draw.slots[told], losses[told])
+        self._sampler.update_priorities(sample.slots[told], losses[told])
         if self._whereabouts is not None and embedding is not None:
             told = still & ~np.isnan(embedding).any(axis=1)
-            self._whereabouts.move(draw.slots[told], embedding[told])
+            self._whereabouts.update(sample.slots[told], embedding[told])
 
     def remove(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> None:
-        """Let those of n events of draws leave that are held still; plans that name them keep them."""
-        self.take_in()
+        """Let those of n events of samples leave that are held still; plans that name them keep them."""
+        self.flush_pending()
         gone = np.zeros(self.tiers.slots, np.bool_)
         gone[slots[(slots >= 0) & self.entries.are(slots, records)]] = True
         if gone.any():
@@ -244,12 +246,12 @@ class Store:
     @property
     def listens(self) -> bool:
         """Whether `learned` changes anything."""
-        return self._sampler.hears_losses or self._whereabouts is not None
+        return self._sampler.uses_losses or self._whereabouts is not None
 
-    def seek(self, step: int, embedding: NDArray[np.float32]) -> None:
-        """Look for old events that are near to new ones, float32 `[N, D]`, for later draws; waits for nothing."""
+    def query_neighbours(self, step: int, embedding: NDArray[np.float32]) -> None:
+        """Look for old events that are near to new ones, float32 `[N, D]`, for later samples; waits for nothing."""
         if self._whereabouts is not None:
-            self._whereabouts.seek(step, embedding)
+            self._whereabouts.query(step, embedding)
 
     def plan(self, step: int, n: int) -> SamplePlan:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
@@ -257,14 +259,14 @@ class Store:
 
     def _plan(self, wanted: Wanted) -> list[SamplePlan]:
         """Plan so many events for each of some steps."""
-        self.take_in()
+        self.flush_pending()
         self._regroup()
         total = sum(n for _, n in wanted)
         if total > len(self) and len(wanted) > 1:
             return [self.plan(step, n) for step, n in wanted]
         if self._whereabouts is not None:
-            self._whereabouts.plan_for(wanted[0][0])
-        choice = self._sampler.choose(total, self._chance.of(wanted[0][0]))
+            self._whereabouts.select_answer(wanted[0][0])
+        choice = self._sampler.sample(total, self._chance.of(wanted[0][0]))
         places, records, rates, shares = choice.slots.astype(np.int64), self.entries.records(choice.slots), None, None
         if self._weighted:
             rates, shares = self.roll.rates(records, self._clusters(choice.slots))
@@ -312,10 +314,10 @@ class Store:
         return self._plans[-1].step if self._plans else -1
 
     def planned(self, step: int) -> int:
-        """Return how many events can be drawn for a step."""
+        """Return how many events can be sampled for a step."""
         return next((len(plan) for plan in self._plans if plan.step == step), 0)
 
-    def draw(self, step: int, n: int) -> Sample:
+    def sample(self, step: int, n: int) -> Sample:
         """Return the first n events of the plan for a step; it and those before it are used up.
 
         Their columns are the caller's, who may write into them.
@@ -323,27 +325,27 @@ class Store:
         self.use_up(step)
         plan = self._plans.popleft()
         assert plan.step == step
-        draw = self.fetch(plan, n)
-        return draw.copy() if step <= self._held_through else draw
+        sample = self.fetch(plan, n)
+        return sample.copy() if step <= self._held_through else sample
 
     def use_up(self, step: int) -> None:
-        """Let go of the plans for steps before this one, which may have drawn nothing."""
+        """Let go of the plans for steps before this one, which may have sampled nothing."""
         while self._plans and self._plans[0].step < step:
             self._plans.popleft()
 
-    def hold(self, number: int) -> CapturedStore:
-        """Copy what checkpoint `number` needs, and keep what slots hold until `let_go`: only one hold at a time.
+    def begin_snapshot(self, number: int) -> CapturedStore:
+        """Copy what checkpoint `number` needs, and keep what slots hold until `end_snapshot`: only one hold at a time.
 
         What is copied is what came since the checkpoint before, and one bit for each event of that one.
         """
-        self.take_in()
+        self.flush_pending()
         self._first_checkpoint = self._first_checkpoint or number
         self._held_through = self._plans[-1].step if self._plans else -1
-        change, rolled = self.roll.hold(number)
+        change, rolled = self.roll.begin_snapshot(number)
         standing = StoreState(
             checkpoint=number,
             file=self.tiers.file,
-            retired=self.slots.hold(number),
+            retired=self.slots.begin_snapshot(number),
             plans=(),
             sampler=self._sampler.state(),
             seed=self._seed,
@@ -352,14 +354,15 @@ class Store:
         return CapturedStore(standing, change, self.entries.identity(change.index["slot"]), tuple(self._plans))
 
     def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
-        """Return what was held, the payload being durable or part of it. May run in another thread until `let_go`.
+        """Return what was held, the payload being durable or part of it. May run in another thread until
+        `end_snapshot`.
 
         Raises:
             OSError: the tier that has the payload cannot be made durable.
         """
         return held.contents(self.tiers)
 
-    def let_go(self, oldest: int | None, *, written: bool = True) -> None:
+    def end_snapshot(self, oldest: int | None, *, written: bool = True) -> None:
         """End a hold.
 
         Args:
@@ -369,7 +372,7 @@ class Store:
         self._held_through = -1
         if not written:
             self.roll.changes.clear()
-        self.slots.let_go(oldest)
+        self.slots.end_snapshot(oldest)
         if oldest is None or (self._first_checkpoint is not None and oldest >= self._first_checkpoint):
             for discard in self._leftovers:
                 discard()
@@ -399,7 +402,7 @@ class Store:
             self.tiers.take_up(self.entries.slots.astype(np.int64))
         if self._whereabouts is not None:
             self._whereabouts.restore(self.entries.slots)
-        self._sampler.come(self.entries.slots)
+        self._sampler.add(self.entries.slots)
         self._holes.add(contents.lost + resumption.lost)
         if len(index) == len(contents.index) and not contents.lost:
             self._sampler.restore(standing.sampler)
@@ -416,7 +419,7 @@ class Store:
 
         Also that of events which have left already. Returns how many of the events held were erased.
         """
-        self.take_in()
+        self.flush_pending()
         covered, left = self.entries.covered(erased)
         slots = np.concatenate([self.entries.slots[covered], left])
         self.tiers.erase(slots.astype(np.int64))
@@ -461,7 +464,7 @@ class Store:
 
     def _regroup(self) -> None:
         """Follow the clusters when the index process has found others."""
-        if self._whereabouts is not None and self._grouped != (training := self._whereabouts.follow()):
+        if self._whereabouts is not None and self._grouped != (training := self._whereabouts.poll()):
             self._grouped = training
             self.roll.regroup(self._whereabouts.clusters(self.entries.slots))
 
@@ -474,8 +477,8 @@ class Store:
             pack = pack(slice(None)).__getitem__
         self.tiers.write(slots.astype(np.int64), offer.identity.take(rows), pack)
         if self._whereabouts is not None:
-            self._whereabouts.come(slots, None if waiting.embedding is None else waiting.embedding[rows])
-        self._sampler.come(slots)
+            self._whereabouts.add(slots, None if waiting.embedding is None else waiting.embedding[rows])
+        self._sampler.add(slots)
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
         """Let those leave that do not stay, bool `[H]`."""
@@ -484,9 +487,9 @@ class Store:
         left = self.roll.keep(stays)
         self.tiers.free(left.astype(np.int64))
         self.slots.leave(left)
-        self._sampler.leave(left)
+        self._sampler.remove(left)
         if self._whereabouts is not None:
-            self._whereabouts.leave(left)
+            self._whereabouts.remove(left)
 
     def _drop_lost(self) -> None:
         """Let events leave whose rows a tier could not write or give back: holes, which fill as the stream goes on."""

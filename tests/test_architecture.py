@@ -123,7 +123,7 @@ METRICS_OF_THE_DESIGN = words("""
     anabranch_ingest_rows_total anabranch_ingest_lag_offsets
     anabranch_learner_steps_total anabranch_learner_rows_trained_total anabranch_learner_step_duration_seconds
     anabranch_learner_accuracy_ratio anabranch_publish_skipped_total anabranch_gate_verdicts_total
-    anabranch_replay_rows anabranch_replay_bytes anabranch_replay_draw_duration_seconds
+    anabranch_replay_rows anabranch_replay_bytes anabranch_replay_sample_duration_seconds
     anabranch_replay_stall_seconds_total
     anabranch_serving_requests_total anabranch_serving_request_duration_seconds anabranch_serving_version
     anabranch_serving_freshness_duration_seconds anabranch_serving_swaps_total

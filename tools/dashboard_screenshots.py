@@ -79,7 +79,7 @@ def _pixels(page: Any, picture: bytes) -> NDArray[np.uint8]:
 
 
 def _with_few_colours(pixels: NDArray[np.uint8]) -> bytes:
-    """Return a PNG of the 256 most frequent colours, a fraction of the size; the rest are drawn in the nearest."""
+    """Return a PNG of the 256 most frequent colours, a fraction of the size; the rest are sampled in the nearest."""
     height, width, _ = pixels.shape
     packed = pixels.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
     found, place, count = np.unique(packed, return_inverse=True, return_counts=True)

@@ -18,7 +18,7 @@ def replay_stats(
     config: ConfigPath = PIPELINE,
     as_json: Annotated[bool, typer.Option("--json", help="Print them as a JSON object.")] = False,
 ) -> int:
-    """Show what the newest checkpoint holds: events by tier, class and age, how they are kept and drawn, what is
+    """Show what the newest checkpoint holds: events by tier, class and age, how they are kept and sampled, what is
     erased."""
 
     def start() -> None:
@@ -39,17 +39,17 @@ def replay_sample(
         list[str] | None,
         typer.Option(metavar="WHAT=VALUE", help="Only events with this label, key, topic or partition; repeatable."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Draw the same events again.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Sample the same events again.")] = None,
 ) -> int:
-    """Print stored events of the newest checkpoint, drawn uniformly, as JSON lines."""
+    """Print stored events of the newest checkpoint, sampled uniformly, as JSON lines."""
 
     def start() -> None:
         import json
 
-        from anabranch.commands.replay_store import draw_sample
+        from anabranch.commands.replay_store import read_sample
         from anabranch.config.loader import load_config
 
-        for event in draw_sample(load_config(config), count, where or [], seed):
+        for event in read_sample(load_config(config), count, where or [], seed):
             typer.echo(json.dumps(event))
 
     return run_command(start)

@@ -126,7 +126,7 @@ def _erase(config: Config, log: ErasureLog, through: int) -> str | None:
         erase(config.state_dir, digest, log, whole=not left)
     if not left:
         return None
-    return f"rows in replay.{left[0]} are removed by the next start of the learner, before anything is drawn"
+    return f"rows in replay.{left[0]} are removed by the next start of the learner, before anything is sampled"
 
 
 def _known(config: Config) -> Mapping[TopicPartition, PartitionReport]:

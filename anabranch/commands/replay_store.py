@@ -124,7 +124,7 @@ def render_stats(stats: Stats) -> Table:
     for tier, numbers in stats.tiers.items():
         used, bound = numbers["bytes"] / 1e6, numbers["bound_bytes"] / 1e6
         table.add_row(tier, f"{numbers['rows']:,} events, {used:.1f} of {bound:.1f} MB")
-    table.add_row("kept", f"{stats.admission}, drawn {stats.sampling}")
+    table.add_row("kept", f"{stats.admission}, sampled {stats.sampling}")
     if stats.by_label:
         table.add_row("by label", ", ".join(f"{label}: {rows:,}" for label, rows in stats.by_label.items()))
     for what, moment in stats.record_times.items():
@@ -135,10 +135,10 @@ def render_stats(stats: Stats) -> Table:
     return table
 
 
-def draw_sample(config: Config, n: int, where: Sequence[str], seed: int | None) -> Iterator[dict[str, Any]]:
-    """Yield up to n stored events, drawn uniformly among those that fit, as JSON values.
+def read_sample(config: Config, n: int, where: Sequence[str], seed: int | None) -> Iterator[dict[str, Any]]:
+    """Yield up to n stored events, sampled uniformly among those that fit, as JSON values.
 
-    Events that are overwritten at this moment are left out, and others drawn in their place.
+    Events that are overwritten at this moment are left out, and others sampled in their place.
 
     Raises:
         SettingsError: there is no checkpoint with a store, a condition cannot be meant, or the payload cannot be had.
@@ -223,8 +223,8 @@ def _home(config: Config, contents: StoreSnapshot, row_bytes: int) -> Iterator[T
     kind = kind_with(contents, kinds_of(config.pipeline.replay, site).values())
     assert kind is not None
     with contextlib.ExitStack() as opened:
-        kind.reach(opened, needed=True)
-        tier = kind.source(contents)
+        kind.connect(opened, needed=True)
+        tier = kind.open_existing(contents)
         opened.callback(tier.close)
         yield tier
 

@@ -2,7 +2,7 @@
 
 import random
 
-_dice = random.Random()  # noqa: S311 no secret; not the interpreter's own, whose numbers a model may draw on
+_dice = random.Random()  # noqa: S311 no secret; not the interpreter's own, whose numbers a model may use
 
 
 def jittered(seconds: float) -> float:

@@ -61,7 +61,7 @@ class PlainLines:
 
 
 class LivePanel:
-    """A panel that is drawn over and over."""
+    """A panel that is sampled over and over."""
 
     def __init__(self, console: Console, url: str, model: str, request: Path) -> None:
         self._url = url

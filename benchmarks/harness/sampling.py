@@ -40,7 +40,7 @@ class Sampling:
     def verify(self, below: int) -> int:
         """Check a draw against what was stored, events with numbers less than `below`, and return the next step."""
         self.store.plan_ahead(self.step, BATCH)
-        columns = self.store.draw(self.step, BATCH).columns
+        columns = self.store.sample(self.step, BATCH).columns
         self.step += 1
         assert len(columns["label"]) == BATCH
         self.events.verify(columns["feature.x"].numpy(), columns["label"].numpy(), below)
@@ -49,7 +49,7 @@ class Sampling:
 
     def _draw(self) -> float:
         begin = time.perf_counter()
-        draw = self.store.draw(self.step, BATCH)
+        draw = self.store.sample(self.step, BATCH)
         self.store.plan_ahead(self.step + 1, BATCH)
         taken = time.perf_counter() - begin
         self.step += 1
@@ -95,8 +95,8 @@ class Steps:
             self._next += BATCH
             work()
             start = time.perf_counter()
-            draw = clerk.draw(self._step, BATCH)
-            clerk.offer(new, PARTITIONS)
+            draw = clerk.sample(self._step, BATCH)
+            clerk.add(new, PARTITIONS)
             self._step += 1
             clerk.plan_ahead(self._step, BATCH)
             calls += time.perf_counter() - start

@@ -81,7 +81,7 @@ def open_clerk(
 def fill(store: Store, events: Events, rows: int, chunk: int = 1024) -> int:
     """Offer so many events from the first on, wait until they are written, and return the number of the next."""
     for begin in range(0, rows, chunk):
-        store.add(events.columns(begin, min(chunk, rows - begin)), PARTITIONS)
+        store.add_now(events.columns(begin, min(chunk, rows - begin)), PARTITIONS)
     store.tiers.sync()
     return rows
 

@@ -156,9 +156,9 @@ def drawn(name: str, held: Events, around: Map) -> Ints:
     columns |= {"offset": slots.astype(np.int64), "time_s": held.time_s, "label": held.label.astype(np.int32)}
     entries.append(slots, np.zeros(len(held)), 0, records_of(columns))
     sampler = SAMPLERS[name](SamplerContext(entries, len(held), len(CLASSES), HALF_LIFE, around))  # type: ignore[arg-type]
-    sampler.come(slots)
-    sampler.learned(slots, losses(held.at))
-    chosen = [sampler.choose(A_DRAW, np.random.default_rng((0, step))).slots for step in range(STEPS)]
+    sampler.add(slots)
+    sampler.update_priorities(slots, losses(held.at))
+    chosen = [sampler.sample(A_DRAW, np.random.default_rng((0, step))).slots for step in range(STEPS)]
     return np.bincount(np.concatenate(chosen), minlength=len(held))
 
 

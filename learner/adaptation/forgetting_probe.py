@@ -37,11 +37,11 @@ class Probe:
         self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
         """Hashes of held-out events on which the model raised, and what it raised: to take out of the held-out set."""
 
-    def drawn(self, step: int) -> int:
-        """Return how many events a step has to draw for it: none where held-out ones are scored, or nothing is."""
+    def sampled(self, step: int) -> int:
+        """Return how many events a step has to sample for it: none where held-out ones are scored, or nothing is."""
         return self._rows if self._ratio.probes(step) and self._holdout.older < ENOUGH else 0
 
-    def score(self, step: int, draw: Sample | None) -> ScoreSum | None:
+    def score(self, step: int, sample: Sample | None) -> ScoreSum | None:
         """Score old events if the step measures; None: there are none, the model raises on one, or the scores
         are not finite."""
         if not self._ratio.probes(step):
@@ -50,8 +50,8 @@ class Probe:
         if (older := self._holdout.older) >= ENOUGH:
             held = self._holdout.take(self._chance.of(step).integers(older, size=self._rows))
             examples = self._trainer.examples(held)
-        elif draw is not None and len(draw):
-            examples = examples_of(draw.first(self._rows), (self._rows,))[0]
+        elif sample is not None and len(sample):
+            examples = examples_of(sample.first(self._rows), (self._rows,))[0]
         else:
             return None
         try:

@@ -165,7 +165,7 @@ class Erasure:
         self._go_on()
 
     def look(self) -> None:
-        """Let everything leave that the log covers: after this, neither draws nor checkpoints have it.
+        """Let everything leave that the log covers: after this, neither samples nor checkpoints have it.
 
         Raises:
             SettingsError: the log is damaged.

@@ -135,10 +135,10 @@ class Leader(Trainer):
         self._gather()
         return super().state()
 
-    def drifted(self) -> None:
+    def on_drift(self) -> None:
         """Hear that the stream has changed, on all ranks."""
         self._channel.tell_all(Action.DRIFT)  # first: strategies may want sums of all ranks
-        super().drifted()
+        super().on_drift()
 
     def beat(self) -> None:
         """Tell the others that the leader is there, when nothing else was told for a second."""
@@ -179,8 +179,10 @@ class Leader(Trainer):
         ours = _pieces(mine, shares[0], wants)
         if not ours:
             return replace(mine, replayed=replayed)
-        found, draws = [ours], len(shares[0].real) - 1
-        groups = [*range(1, draws + 1)] * bool(wants & _LOSSES) + [*range(draws + 1)] * bool(wants & _EMBEDDINGS) + [0]
+        found, samples = [ours], len(shares[0].real) - 1
+        groups = (
+            [*range(1, samples + 1)] * bool(wants & _LOSSES) + [*range(samples + 1)] * bool(wants & _EMBEDDINGS) + [0]
+        )
         for rank in self._channel.others:
             shapes = [(shares[rank].real[group], *piece.shape[1:]) for group, piece in zip(groups, ours, strict=False)]
             sizes = [math.prod(shape) for shape in shapes]
@@ -188,8 +190,8 @@ class Leader(Trainer):
             found.append([part.view(shape) for part, shape in zip(torch.split(numbers, sizes), shapes, strict=True)])
         whole = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
         output_B = whole.pop() if wants & _OUTPUTS else mine.output_B
-        embedding_N = torch.cat(whole[-draws - 1 :]) if wants & _EMBEDDINGS else None
-        old_R = torch.cat(whole[:draws]) if wants & _LOSSES else None
+        embedding_N = torch.cat(whole[-samples - 1 :]) if wants & _EMBEDDINGS else None
+        old_R = torch.cat(whole[:samples]) if wants & _LOSSES else None
         return replace(mine, old_R=old_R, embedding_N=embedding_N, output_B=output_B, replayed=replayed)
 
 
@@ -225,7 +227,7 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup
             replicas.gather()
             trainer.strategy.gather()
         elif action is Action.DRIFT:
-            trainer.drifted()
+            trainer.on_drift()
         elif action is Action.SNAPSHOT:
             trainer.snapshot()
         elif action is Action.MOMENTS:
@@ -268,7 +270,7 @@ def _restore(trainer: Trainer, message: Tensor) -> None:
 
 
 def _pieces(result: StepResult, rank_batch: RankBatch, wants: int) -> list[Tensor]:
-    """Return what a rank found out and the leader wants, without what stands in: float32, one tensor a draw."""
+    """Return what a rank found out and the leader wants, without what stands in: float32, one tensor a sample."""
     pieces: list[Tensor] = []
     counts, real = rank_batch.counts, rank_batch.real
     if wants & _LOSSES:

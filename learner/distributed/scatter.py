@@ -28,11 +28,12 @@ class Column(NamedTuple):
 Form = tuple[Column, ...]
 """The tensors of examples, in the order in which they travel."""
 Slices = list[slice]
-"""Of the new events and of each draw, which are a rank's."""
+"""Of the new events and of each sample, which are a rank's."""
 
 
 def scatter(counts: Sequence[int], ranks: int) -> list[Slices]:
-    """Deal new events and draws to N ranks, so that all have nearly as many: who gets fewer new ones gets more old."""
+    """Deal new events and samples to N ranks, so that all have nearly as many: who gets fewer new ones gets more
+    old."""
     dealt: list[Slices] = [[] for _ in range(ranks)]
     total = [0] * ranks
     for count in counts:
@@ -48,7 +49,7 @@ def scatter(counts: Sequence[int], ranks: int) -> list[Slices]:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A rank's part of a step: so many of the new events and of each draw travel, and so many of them are real.
+    """A rank's part of a step: so many of the new events and of each sample travel, and so many of them are real.
 
     They differ where the rank has none while others have: one of no weight stands in, so that all ranks do alike.
     """

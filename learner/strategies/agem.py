@@ -24,7 +24,7 @@ class ProjectedGradient(Strategy):
 
     sees_classes = False
 
-    def start(self) -> None:
+    def on_step_start(self) -> None:
         """Forget the old events' gradient."""
         self._reference: list[Tensor] = []
 
@@ -56,7 +56,7 @@ class ProjectedGradient(Strategy):
             total = total * (1 + torch.stack([(each * 0).sum() for each in found]).sum())
         scaled(total).backward()  # type: ignore[no-untyped-call]
 
-    def adjust(self, scale: float) -> None:
+    def transform_gradients(self, scale: float) -> None:
         """Take away what goes against the old events' gradient; both are those of all ranks."""
         if not self._reference:
             return

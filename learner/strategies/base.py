@@ -4,7 +4,7 @@ A step is one or more micro-batches on each of one or more ranks. The loss of a 
 divided by what the whole step weighs (`StepWeights`), so that the gradients add up to those of one large batch.
 
 Legend: B new events, R replayed ones, N ranks, C classes, D dimensions of an embedding. A step's old events come as
-draws, each of a number of events of its own: most strategies ask for one, DER++ for two.
+samples, each of a number of events of its own: most strategies ask for one, DER++ for two.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class StepWeights:
 
     Attributes:
         new: the sum of the weights of the new events, float32 scalar.
-        old: of each draw, likewise.
+        old: of each sample, likewise.
         present_C: which classes are among the new events, bool `[C]`; None where labels are no classes, or the
             strategy does not look.
     """
@@ -56,7 +56,7 @@ class MicroBatchLoss:
     Attributes:
         total: the loss to differentiate, a scalar.
         output_B: the model's output for the new events, without a gradient.
-        old: of each draw the loss of its events, float `[R]` without a gradient; empty when nothing was drawn.
+        old: of each sample the loss of its events, float `[R]` without a gradient; empty when nothing was sampled.
         new_B: the task's loss of each new event, likewise, where it was computed; None: the trainer does so.
     """
 
@@ -71,7 +71,7 @@ class StrategyContext:
     """What a strategy may use of the learner.
 
     Attributes:
-        model: the module itself; its gradients are those of this rank until `adjust`.
+        model: the module itself; its gradients are those of this rank until `transform_gradients`.
         task: what its output means.
         reduce: averages tensors over the ranks, in place; all ranks have to call it alike.
         rate: returns the optimizer's learning rate as it is now.
@@ -105,7 +105,7 @@ class Strategy:
     """
 
     replays: ClassVar[bool] = True
-    """Whether old events are drawn."""
+    """Whether old events are sampled."""
     keeps_output: ClassVar[bool] = False
     """Whether the store keeps the model's output with each event."""
     tasks: ClassVar[frozenset[str]] = frozenset()
@@ -115,20 +115,20 @@ class Strategy:
     embeds: ClassVar[bool] = False
     """Whether it needs embeddings."""
     picks: ClassVar[bool] = False
-    """Whether `pick` chooses among the old events."""
+    """Whether `select` chooses among the old events."""
     learns_gradient: ClassVar[bool] = True
-    """Whether the optimizer takes a step; else `learned` does what is to be done."""
+    """Whether the optimizer takes a step; else `after_step` does what is to be done."""
 
-    def begin(self, learner: StrategyContext) -> None:
+    def setup(self, learner: StrategyContext) -> None:
         """Take what it needs of the learner; called once, before the first step."""
         self.learner = learner
 
-    def draws(self, replayed: int) -> tuple[int, ...]:
-        """Return how many events each draw of a step has that replays so many."""
+    def samples(self, replayed: int) -> tuple[int, ...]:
+        """Return how many events each sample of a step has that replays so many."""
         return (replayed,) if self.replays else ()
 
-    def pick(self, _forward: Forward, _new: Examples, _old: Sequence[Examples], /) -> Sequence[Tensor] | None:
-        """Choose which of the old events to train on: int64 places for each draw; None: all. Called once a step.
+    def select(self, _forward: Forward, _new: Examples, _old: Sequence[Examples], /) -> Sequence[Tensor] | None:
+        """Choose which of the old events to train on: int64 places for each sample; None: all. Called once a step.
 
         It may leave gradients behind, but no other trace in the model, also where it runs out of memory: then it is
         called again, and `StrategyContext.parts` are smaller.
@@ -136,23 +136,23 @@ class Strategy:
         return None
 
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights, /) -> MicroBatchLoss:
-        """Return the loss of a micro-batch; `old` is empty when nothing was drawn."""
+        """Return the loss of a micro-batch; `old` is empty when nothing was sampled."""
         raise NotImplementedError
 
     def backward(self, loss: MicroBatchLoss, scaled: Callable[[Tensor], Tensor], /) -> None:
         """Add a micro-batch's gradient to that of the step; `scaled` multiplies by fp16's loss scale."""
         scaled(loss.total).backward()  # type: ignore[no-untyped-call]
 
-    def start(self) -> None:
+    def on_step_start(self) -> None:
         """A step begins, or begins again: forget what `backward` has added."""
 
-    def adjust(self, scale: float, /) -> None:
+    def transform_gradients(self, scale: float, /) -> None:
         """Change the gradients of the whole step, which are averaged over the ranks and no longer scaled."""
 
-    def learned(self, new: Examples, output_B: Tensor, /) -> None:
+    def after_step(self, new: Examples, output_B: Tensor, /) -> None:
         """Hear of a step that is done: its new events on this rank, and the model's output for them before it."""
 
-    def drifted(self) -> None:
+    def on_drift(self) -> None:
         """Look back now, where that is otherwise done every so many steps: for who knows that the stream has changed.
 
         Called between steps, by every rank.

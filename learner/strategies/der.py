@@ -34,7 +34,7 @@ class DarkReplay(Strategy):
         return MicroBatchLoss(total, output.detach(), losses)
 
     def _rehearsed(self, _place: int, output_R: Tensor, old: Examples, whole: Tensor) -> Tensor:
-        """Return the part of the loss that a draw has."""
+        """Return the part of the loss that a sample has."""
         return self._alpha * weighted(moved(output_R, old.output_B), old.weight_B, whole)
 
 
@@ -46,7 +46,7 @@ class DarkReplayPlus(DarkReplay):
         super().__init__(alpha=alpha)
         self._beta = beta
 
-    def draws(self, replayed: int) -> tuple[int, ...]:
+    def samples(self, replayed: int) -> tuple[int, ...]:
         """One for the outputs, and as many events again for the labels."""
         return replayed, replayed
 

@@ -32,22 +32,22 @@ class ElasticWeights(NoReplay):
         self._fisher: list[Tensor] = []
         self._anchor: list[Tensor] = []
 
-    def adjust(self, _scale: float) -> None:
+    def transform_gradients(self, _scale: float) -> None:
         """Add the gradient of the penalty, strength / 2 * sum of Fisher information * (weight - anchor)^2."""
         weights = self.learner.weights if self._anchor else []
         for weight, fisher, anchor in zip(weights, self._fisher, self._anchor, strict=True):
             pull = self._strength * fisher * (weight.detach() - anchor)
             weight.grad = pull if weight.grad is None else weight.grad.add_(pull)
 
-    def learned(self, new: Examples, _output_B: Tensor) -> None:
+    def after_step(self, new: Examples, _output_B: Tensor) -> None:
         """Look at one event, and consolidate when it is time."""
         self._add(new[:1])
         self._sum_of_all = None
         self._steps += 1
         if self._steps % self._every == 0:
-            self.drifted()
+            self.on_drift()
 
-    def drifted(self) -> None:
+    def on_drift(self) -> None:
         """Consolidate: what was learned since the last time is to be held from now on. Called by every rank."""
         if not self._sum:
             return

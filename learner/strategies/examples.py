@@ -81,16 +81,16 @@ def output_field(shape: tuple[int, ...]) -> Fields:
 _FEATURE = "feature."
 
 
-def examples_of(draw: Sample, draws: Sequence[int]) -> list[Examples]:
-    """Make examples of a draw, dealt among the `draws` that the strategy asks for: fewer each when fewer came, and
+def examples_of(sample: Sample, samples: Sequence[int]) -> list[Examples]:
+    """Make examples of a sample, dealt among the `samples` that the strategy asks for: fewer each when fewer came, and
     none when there is not one for each.
 
-    Their weight is 0 where there is no label. The draw's importance makes up for how events were kept and drawn:
+    Their weight is 0 where there is no label. The sample's importance makes up for how events were kept and sampled:
     where `[schema.weight]` is declared, heavy events are kept more often than light ones, and the rehearsed loss
     is that of the stream all the same.
     """
-    columns = draw.columns
-    labelled, label, weight = columns["labelled"], columns["label"], draw.importance
+    columns = sample.columns
+    labelled, label, weight = columns["labelled"], columns["label"], sample.importance
     # Mostly all are; to look is to wait for a device that is not the host. Both are copied: they are whole then, and
     # nobody else's.
     if labelled.is_cpu and labelled.numpy().all():
@@ -100,9 +100,9 @@ def examples_of(draw: Sample, draws: Sequence[int]) -> list[Examples]:
         label = torch.where(known, label, torch.zeros_like(label))
         weight = torch.where(labelled, weight, 0.0)
     features = {name.removeprefix(_FEATURE): column for name, column in columns.items() if name.startswith(_FEATURE)}
-    everything, n, wanted = Examples(features, label, weight, columns.get(OUTPUT)), len(draw), sum(draws)
-    if len(draws) == 1:
+    everything, n, wanted = Examples(features, label, weight, columns.get(OUTPUT)), len(sample), sum(samples)
+    if len(samples) == 1:
         return [everything]
-    ends = [sum(draws[: place + 1]) * n // wanted for place in range(len(draws))]
+    ends = [sum(samples[: place + 1]) * n // wanted for place in range(len(samples))]
     parts = [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     return parts if all(map(len, parts)) else []

@@ -38,13 +38,13 @@ class Distillation(NoReplay):
             losses = losses + self._strength * self._apart(output, self._told(new))
         return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output.detach())
 
-    def learned(self, _new: Examples, _output_B: Tensor) -> None:
+    def after_step(self, _new: Examples, _output_B: Tensor) -> None:
         """Take a snapshot when it is time."""
         self._steps += 1
         if self._steps % self._every == 0:
-            self.drifted()
+            self.on_drift()
 
-    def drifted(self) -> None:
+    def on_drift(self) -> None:
         """Take a snapshot of the model now, the mean of the ranks'."""
         self._teacher = {name: value.detach().clone() for name, value in self._now().items()}
         self.learner.reduce([value for value in self._teacher.values() if value.is_floating_point()])

@@ -11,7 +11,7 @@ from learner.strategies.examples import Examples, pad_single
 
 
 class InterferedReplay(ExperienceReplay):
-    """Draws more old events than it takes, and takes those whose loss would rise most by learning the new ones.
+    """Samples more old events than it takes, and takes those whose loss would rise most by learning the new ones.
 
     MIR: Aljundi et al. 2019, "Online continual learning with maximal interfered retrieval". The virtual step is that of
     plain SGD with the optimizer's learning rate.
@@ -20,14 +20,14 @@ class InterferedReplay(ExperienceReplay):
     picks = True
 
     def __init__(self, *, candidates: int = 5) -> None:
-        """Take how many events are drawn for each that is taken; the paper draws 50 for 10."""
+        """Take how many events are sampled for each that is taken; the paper samples 50 for 10."""
         self._candidates = candidates
 
-    def draws(self, replayed: int) -> tuple[int, ...]:
+    def samples(self, replayed: int) -> tuple[int, ...]:
         """All candidates."""
         return (replayed * self._candidates,)
 
-    def pick(self, forward: Forward, new: Examples, old: Sequence[Examples]) -> Sequence[Tensor]:
+    def select(self, forward: Forward, new: Examples, old: Sequence[Examples]) -> Sequence[Tensor]:
         """Return the places of the events whose loss rises most, and of those without a label last."""
         (candidates,) = old
         n = -(-len(candidates) // self._candidates)

@@ -34,9 +34,9 @@ class NearestClassMean(Strategy):
         """Take the name of the linear layer that gives the logits; empty: the model's last."""
         self._name = head
 
-    def begin(self, learner: StrategyContext) -> None:
+    def setup(self, learner: StrategyContext) -> None:
         """Find the last layer, and see that the model is the embedding and that layer after it."""
-        super().begin(learner)
+        super().setup(learner)
         self._head = self._found()
         embedding_BD, output_BC = self._run(learner.probe)
         classes, dim = self._head.weight.shape
@@ -51,7 +51,7 @@ class NearestClassMean(Strategy):
         self._count_C = torch.zeros(classes, dtype=torch.float64, device=device)
         self._sum_CD = torch.zeros(classes, dim, dtype=torch.float64, device=device)
 
-    def start(self) -> None:
+    def on_step_start(self) -> None:
         """Forget the embeddings of a step that begins again."""
         self._embedding: list[Tensor] = []
 
@@ -62,7 +62,7 @@ class NearestClassMean(Strategy):
         losses = self.learner.task.loss(output_BC, new.label_B)
         return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output_BC)
 
-    def learned(self, new: Examples, _output_B: Tensor) -> None:
+    def after_step(self, new: Examples, _output_B: Tensor) -> None:
         """Add the events of all ranks to the sums, and write the last layer anew."""
         embedding_BD = torch.cat(self._embedding).double()
         weight_B1 = new.weight_B.double()[:, None]

@@ -24,9 +24,9 @@ class StreamingDiscriminant(NearestClassMean):
             raise ValueError("shrinkage has to be more than 0 and at most 1")
         self._shrinkage = shrinkage
 
-    def begin(self, learner: StrategyContext) -> None:
+    def setup(self, learner: StrategyContext) -> None:
         """Begin without any event."""
-        super().begin(learner)
+        super().setup(learner)
         dim = self._sum_CD.shape[1]
         self._product_DD = self._sum_CD.new_zeros(dim, dim)
 

@@ -35,7 +35,7 @@ class Schedule:
             for group, rate in zip(groups, self._rates, strict=True):
                 group["lr"] = rate * factor
 
-    def drifted(self, step: int) -> None:
+    def on_drift(self, step: int) -> None:
         """Hear that the stream has changed before this step: warm up again, if so set."""
         if self._settings.restart == "drift":
             self._since = step

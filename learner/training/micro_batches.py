@@ -1,6 +1,6 @@
 """Micro-batches: a step's events in parts that are small enough for the device.
 
-Legend: B new events, R of a draw.
+Legend: B new events, R of a sample.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from learner.strategies.examples import Examples, pad_single
 
 Part = tuple[Examples, list[Examples]]
-"""Some of the new events, and some of those of each draw."""
+"""Some of the new events, and some of those of each sample."""
 
 
 def micro_batches(new: Examples, old: Sequence[Examples], most: int | None) -> list[Part]:

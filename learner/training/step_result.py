@@ -23,8 +23,8 @@ class StepResult:
         score: sum over the new events of all ranks of the task's score, by the predictions made before training on
             them.
         loss_new: sum of their losses, by the same predictions.
-        old_R: the loss of each event drawn, float32 `[R]` on the device, NaN where it was not trained on; None when
-            nothing was drawn.
+        old_R: the loss of each event sampled, float32 `[R]` on the device, NaN where it was not trained on; None when
+            nothing was sampled.
         embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device, NaN where
             it is not known; None unless it was asked for.
         output_B: the model's output for the new events, `[B, ...]` on the device.
@@ -64,24 +64,24 @@ class StepAccumulator:
 
 
 def dealt(
-    heard: StepAccumulator, drawn: Sequence[int], picked: Sequence[Tensor] | None, rows: int
+    heard: StepAccumulator, sampled: Sequence[int], picked: Sequence[Tensor] | None, rows: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the loss of each event drawn and the embeddings of all, in the order in which they were given."""
+    """Return the loss of each event sampled and the embeddings of all, in the order in which they were given."""
     old_R: Tensor | None = None
-    draws = [cat(parts) for parts in zip(*(each for each in heard.old if each), strict=False)]
-    if draws:
+    samples = [cat(parts) for parts in zip(*(each for each in heard.old if each), strict=False)]
+    if samples:
         if picked is not None:
-            draws = [
+            samples = [
                 torch.full((n,), math.nan, device=losses.device).index_copy(0, places, losses.float())
-                for n, places, losses in zip(drawn, picked, draws, strict=True)
+                for n, places, losses in zip(sampled, picked, samples, strict=True)
             ]
-        old_R = cat(draws)
+        old_R = cat(samples)
     embedding_N: Tensor | None = None
     if heard.embedding:
         new = torch.cat([each for each, _ in heard.embedding])[:rows]
         old = torch.cat([each for _, each in heard.embedding])
-        if picked is not None or len(drawn) > 1 or len(old) != sum(drawn):
-            old = new.new_full((sum(drawn), new.shape[1]), math.nan)
+        if picked is not None or len(sampled) > 1 or len(old) != sum(sampled):
+            old = new.new_full((sum(sampled), new.shape[1]), math.nan)
         embedding_N = torch.cat([new, old])
     return old_R, embedding_N
 

@@ -91,7 +91,7 @@ class Trainer:
         self._trained = self._ranks.wrap(self.model)
         if settings.compile:
             self._trained = compiled(self._trained, schema, device, precision, self._ranks)
-        strategy.begin(
+        strategy.setup(
             StrategyContext(
                 *(model, task, self._stand_in.average, self.update.rate, self._parts, _probe(schema, device)),
                 None if embedding is None else self._embed,
@@ -173,9 +173,9 @@ class Trainer:
             return self._step(new, old, rows)
 
     def _step(self, new: Examples, old: Sequence[Examples], rows: int | None) -> StepResult:
-        rows, drawn = len(new) if rows is None else rows, [len(each) for each in old]
+        rows, sampled = len(new) if rows is None else rows, [len(each) for each in old]
         given = new, *old
-        if len(new) == 1 and not sum(drawn):
+        if len(new) == 1 and not sum(sampled):
             # Batch norm needs two: the event stands for another one of no weight.
             new = pad_single(new)
         self.update.begin(self._steps)
@@ -200,9 +200,9 @@ class Trainer:
         self._steps += 1
         output_B = cat(heard.output)
         if finite:
-            self.strategy.learned(new, output_B)
-        old_R, embedding_N = dealt(heard, drawn, picked, rows)
-        replayed = sum(drawn) if picked is None else sum(map(len, picked))
+            self.strategy.after_step(new, output_B)
+        old_R, embedding_N = dealt(heard, sampled, picked, rows)
+        replayed = sum(sampled) if picked is None else sum(map(len, picked))
         return StepResult(finite, total, score, loss_new, old_R, embedding_N, output_B[:rows], replayed)
 
     def _passes(
@@ -277,7 +277,7 @@ class Trainer:
 
         def backward() -> None:
             self.update.gradients.clear()
-            self.strategy.start()
+            self.strategy.on_step_start()
             weight, present = events.weight_B.sum(), self._present(events)
             for part in self._parts(events):
                 if self._embedding is not None:
@@ -304,7 +304,7 @@ class Trainer:
 
         def pick(new: Examples, old: Sequence[Examples]) -> Sequence[Tensor] | None:
             with self._precision.autocast(self.device):
-                return self.strategy.pick(lambda features: forward(self.model, features), new, old)
+                return self.strategy.select(lambda features: forward(self.model, features), new, old)
 
         picked = self._fitting(lambda: self._stand_in.instead(pick, new, old), max(map(len, (new, *old))), before, dice)
         if picked is not None:
@@ -350,17 +350,17 @@ class Trainer:
             self._buffers.put_back(before)
             dice.put_back()
 
-    def drifted(self) -> None:
+    def on_drift(self) -> None:
         """Hear that the stream has changed: the learning rate begins again where the schedule says so, and a strategy
         that looks back from time to time does so now.
         """
-        self.update.schedule.drifted(self._steps)
-        self.strategy.drifted()
+        self.update.schedule.on_drift(self._steps)
+        self.strategy.on_drift()
 
     def _backward(self, new: Examples, old: Sequence[Examples], whole: StepWeights) -> StepAccumulator:
         """Compute the gradient of the whole step, as the strategy wants it."""
         self.update.gradients.clear()
-        self.strategy.start()
+        self.strategy.on_step_start()
         heard = StepAccumulator()
         parts = micro_batches(new, old, self.micro_batch_size)
         rounds = self._ranks.weights.rounds(len(parts))
@@ -375,7 +375,7 @@ class Trainer:
             self._buffers.put_back(before)
         if self.strategy.learns_gradient:
             self.update.unscale()
-            self.strategy.adjust(self.update.scaler.get_scale())
+            self.strategy.transform_gradients(self.update.scaler.get_scale())
         return heard
 
     def _learn(self, new: Examples, old: Sequence[Examples], whole: StepWeights, heard: StepAccumulator) -> None:

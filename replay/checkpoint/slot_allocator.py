@@ -56,8 +56,8 @@ class SlotAllocator:
             slots = slots[unnamed]
         self._free = np.concatenate([self._free, slots])
 
-    def hold(self, number: int) -> NDArray[np.int64]:
-        """Begin the checkpoint `number`: what slots hold now stays until `let_go` says otherwise.
+    def begin_snapshot(self, number: int) -> NDArray[np.int64]:
+        """Begin the checkpoint `number`: what slots hold now stays until `end_snapshot` says otherwise.
 
         Returns:
             int64 `[P, 2]`, the retired slots, each after the number of the last checkpoint that may name it.
@@ -69,7 +69,7 @@ class SlotAllocator:
         pairs = [np.stack([np.full(len(slots), last), slots], axis=1) for last, slots in self._retired]
         return np.concatenate([np.empty((0, 2), np.int64), *pairs])
 
-    def let_go(self, oldest: int | None) -> None:
+    def end_snapshot(self, oldest: int | None) -> None:
         """End a hold, now that the oldest checkpoint that may be resumed is number `oldest`; None: there is none."""
         self._holding = False
         stays = [oldest is not None and self._durable and last >= oldest for last, _ in self._retired]

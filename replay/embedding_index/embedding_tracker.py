@@ -19,8 +19,8 @@ _NEAREST = 10
 _MOST_QUERIES = 256
 _NO_ID = -1
 LAG = 12
-"""A draw is near to the new events of so many steps before: those between are for the question, the answer, and the
-rows of the draw, which is chosen some steps ahead."""
+"""A sample is near to the new events of so many steps before: those between are for the question, the answer, and the
+rows of the sample, which is chosen some steps ahead."""
 UNKNOWN = np.int16(0)
 """The cluster of events whose cluster is not known."""
 
@@ -50,7 +50,7 @@ class EmbeddingTracker:
         """The index process' client."""
         return self._neighbours
 
-    def follow(self) -> int:
+    def poll(self) -> int:
         """Take up what the index process has found, and return `training`."""
         if self._generation != self._neighbours.generation:
             self._generation = self._neighbours.generation
@@ -87,18 +87,18 @@ class EmbeddingTracker:
         nearest = distance_nC.argmin(axis=1).astype(np.int16) + np.int16(1)
         return np.where(np.isfinite(embedding_nD).all(axis=1), nearest, UNKNOWN)
 
-    def seek(self, step: int, embedding_QD: NDArray[np.float32]) -> None:
+    def query(self, step: int, embedding_QD: NDArray[np.float32]) -> None:
         """Look for events that are near to Q others, which are of this step; the answer comes steps later."""
         self._step = step
         self._neighbours.ask(step, embedding_QD[:_MOST_QUERIES], _NEAREST)
 
-    def plan_for(self, step: int) -> None:
-        """Let `nearest` tell for the draw of a step: what was found for the one LAG steps before, unless it is late.
+    def select_answer(self, step: int) -> None:
+        """Let `nearest` tell for the sample of a step: what was found for the one LAG steps before, unless it is late.
 
-        Each answer is for one draw. Were the newest taken again where none has come, a slow index would have the same
+        Each answer is for one sample. Were the newest taken again where none has come, a slow index would have the same
         few events rehearsed over and over.
         """
-        self.follow()
+        self.poll()
         self._nearest = self._answers.pop(step - LAG, np.empty(0, np.int64))
         self._answers = {asked: ids for asked, ids in self._answers.items() if asked > step - LAG}
 
@@ -115,21 +115,21 @@ class EmbeddingTracker:
         self._neighbours.remove(ids[slots < 0])
         return slots[slots >= 0].astype(np.int32)
 
-    def come(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32] | None) -> None:
+    def add(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32] | None) -> None:
         """Learn where n events lie that have come into slots; what is not finite, or None, is nowhere yet."""
         self._name(slots)
         if embedding_nD is not None:
             self._cluster[slots] = self.cluster_of(embedding_nD)
-            self.move(slots, embedding_nD)
+            self.update(slots, embedding_nD)
 
-    def move(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32]) -> None:
+    def update(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32]) -> None:
         """Learn where n events lie now; the model has learned meanwhile."""
         known = np.isfinite(embedding_nD).all(axis=1) & (self._ids[slots] != _NO_ID)
         slots = slots[known]
         taken = self._neighbours.add(self._ids[slots], embedding_nD[known], self._step)
         self._placed[slots[:taken]] = True
 
-    def leave(self, slots: NDArray[np.int32]) -> None:
+    def remove(self, slots: NDArray[np.int32]) -> None:
         """Remove n events."""
         ids = self._ids[slots]
         self._neighbours.remove(ids[ids != _NO_ID])
@@ -137,7 +137,7 @@ class EmbeddingTracker:
         self._placed[slots] = False
 
     def restore(self, slots: NDArray[np.int32]) -> None:
-        """Take up events of a checkpoint: where they lie is found when they are drawn."""
+        """Take up events of a checkpoint: where they lie is found when they are sampled."""
         self._name(slots)
 
     def close(self) -> None:

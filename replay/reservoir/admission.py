@@ -6,7 +6,7 @@ reservoirs merge. With u uniform in (0, 1) and weight w the priority -ln(u)/w is
 smallest are a weighted sample without replacement (Efraimidis and Spirakis 2006). Mind the sign: with the smallest
 kept, u**(1/w) would evict the heavy ones.
 
-Legend: N events offered, H events held, n events drawn, G groups.
+Legend: N events offered, H events held, n events sampled, G groups.
 """
 
 import math

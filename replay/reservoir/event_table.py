@@ -1,7 +1,7 @@
 """The index: what is known of the events held, beside their payload.
 
-Most of it lies by slot, where an event's record stays as long as the event is held. What a scan or a draw reads lies in
-columns by logical position: when events leave, those after them move up, and only these columns are copied.
+Most of it lies by slot, where an event's record stays as long as the event is held. What a scan or a sample reads lies
+in columns by logical position: when events leave, those after them move up, and only these columns are copied.
 
 Legend: H events held, S slots, n events of a call.
 """

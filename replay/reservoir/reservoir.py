@@ -58,7 +58,7 @@ class Reservoir:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def offer(self, columns: Mapping[str, Array], cluster: NDArray[np.int16]) -> ScoredEvents:
+    def add(self, columns: Mapping[str, Array], cluster: NDArray[np.int16]) -> ScoredEvents:
         """Take note of N events, and tell which are to be held: those that `admits` and that are not held already.
 
         Args:
@@ -132,7 +132,7 @@ class Reservoir:
         mean = self._weight / max(1, int(self._offered.sum())) or 1.0
         return self.admission.rates(self.quotas.thresholds[group], records["time_s"], share[group], mean)
 
-    def hold(self, number: int) -> tuple[StoreDelta, dict[str, Any]]:
+    def begin_snapshot(self, number: int) -> tuple[StoreDelta, dict[str, Any]]:
         """Begin checkpoint `number`: return what has changed since the one before, and the roll's part of its
         StoreState."""
         change = StoreDelta(self.changes.base, self.changes.alive, self.entries.copy(self.changes.old), None)

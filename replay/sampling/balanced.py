@@ -1,6 +1,6 @@
-"""Samplers that draw from groups alike: classes, or clusters of embeddings.
+"""Samplers that sample from groups alike: classes, or clusters of embeddings.
 
-Legend: H events held, n drawn, G groups.
+Legend: H events held, n sampled, G groups.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ class BalancedSampler(UniformSampler):
         self._group_of = group_of
         self._groups = GroupLists()
 
-    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+    def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Deal n among the groups as evenly as their sizes allow, and choose within each."""
-        slots = self._groups.choose(min(n, len(self._entries)), generator)
+        slots = self._groups.sample(min(n, len(self._entries)), generator)
         return Choice(generator.permutation(slots))
 
-    def come(self, slots: Slots) -> None:
+    def add(self, slots: Slots) -> None:
         """Put events into their groups."""
         self._groups.add(self._group_of(slots), slots)
 
-    def leave(self, slots: Slots) -> None:
+    def remove(self, slots: Slots) -> None:
         """Take events out of their groups."""
         self._groups.discard(slots)
 
@@ -41,9 +41,9 @@ class BalancedSampler(UniformSampler):
 class ClusterSampler(BalancedSampler):
     """Every cluster of the model's embeddings comes as often as any other.
 
-    Events whose cluster is not known, as after a restart, have the share of a draw that they are of the store. When the
-    index process has found other clusters, all events are grouped anew. Within a cluster, those whose embeddings are of
-    a model long gone come sooner: being drawn renews them.
+    Events whose cluster is not known, as after a restart, have the share of a sample that they are of the store. When
+    the index process has found other clusters, all events are grouped anew. Within a cluster, those whose embeddings
+    are of a model long gone come sooner: being sampled renews them.
     """
 
     def __init__(self, entries: EventTable, whereabouts: EmbeddingTracker) -> None:
@@ -52,25 +52,25 @@ class ClusterSampler(BalancedSampler):
         self._grouped = whereabouts.training
         self._stale = np.empty(0, np.int32)
 
-    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+    def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Group anew if need be, and choose; one in eight makes way for an event of its cluster that is stale."""
         if self._grouped != self._whereabouts.training:
             self._grouped, self._groups = self._whereabouts.training, GroupLists()
-            self.come(self._entries.slots)
-        any_ = UniformSampler.choose(self, n, generator).slots
+            self.add(self._entries.slots)
+        any_ = UniformSampler.sample(self, n, generator).slots
         slots = any_[self._whereabouts.clusters(any_) == UNKNOWN]
-        slots = np.concatenate([slots, self._groups.choose(len(any_) - len(slots), generator)])
+        slots = np.concatenate([slots, self._groups.sample(len(any_) - len(slots), generator)])
         # Where the clusters have less than that, all of them are in.
         slots = np.concatenate([slots, any_[~np.isin(any_, slots)]])[: len(any_)]
         return Choice(generator.permutation(self._with_stale(slots, stale_share(n, generator))))
 
-    def come(self, slots: Slots) -> None:
+    def add(self, slots: Slots) -> None:
         """Put events into their groups, those that have one."""
-        super().come(slots[self._whereabouts.clusters(slots) != UNKNOWN])
+        super().add(slots[self._whereabouts.clusters(slots) != UNKNOWN])
 
-    def leave(self, slots: Slots) -> None:
+    def remove(self, slots: Slots) -> None:
         """Take events out of their groups."""
-        super().leave(slots)
+        super().remove(slots)
         self._stale = self._stale[~np.isin(self._stale, slots)]
 
     def _with_stale(self, slots: Slots, n: int) -> Slots:

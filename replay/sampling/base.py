@@ -3,7 +3,7 @@
 A sampler is told which events come and go, by slot, and chooses among those that are held. It may keep what it needs to
 choose fast; what it keeps is made anew when a checkpoint is taken up.
 
-Legend: H events held, n drawn, G groups.
+Legend: H events held, n sampled, G groups.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ BY_POSITION = frozenset({"seats", "weights"})
 Slots = NDArray[np.int32]
 _STALE_SHARE = 8
 MOST_STALE = 64
-"""Stale events that wait for a draw of their cluster."""
+"""Stale events that wait for a sample of their cluster."""
 PLACED = -1
 """A cluster that no event is in."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to be drawn.
+    """What is to be sampled.
 
     Attributes:
-        slots: of n different events that are held, in an order in which any prefix is a fair draw.
+        slots: of n different events that are held, in an order in which any prefix is a fair sample.
         correction: the factor by which each counts less for being chosen more often, float64 `[n]`; None: 1 for all.
     """
 
@@ -44,58 +44,58 @@ class Sampler(Protocol):
     A pure function of the contents and its arguments, but for those that follow what other processes find.
     """
 
-    hears_losses: bool
-    """Whether the losses of what was drawn decide what is drawn later."""
+    uses_losses: bool
+    """Whether the losses of what was sampled decide what is sampled later."""
     divisible: bool
     """Whether a choice for several steps may be dealt out among them: each part is as good as a choice of its own."""
 
-    def choose(self, n: int, generator: np.random.Generator, /) -> Choice:
+    def sample(self, n: int, generator: np.random.Generator, /) -> Choice:
         """Choose n events, or all when fewer are held, by a generator that belongs to the step."""
         ...
 
-    def come(self, slots: Slots, /) -> None:
+    def add(self, slots: Slots, /) -> None:
         """Take up events that are held from now on."""
         ...
 
-    def leave(self, slots: Slots, /) -> None:
+    def remove(self, slots: Slots, /) -> None:
         """Remove events that are no longer held."""
         ...
 
-    def learned(self, slots: Slots, losses: NDArray[np.float32], /) -> None:
+    def update_priorities(self, slots: Slots, losses: NDArray[np.float32], /) -> None:
         """Hear of the losses of events that are held, float32 `[n]`."""
         ...
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Return what a checkpoint has to keep, beside the events, for the draws to go on alike; arrays of any
+        """Return what a checkpoint has to keep, beside the events, for the samples to go on alike; arrays of any
         shape."""
         ...
 
     def restore(self, state: Mapping[str, NDArray[np.generic]], /) -> None:
-        """Take up what `state` returned, after `come` was told of the events, in the same order."""
+        """Take up what `state` returned, after `add` was told of the events, in the same order."""
         ...
 
 
 class UniformSampler:
-    """Every event held is drawn with the same probability, without repeats within a draw."""
+    """Every event held is sampled with the same probability, without repeats within a sample."""
 
-    hears_losses = False
+    uses_losses = False
     divisible = True
 
     def __init__(self, entries: EventTable) -> None:
         self._entries = entries
 
-    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+    def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Choose positions."""
         held = self._entries.slots
         return Choice(held.take(generator.choice(len(held), size=min(n, len(held)), replace=False)))
 
-    def come(self, slots: Slots) -> None:
+    def add(self, slots: Slots) -> None:
         """Nothing is kept."""
 
-    def leave(self, slots: Slots) -> None:
+    def remove(self, slots: Slots) -> None:
         """Nothing is kept."""
 
-    def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
+    def update_priorities(self, slots: Slots, losses: NDArray[np.float32]) -> None:
         """Losses decide nothing."""
 
     def state(self) -> dict[str, NDArray[np.generic]]:
@@ -107,5 +107,5 @@ class UniformSampler:
 
 
 def stale_share(n: int, generator: np.random.Generator) -> int:
-    """Return how many of n events may be drawn for their age: an eighth, by chance where that is no whole number."""
+    """Return how many of n events may be sampled for their age: an eighth, by chance where that is no whole number."""
     return (n + int(generator.integers(_STALE_SHARE))) // _STALE_SHARE

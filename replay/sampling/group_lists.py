@@ -1,4 +1,4 @@
-"""The events held, by group, so that a few of each can be drawn without a look at all.
+"""The events held, by group, so that a few of each can be sampled without a look at all.
 
 Legend: n slots of a call, G groups that were met.
 """
@@ -10,7 +10,7 @@ from replay.reservoir.quotas import level
 
 _ROOM = 64
 _SPARSE = 16
-"""A group of so many times what is drawn of it is drawn from by trial, which is faster."""
+"""A group of so many times what is sampled of it is sampled from by trial, which is faster."""
 
 
 class GroupLists:
@@ -49,7 +49,7 @@ class GroupLists:
             members[: len(kept)] = kept
             self._sizes[group] = len(kept)
 
-    def choose(self, n: int, generator: np.random.Generator) -> NDArray[np.int32]:
+    def sample(self, n: int, generator: np.random.Generator) -> NDArray[np.int32]:
         """Return n different slots, as many of each group as of any other where they are large enough."""
         quotas = self._sizes.copy()
         if quotas.sum() > n:

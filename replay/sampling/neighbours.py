@@ -1,6 +1,6 @@
 """The sampler `similar`: events whose embeddings are near those of new ones.
 
-Legend: H events held, n drawn.
+Legend: H events held, n sampled.
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ class NeighbourSampler(UniformSampler):
     """The nearest old events, by the model's embedding, to the new ones of a fixed number of steps before: those that
     training disturbs.
 
-    Follows what the index process finds, and whether it does in time; else a draw is uniform. Events that it has not,
-    as after a restart, are drawn as often as if all were drawn alike: it has them once they were rehearsed.
+    Follows what the index process finds, and whether it does in time; else a sample is uniform. Events that it has not,
+    as after a restart, are sampled as often as if all were sampled alike: it has them once they were rehearsed.
     """
 
     divisible = False
@@ -24,12 +24,12 @@ class NeighbourSampler(UniformSampler):
         super().__init__(entries)
         self._whereabouts = whereabouts
 
-    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+    def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Take the nearest that were found for it, nearest first, beside what cannot be found; fill up, and mix.
 
-        One in eight is an event whose embedding is of a model long gone, where there are such: being drawn renews it.
+        One in eight is an event whose embedding is of a model long gone, where there are such: being sampled renews it.
         """
-        any_ = super().choose(n, generator).slots
+        any_ = super().sample(n, generator).slots
         unplaced = any_[~self._whereabouts.placed(any_)]
         stale = self._whereabouts.stale(min(stale_share(n, generator), len(any_) - len(unplaced)))
         slots = np.concatenate([unplaced, stale, self._whereabouts.nearest(), any_])

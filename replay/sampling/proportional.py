@@ -1,6 +1,6 @@
-"""Samplers that draw in proportion to a weight: of age, or of the last loss.
+"""Samplers that sample in proportion to a weight: of age, or of the last loss.
 
-Legend: H events held, n drawn.
+Legend: H events held, n sampled.
 """
 
 import math
@@ -16,14 +16,14 @@ from replay.sampling.stable_positions import StablePositions
 from replay.sampling.sum_tree import SumTree
 
 _ROUNDS = 2
-"""How often a draw in proportion tries again for events that it has already, before it leaves them out."""
+"""How often a sample in proportion tries again for events that it has already, before it leaves them out."""
 _MOST_ROUNDS = 16
-"""How often it tries then, before the rest of a draw is uniform."""
+"""How often it tries then, before the rest of a sample is uniform."""
 _MOST_EXPONENT = 500.0
 _HIGH = 0.99
 """Which quantile of them: one outlier, or one in a hundred, says nothing of events to come."""
 _LEAST = 1e-3
-"""A loss below this counts as this, so that every event may be drawn."""
+"""A loss below this counts as this, so that every event may be sampled."""
 _HEARD = 1024
 """So many of the newest losses decide what an event counts as whose own is not known."""
 _ALPHA, _BETA = 0.6, 0.4
@@ -31,7 +31,7 @@ _ALPHA, _BETA = 0.6, 0.4
 
 
 class WeightedSampler(UniformSampler):
-    """Events are drawn in proportion to weights, without repeats within a draw."""
+    """Events are sampled in proportion to weights, without repeats within a sample."""
 
     divisible = False
 
@@ -40,10 +40,10 @@ class WeightedSampler(UniformSampler):
         self._seats = StablePositions(slots, entries.limit)
         self._tree = SumTree(entries.limit)
 
-    def choose(self, n: int, generator: np.random.Generator) -> Choice:
+    def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Throw points on the weights. What falls on the same event twice is thrown again, in the end without it.
 
-        What is missing then, since weights are too uneven or 0, is drawn uniformly.
+        What is missing then, since weights are too uneven or 0, is sampled uniformly.
         """
         n = min(n, len(self._entries))
         chosen = self._thrown(np.empty(0, np.int64), n, generator, _ROUNDS)
@@ -51,8 +51,8 @@ class WeightedSampler(UniformSampler):
             chosen = self._thrown_beside(chosen, n, generator)
         slots = self._seats.slots(chosen)
         if len(slots) < n:
-            # Of n of all that are held, at most as many are in the draw already as that has.
-            any_ = UniformSampler.choose(self, n, generator).slots
+            # Of n of all that are held, at most as many are in the sample already as that has.
+            any_ = UniformSampler.sample(self, n, generator).slots
             slots = np.concatenate([slots, any_[~np.isin(any_, slots)][: n - len(slots)]])
         return Choice(slots, self._correction(slots))
 
@@ -81,9 +81,9 @@ class WeightedSampler(UniformSampler):
         self._tree.set(chosen[: len(weights)], weights)
         return chosen
 
-    def leave(self, slots: Slots) -> None:
+    def remove(self, slots: Slots) -> None:
         """Nothing falls on them any more."""
-        self._tree.set(self._seats.leave(slots), 0.0)
+        self._tree.set(self._seats.release(slots), 0.0)
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """Return the seats by position."""
@@ -116,7 +116,7 @@ class RecencySampler(WeightedSampler):
         self._decay = math.log(2) / half_life.total_seconds()
         self._generation = -math.inf
 
-    def come(self, slots: Slots) -> None:
+    def add(self, slots: Slots) -> None:
         """Weigh events by their record time; the scale moves before numbers overflow."""
         if not len(slots):
             return
@@ -146,22 +146,22 @@ class RecencySampler(WeightedSampler):
 
 
 class PrioritizedSampler(WeightedSampler):
-    """Events of a large last loss are drawn more often, and count less in return: prioritised replay.
+    """Events of a large last loss are sampled more often, and count less in return: prioritised replay.
 
     The probability is that of the loss to the power 0.6; an event whose loss is not known has a high one, of those
     heard last when it came. The largest ever would be that of an outlier for good. The correction is
-    (H * probability)**-0.4, divided by the largest of the draw (Schaul et al. 2016, "Prioritized experience replay").
+    (H * probability)**-0.4, divided by the largest of the sample (Schaul et al. 2016, "Prioritized experience replay").
     """
 
-    hears_losses = True
+    uses_losses = True
 
     def __init__(self, entries: EventTable, slots: int) -> None:
         super().__init__(entries, slots)
         self._heard = np.empty(0, np.float32)
         """The newest weights that losses gave, the oldest first."""
 
-    def come(self, slots: Slots) -> None:
-        """Give new events a high weight, so that each is drawn soon."""
+    def add(self, slots: Slots) -> None:
+        """Give new events a high weight, so that each is sampled soon."""
         self._seats.take(slots)
         self._weigh(slots, self._high)
 
@@ -172,7 +172,7 @@ class PrioritizedSampler(WeightedSampler):
         place = int(_HIGH * (len(self._heard) - 1))
         return float(np.partition(self._heard, place)[place])
 
-    def learned(self, slots: Slots, losses: NDArray[np.float32]) -> None:
+    def update_priorities(self, slots: Slots, losses: NDArray[np.float32]) -> None:
         """Weigh events by their losses; one that is not finite changes nothing."""
         finite = np.isfinite(losses)
         slots, losses = slots[finite], losses[finite]

@@ -1,6 +1,6 @@
 """Places of the events held, for what is kept of each: unlike slots, they depend on the sequence of steps alone.
 
-Which slot an event gets depends on the tiers, on checkpoints and on restarts. What decides draws must not.
+Which slot an event gets depends on the tiers, on checkpoints and on restarts. What decides samples must not.
 
 Legend: S slots, n of a call.
 """
@@ -35,7 +35,7 @@ class StablePositions:
         self._seat[slots], self._slot[taken] = taken, slots
         return taken
 
-    def leave(self, slots: Ints) -> Ints:
+    def release(self, slots: Ints) -> Ints:
         """Take back the seats of n events, and return them."""
         left = self.of(slots)
         self._free = np.sort(np.concatenate([left, self._free[::-1]]), kind="stable")[::-1]

@@ -9,7 +9,7 @@ class StepRng:
     """A generator whose numbers are a function of (seed, step) and nothing else. Used by one thread.
 
     Philox counts under a key (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): another step is
-    another key, where other generators have to be seeded anew, which costs as much as the choice of a whole draw.
+    another key, where other generators have to be seeded anew, which costs as much as the choice of a whole sample.
     """
 
     def __init__(self, seed: int) -> None:

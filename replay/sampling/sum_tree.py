@@ -1,4 +1,4 @@
-"""Draws in proportion to weights that change: a tree of sums, 64 children a node, updated and searched by numpy.
+"""Samples in proportion to weights that change: a tree of sums, 64 children a node, updated and searched by numpy.
 
 Legend: S leaves, n of a call.
 """

@@ -40,9 +40,9 @@ class Budget:
 class ClockCache:
     """Which of S slots are in the C rows of a memory tier. Used by one thread.
 
-    Where `budget` is given, rows that nobody has drawn for a while make way for those that are drawn (CLOCK, Corbato
-    1968), as fast as it allows; else what is in the cache stays until its event leaves, which is as good where all
-    events are drawn alike.
+    Where `budget` is given, rows that nobody has sampled for a while make way for those that are sampled (CLOCK,
+    Corbato 1968), as fast as it allows; else what is in the cache stays until its event leaves, which is as good where
+    all events are sampled alike.
     """
 
     def __init__(self, memory: MemoryTier, slots: int, budget: Budget | None = None) -> None:
@@ -53,7 +53,7 @@ class ClockCache:
         self._place = np.full(slots, _NOWHERE, np.int32)
         self._generation = np.zeros(slots, np.uint16)
         self._slot = np.zeros(memory.slots, np.int32)
-        self._drawn = np.zeros(memory.slots, np.bool_)
+        self._sampled = np.zeros(memory.slots, np.bool_)
         self._left = np.zeros(memory.slots, np.bool_)
         self._room = np.arange(memory.slots, dtype=np.int32)[::-1].copy()
         self._free = memory.slots
@@ -63,10 +63,10 @@ class ClockCache:
         return self._memory.slots - self._free
 
     def find(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places of n slots' rows in the memory tier, -1 for those that are not there; they are drawn."""
+        """Return the places of n slots' rows in the memory tier, -1 for those that are not there; they are sampled."""
         places = self._place[slots].astype(np.int64)
         if self._budget is not None:
-            self._drawn[places[places != _NOWHERE]] = True
+            self._sampled[places[places != _NOWHERE]] = True
         return places
 
     def generation(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
@@ -138,14 +138,14 @@ class ClockCache:
     def _give_back(self, places: NDArray[np.signedinteger]) -> None:
         self._room[self._free : self._free + len(places)] = places
         self._free += len(places)
-        self._drawn[places], self._left[places] = False, True
+        self._sampled[places], self._left[places] = False, True
 
     def _victims(self, n: int) -> NDArray[np.int64]:
-        """Return n places at most whose rows were not drawn since the hand passed them last; only of a full cache."""
+        """Return n places at most whose rows were not sampled since the hand passed them last; only of a full cache."""
         size = self._memory.slots
         seen = (self._hand + np.arange(min(_LOOKED_AT * n, size))) % max(1, size)
-        idle = np.flatnonzero(~self._drawn[seen] & (self._slot[seen] != _NOWHERE))[:n]
+        idle = np.flatnonzero(~self._sampled[seen] & (self._slot[seen] != _NOWHERE))[:n]
         passed = int(idle[-1]) + 1 if n and len(idle) == n else len(seen)
-        self._drawn[seen[:passed]] = False
+        self._sampled[seen[:passed]] = False
         self._hand = (self._hand + passed) % max(1, size)
         return seen[idle]

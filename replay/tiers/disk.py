@@ -321,11 +321,11 @@ class DiskTierFactory(TierFactory):
         assert self._section is not None
         return DiskTier.slots_in(int(self._section.bytes), self._site.row_bytes)
 
-    def has(self, file: TierRef) -> bool:
+    def owns(self, file: TierRef) -> bool:
         """A checkpoint names the file."""
         return file.name.endswith(SUFFIX)
 
-    def source(self, contents: StoreSnapshot) -> DiskTier:
+    def open_existing(self, contents: StoreSnapshot) -> DiskTier:
         """Open the checkpoint's file, also where it was put aside while the checkpoints were not there."""
         file = contents.standing.file
         assert file is not None
@@ -344,7 +344,7 @@ class DiskTierFactory(TierFactory):
                 tier.mark_named()
         return tier
 
-    def home(self, slots: int, source: SlowTier | None) -> DiskTier:
+    def open_primary(self, slots: int, source: SlowTier | None) -> DiskTier:
         """Return the checkpoint's own file where it fits, else a new one."""
         if isinstance(source, DiskTier) and (source.row_bytes, source.slots) == (self._site.row_bytes, slots):
             self._mine = source.path
@@ -355,7 +355,7 @@ class DiskTierFactory(TierFactory):
         """Make a new file: a cache on the disk is empty after a restart."""
         return self._made(slots)
 
-    def leftovers(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 `make_way` is called before
+    def cleanup_actions(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 `make_way` is called before
         """Return what removes the files of earlier processes."""
         files = [] if self._site.folder is None else self._site.folder.glob(f"*{SUFFIX}")
         return [functools.partial(discard, path) for path in files if path != self._mine]

@@ -1,9 +1,9 @@
 """Where the payload of the events held lies: a chain of tiers, of which the last, the *home*, has all of it.
 
 Those above are caches whose loss costs time and nothing else. Which tier has a row is decided here, changes freely, and
-shows in no draw. The memory tier takes what comes as long as there is room. A slower cache has the events in the first
-slots of the home: slots are given out without regard to the event, so that this is a fair part of them, and no memory
-is spent on knowing which.
+shows in no sample. The memory tier takes what comes as long as there is room. A slower cache has the events in the
+first slots of the home: slots are given out without regard to the event, so that this is a fair part of them, and no
+memory is spent on knowing which.
 
 Legend: n rows of a call, m of them not in the memory tier, R bytes of a row, S slots.
 """
@@ -32,7 +32,7 @@ Pack = Callable[[slice], NDArray[np.uint8]]
 
 _NO_SLOTS = np.empty(0, np.int64)
 _BYTES_A_SECOND = 64_000_000
-"""At most so much is moved up between two tiers beside what is drawn."""
+"""At most so much is moved up between two tiers beside what is sampled."""
 
 
 class TierHierarchy:
@@ -48,8 +48,8 @@ class TierHierarchy:
         Args:
             device: the memory tier.
             slow: the slower ones, from fast to slow; the last is the home, and without any the memory tier is.
-            promote: whether rows that are drawn take the places of others in the memory tier: where not all events are
-                drawn alike.
+            promote: whether rows that are sampled take the places of others in the memory tier: where not all events
+                are sampled alike.
         """
         self.slow = tuple(slow)
         """The slower tiers, from fast to slow."""
@@ -171,7 +171,7 @@ class TierHierarchy:
         return np.unique(slots[self._cache.generation(slots) == generation])
 
     def take_up(self, slots: NDArray[np.int64]) -> None:
-        """Learn that the home has the rows of n events already; the memory tier fills as they are drawn."""
+        """Learn that the home has the rows of n events already; the memory tier fills as they are sampled."""
         self._give(slots, 1)
 
     def staged(self, rows_nR: Tensor) -> StagedRows:
@@ -371,7 +371,7 @@ class TierHierarchy:
             for tier, which in missed:
                 back = np.flatnonzero(which & whole)
                 back = back[: self._refill.take(len(back), self._device.slot_bytes)]
-                # Copied before it lands: what draws hold may be changed by whoever draws.
+                # Copied before it lands: what samples hold may be changed by whoever samples.
                 refill.append((tier, back, rows_NR.numpy()[places[back]]))
             if self._device.lies_on.type == "cpu":
                 # Nobody reads what is reserved. On a device it would have to be in turn with what the step asks of it.

@@ -155,7 +155,7 @@ class RedisTierFactory(TierFactory):
         assert self._section is not None
         return int(self._section.bytes) // RedisTier.bytes_of(self._site.row_bytes)
 
-    def reach(self, opened: ExitStack, *, needed: bool) -> None:
+    def connect(self, opened: ExitStack, *, needed: bool) -> None:
         """Reach the server; one that is away and not needed is waited for in the background."""
         if self._section is None:
             return
@@ -168,11 +168,11 @@ class RedisTierFactory(TierFactory):
         self._server = opened.enter_context(server)
         server.open(needed=needed)
 
-    def has(self, file: TierRef) -> bool:
+    def owns(self, file: TierRef) -> bool:
         """A checkpoint names the generation."""
         return file.name == RedisTier.name
 
-    def source(self, contents: StoreSnapshot) -> RedisTier:
+    def open_existing(self, contents: StoreSnapshot) -> RedisTier:
         """Open the slots that the checkpoint names."""
         standing = contents.standing
         assert standing.file is not None
@@ -185,7 +185,7 @@ class RedisTierFactory(TierFactory):
         named = [*contents.index["slot"].tolist(), *standing.retired[:, 1].tolist()]
         return self._tier(standing.file.id, max(named, default=-1) + 1, shared=True)
 
-    def home(self, slots: int, source: SlowTier | None) -> RedisTier:
+    def open_primary(self, slots: int, source: SlowTier | None) -> RedisTier:
         """Return the slots of the checkpoint's generation where they are not too many, else of a new one."""
         if isinstance(source, RedisTier) and source.slots <= slots:
             self._mine = self._tier(source.id, slots)
@@ -199,7 +199,7 @@ class RedisTierFactory(TierFactory):
         self._mine = self._tier(home.file.id[:_GENERATION], slots)
         return self._mine
 
-    def leftovers(self, *, first: bool) -> list[Callable[[], None]]:
+    def cleanup_actions(self, *, first: bool) -> list[Callable[[], None]]:
         """Return what sweeps the server of all but what was opened; the first process does so at once."""
         if self._mine is None:
             return []

@@ -33,7 +33,7 @@ def kind_with(contents: StoreSnapshot | None, kinds: Iterable[TierFactory]) -> T
     if contents is None or (file := contents.standing.file) is None:
         return None
     for kind in kinds:
-        if kind.has(file):
+        if kind.owns(file):
             return kind
     raise SettingsError(
         f"the replay contents of checkpoint {contents.standing.checkpoint} are in a tier of a kind that is not there, "

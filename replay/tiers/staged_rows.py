@@ -127,10 +127,10 @@ class StagedRows:
 
 
 class LazyRows(StagedRows):
-    """The n rows of a plan whose slots keep them for now: they are gathered when they are drawn, or at `settle`.
+    """The n rows of a plan whose slots keep them for now: they are gathered when they are sampled, or at `settle`.
 
     Rows gathered ahead have left the processor's cache when the step reads them, and wait for main memory twice;
-    gathered when drawn they take the memory of the draw before.
+    gathered when sampled they take the memory of the sample before.
     """
 
     _gathered: PackedRows | None = None

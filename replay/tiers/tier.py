@@ -119,7 +119,7 @@ class TierFactory(Protocol):
         """The slots that its bytes hold."""
         ...
 
-    def reach(self, opened: ExitStack, /, *, needed: bool) -> None:
+    def connect(self, opened: ExitStack, /, *, needed: bool) -> None:
         """Reach its server, where `[replay]` names one, before any tier is opened.
 
         Args:
@@ -131,16 +131,16 @@ class TierFactory(Protocol):
             SettingsError: it cannot be used.
         """
 
-    def has(self, _file: TierRef, /) -> bool:
+    def owns(self, _file: TierRef, /) -> bool:
         """Return whether what a checkpoint names is a tier of this kind."""
         return False
 
-    def source(self, contents: StoreSnapshot, /) -> SlowTier:
-        """Open the tier that has the payload of a checkpoint, which it `has`; raises SettingsError when it is not
+    def open_existing(self, contents: StoreSnapshot, /) -> SlowTier:
+        """Open the tier that has the payload of a checkpoint, which it `owns`; raises SettingsError when it is not
         there."""
         raise NotImplementedError
 
-    def home(self, _slots: int, _source: SlowTier | None, /) -> SlowTier:
+    def open_primary(self, _slots: int, _source: SlowTier | None, /) -> SlowTier:
         """Open the tier that holds all: the checkpoint's where that one is of this kind and fits, else a new one.
 
         Raises:
@@ -155,7 +155,7 @@ class TierFactory(Protocol):
         """Open the tier that has the first slots of another; raises SettingsError when it cannot be had."""
         ...
 
-    def leftovers(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 of such a kind there are none
+    def cleanup_actions(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 of such a kind there are none
         """Return what removes things that only checkpoints of earlier processes can name, beside what was opened.
 
         Args:
@@ -169,7 +169,7 @@ class TierStats:
     """Running totals. Those of the memory tier are counted by who has the store, those of others by the courier.
 
     Attributes:
-        read: rows that were read for draws, by tier.
+        read: rows that were read for samples, by tier.
         missed: rows that a cache was to have and had not, by tier.
         moved: bytes by tier and direction, `read` or `written`.
         stall_seconds: time that steps have waited, for a tier or for what the store had to do before.

@@ -56,13 +56,13 @@ def watched(browser: Any) -> Iterator[Any]:
 
 
 def shown_with_its_status(page: Any) -> tuple[Any, dict[str, str]]:
-    """Return a reply of `/api/status` and the figures that the page has drawn from it.
+    """Return a reply of `/api/status` and the figures that the page has sampled from it.
 
     The page is given this one reply until it asks again, so that what stands on it is of no later one.
     """
     taken = httpx.get(urljoin(page.url, "/api/status")).json()
     page.route("**/api/status", lambda route: route.fulfill(json=taken))
-    for _ in range(3):  # one may have been on its way, and one is drawn when the next is asked for
+    for _ in range(3):  # one may have been on its way, and one is sampled when the next is asked for
         with page.expect_response("**/api/status"):
             pass
     figures = page.evaluate(

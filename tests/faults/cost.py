@@ -55,7 +55,7 @@ class Lost:
     waited: Floats
 
     def mean(self, dice: np.random.Generator | None = None) -> float:
-        """Return what a write costs; with dice, by writes and moments that are drawn anew with replacement."""
+        """Return what a write costs; with dice, by writes and moments that are sampled anew with replacement."""
         if dice is None:
             return float(self.seconds.mean() - self.shams.mean())
         return float(

@@ -184,9 +184,9 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     found = {}
     taken_up, first_step = go_on(trainer, scenario["go_on_from"]) if "go_on_from" in scenario else ({}, 0)
     for step in range(first_step, scenario.get("times", 1) * len(scenario["steps"])):
-        new, *drawn = scenario["steps"][step % len(scenario["steps"])]
+        new, *sampled = scenario["steps"][step % len(scenario["steps"])]
         double = scenario.get("double", True)
-        old = [seen(trainer, 50 * place, n, double) for place, n in enumerate(drawn, 1) if n]
+        old = [seen(trainer, 50 * place, n, double) for place, n in enumerate(sampled, 1) if n]
         first = examples(trainer, step, new, double)
         if "candidates" in scenario:  # the same for each of so many ranks
             first, old = bent(first), [bent(each, scenario["candidates"]) for each in old]
@@ -207,7 +207,7 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
                 found[name] = value.float().contiguous()
         if step == scenario.get("drift_at"):
             trainer.scale_learning_rate(0.5)
-            trainer.drifted()
+            trainer.on_drift()
         if step == scenario.get("checkpoint_at"):
             trainer.restore(trainer.tensors(), trainer.state())
         if step + 1 == scenario.get("write_at"):

@@ -69,7 +69,7 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
         columns = fake_columns(schema, range(12), label=[0, 1, 2])
         columns["feature.x"][:] = torch.eye(3)[torch.from_numpy(columns["label"])].numpy()
         new = trainer.examples(columns)
-        old = [new] * len(strategy.draws(12))
+        old = [new] * len(strategy.samples(12))
         result = trainer.step(new, [type(new)(e.features, e.label_B, e.weight_B, torch.zeros(12, 3)) for e in old])
         assert result.finite
         losses.append(result.loss)

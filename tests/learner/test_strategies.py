@@ -102,15 +102,15 @@ class Stream:
             x = torch.eye(3)[label_B] + 0.1 * torch.randn(rows, 3, generator=generator)
             new = Examples({"x": x}, label_B, torch.ones(rows))
             new = on(self.trainer.device, new)
-            result = self.trainer.step(new, self._drawn(rows, generator))
+            result = self.trainer.step(new, self._sampled(rows, generator))
             assert result.finite
             self.learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
             found = result.score / rows
         return found
 
-    def _drawn(self, rows: int, generator: torch.Generator) -> list[Examples]:
-        draws = self.trainer.strategy.draws(rows) if self.learned else ()
-        places = [torch.randint(len(self.learned), (n,), generator=generator).tolist() for n in draws]
+    def _sampled(self, rows: int, generator: torch.Generator) -> list[Examples]:
+        samples = self.trainer.strategy.samples(rows) if self.learned else ()
+        places = [torch.randint(len(self.learned), (n,), generator=generator).tolist() for n in samples]
         return [_stacked([self.learned[place][place % rows : place % rows + 1] for place in each]) for each in places]
 
 
@@ -156,7 +156,7 @@ class TestEveryStrategy:
         host = {part: {key: value.cpu() for key, value in each.items()} for part, each in trainer.tensors().items()}
         other.restore(host, trainer.state())
         new = on(trainer.device, events(12, 1))
-        old = [on(trainer.device, events(n, 2 + place)) for place, n in enumerate(trainer.strategy.draws(12))]
+        old = [on(trainer.device, events(n, 2 + place)) for place, n in enumerate(trainer.strategy.samples(12))]
         assert trainer.step(new, old).loss == pytest.approx(other.step(new, old).loss, rel=1e-4)
         for key, value in trainer.snapshot().items():
             assert torch.allclose(value, other.snapshot()[key], atol=1e-4), key
@@ -166,14 +166,14 @@ class TestEveryStrategy:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
         trainer = make_trainer(schema, model, STRATEGIES[name](), precision=precision)
-        draws = trainer.strategy.draws(1)
-        for old in ([], [events(n, place) for place, n in enumerate(draws)], [events(1, 4) for _ in draws]):
+        samples = trainer.strategy.samples(1)
+        for old in ([], [events(n, place) for place, n in enumerate(samples)], [events(1, 4) for _ in samples]):
             assert trainer.step(events(1, 1), old).finite
 
     def test_it_does_a_step_that_is_not_finite_over(self, schema: Schema, name: str) -> None:
         trainer = make_trainer(schema, small(), STRATEGIES[name]())
-        draws = trainer.strategy.draws(6)
-        old = [events(n, place) for place, n in enumerate(draws)]
+        samples = trainer.strategy.samples(6)
+        old = [events(n, place) for place, n in enumerate(samples)]
         assert trainer.step(events(6, 1), old).finite
         before = trainer.tensors()
         bad = events(6, 2)
@@ -184,13 +184,13 @@ class TestEveryStrategy:
                 assert torch.equal(value, before[part][key]), (part, key)
         assert trainer.step(events(6, 3), old).finite
 
-    def test_it_replays_what_its_draws_bring_to_the_step(self, schema: Schema, name: str) -> None:
+    def test_it_replays_what_its_samples_bring_to_the_step(self, schema: Schema, name: str) -> None:
         trainer = make_trainer(schema, small(), STRATEGIES[name]())
-        draws = trainer.strategy.draws(6)
-        result = trainer.step(events(6, 1), [events(n, place) for place, n in enumerate(draws)])
-        assert (len(draws) > 0) == trainer.strategy.replays
-        assert result.replayed == (6 if name == "mir" else sum(draws))
-        if draws:
+        samples = trainer.strategy.samples(6)
+        result = trainer.step(events(6, 1), [events(n, place) for place, n in enumerate(samples)])
+        assert (len(samples) > 0) == trainer.strategy.replays
+        assert result.replayed == (6 if name == "mir" else sum(samples))
+        if samples:
             assert result.old_R is not None
             assert int((~result.old_R.isnan()).sum()) == result.replayed
 
@@ -209,7 +209,7 @@ def test_a_strategy_that_is_not_made_for_classes_learns_a_regression(name: str) 
     for step in range(200):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
         new = Examples({"x": x}, x @ torch.tensor([1.0, -2.0, 0.5]) + 1, torch.ones(8))
-        old = [_stacked([learned[-1]] * (n // 8)) for n in strategy.draws(8)] if learned else []
+        old = [_stacked([learned[-1]] * (n // 8)) for n in strategy.samples(8)] if learned else []
         result = trainer.step(new, old)
         learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
     assert -result.score / 8 < (0.5 if name in {"der", "der++"} else 0.1)
@@ -227,7 +227,7 @@ def test_a_strategy_that_is_not_made_for_one_class_learns_several(name: str) -> 
     for step in range(200):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
         new = Examples({"x": x}, x > torch.tensor([0.0, 0.5, 1.0]), torch.ones(8))
-        old = [_stacked([learned[-1]] * (n // 8)) for n in strategy.draws(8)] if learned else []
+        old = [_stacked([learned[-1]] * (n // 8)) for n in strategy.samples(8)] if learned else []
         result = trainer.step(new, old)
         learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
     assert result.score / 8 > (0.6 if name in {"der", "der++"} else 0.8)
@@ -264,7 +264,7 @@ class TestDer:
         labels = mean(cross_entropy(plain, second), second)
         expected = gradient(plain, mean(cross_entropy(plain, new), new) + 0.4 * mean(away, first) + 0.7 * labels)
         strategy = DarkReplayPlus(alpha=0.4, beta=0.7)
-        assert strategy.draws(5) == (5, 5)
+        assert strategy.samples(5) == (5, 5)
         found = stepped(make_trainer(schema, small(), strategy), new, [first, second])
         assert torch.allclose(found, expected, atol=1e-6)
 
@@ -286,7 +286,7 @@ class TestMir:
         nn.utils.vector_to_parameters(moved, plain.parameters())
         picked = (cross_entropy(plain, old).detach() - before).topk(5).indices.sort().values
         strategy = InterferedReplay(candidates=4)
-        assert strategy.draws(5) == (20,)
+        assert strategy.samples(5) == (20,)
         result = make_trainer(schema, small(), strategy).step(new, [old])
         assert result.old_R is not None
         assert (~result.old_R.isnan()).nonzero()[:, 0].tolist() == picked.tolist()
@@ -336,25 +336,25 @@ class TestAGem:
     def projected(self, scale: float) -> Tensor:
         """Return the gradient of a step by hand, under a loss scale."""
         model, strategy = small(), ProjectedGradient()
-        strategy.begin(learner_of(model))
+        strategy.setup(learner_of(model))
         new, old = events(6, 1, (0,)), events(6, 1, (1,))
         whole = StepWeights(new.weight_B.sum(), [old.weight_B.sum()])
-        strategy.start()
+        strategy.on_step_start()
         loss = strategy.loss(lambda features: model(features["x"]), new, [old], whole)
         strategy.backward(loss, lambda total: total * scale)
         for each in model.parameters():
             assert each.grad is not None
             each.grad /= scale
-        strategy.adjust(scale)
+        strategy.transform_gradients(scale)
         return torch.cat([each.grad.reshape(-1) for each in model.parameters() if each.grad is not None])
 
     def test_an_overflow_of_the_old_events_gradient_is_seen_in_the_new_ones(self) -> None:
         """So that the scaler halves its scale."""
         model, strategy = small(), ProjectedGradient()
-        strategy.begin(learner_of(model))
+        strategy.setup(learner_of(model))
         new, old = events(6, 1), events(6, 2)
         old.weight_B[0] = math.inf
-        strategy.start()
+        strategy.on_step_start()
         whole = StepWeights(new.weight_B.sum(), [torch.tensor(6.0)])
         strategy.backward(strategy.loss(lambda features: model(features["x"]), new, [old], whole), lambda total: total)
         assert all(not each.grad.isfinite().all() for each in model.parameters())
@@ -384,14 +384,14 @@ class TestEwc:
         new = events(5, 1)
         new.features["x"][0] = 3e20
         new.label_B[0] = trainer.model(new.features["x"])[0].argmin()
-        strategy.learned(new, torch.empty(0))
+        strategy.after_step(new, torch.empty(0))
         assert all(each.isfinite().all() for each in strategy.tensors().values())
         assert trainer.step(events(5, 2)).finite
 
     def test_an_event_that_stands_in_counts_for_nothing(self, schema: Schema) -> None:
         strategy = ElasticWeights()
         make_trainer(schema, small(), strategy)
-        strategy.learned(replace(events(1, 1), weight_B=torch.zeros(1)), torch.empty(0))
+        strategy.after_step(replace(events(1, 1), weight_B=torch.zeros(1)), torch.empty(0))
         assert not any(each.any() for each in strategy.tensors().values())
 
     def test_it_consolidates_when_the_stream_drifts(self, schema: Schema) -> None:
@@ -399,7 +399,7 @@ class TestEwc:
         trainer = make_trainer(schema, small(), strategy)
         trainer.step(events(5, 1))
         assert not any(name.startswith("anchor") for name in strategy.tensors())
-        trainer.drifted()
+        trainer.on_drift()
         assert torch.equal(strategy.tensors()["anchor.0"], trainer.snapshot()["0.weight"])
 
     def test_it_forgets_less_than_plain_training(self, schema: Schema) -> None:

@@ -35,7 +35,7 @@ def expect_learning(play: Any, chosen: list[dict[str, Any]], timeout: float) -> 
     for cell in chosen:
         settings = {name: value for name, value in cell.items() if name != "strategy"}
         optimizer = {"name": "adam", "lr": 0.2}
-        steps = [[9, *[6] * len(STRATEGIES[cell["strategy"]]().draws(6))]]
+        steps = [[9, *[6] * len(STRATEGIES[cell["strategy"]]().samples(6))]]
         whole = {"settings": {**settings, "replicas": 2, "optimizer": optimizer}, "steps": steps, "times": 5}
         scenarios.append({**whole, "strategy": cell["strategy"], "separable": True, "double": False})
     for cell, found in zip(chosen, play(2, scenarios, timeout), strict=True):

@@ -25,7 +25,7 @@ from replay.plan import Sample
 from replay.store import MOST_WAITING, Store
 
 PARTITIONS = [TopicPartition("events", 0)]
-DRAWN, HELD = 12, 300
+SAMPLED, HELD = 12, 300
 KINDS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "class-balanced and loss": {"admission": "class-balanced", "sampling": "loss"},
@@ -58,37 +58,37 @@ class Life:
     def __init__(self, keeper: Store | BackgroundStore, schema: Schema) -> None:
         self._keeper, self._schema = keeper, schema
         self._step = self._offered = 0
-        keeper.plan_ahead(0, DRAWN)
+        keeper.plan_ahead(0, SAMPLED)
 
     @property
     def store(self) -> Store:
         return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
 
-    def offer(self, n: int, again: int = 0) -> None:
+    def add(self, n: int, again: int = 0) -> None:
         """Offer n events, of which the first were offered already."""
         begin = max(0, self._offered - again)
         columns = fake_columns(self._schema, range(begin, begin + n), label=[0, 1, 1, 2, 3])
         columns["weight"] = (1 + columns["offset"] % 3).astype(np.float32)
         self._offered = max(self._offered, begin + n)
-        self._keeper.offer(columns, PARTITIONS)
+        self._keeper.add(columns, PARTITIONS)
 
     def erase(self, first: int, last: int) -> int:
         record = ByRange(time=0.0, by="test", partition="events#0[0]", first=first, last=last)
         return self.store.erase(ErasedEvents([record]))
 
     def step(self, n: int) -> list[float]:
-        """Return the events that a step draws, after which n new ones come."""
-        drawn: list[float] = []
+        """Return the events that a step samples, after which n new ones come."""
+        sampled: list[float] = []
         if self._keeper.planned(self._step):
-            draw = self._keeper.draw(self._step, DRAWN)
-            drawn = [*draw.records["offset"].tolist(), *draw.importance.tolist()]
-            drawn += draw.columns["feature.x"].flatten().tolist()
+            sample = self._keeper.sample(self._step, SAMPLED)
+            sampled = [*sample.records["offset"].tolist(), *sample.importance.tolist()]
+            sampled += sample.columns["feature.x"].flatten().tolist()
             if self.listens:
-                self._keeper.learned(draw, (draw.records["offset"] % 17).astype(np.float32))
-        self.offer(n)
+                self._keeper.update_priorities(sample, (sample.records["offset"] % 17).astype(np.float32))
+        self.add(n)
         self._step += 1
-        self._keeper.plan_ahead(self._step, DRAWN)
-        return drawn
+        self._keeper.plan_ahead(self._step, SAMPLED)
+        return sampled
 
     @property
     def listens(self) -> bool:
@@ -96,14 +96,14 @@ class Life:
 
     def seen(self) -> list[tuple[int, ...]]:
         """Return who is held, in order, and what is planned."""
-        self.store.take_in()
+        self.store.flush_pending()
         plans = [tuple(plan.records["offset"].tolist()) for plan in self.store._plans if plan.step >= self._step]
         return [tuple(self.store.entries.copy()["offset"].tolist()), *plans]
 
 
 acts = st.lists(
     st.tuples(
-        st.sampled_from(["step", "step", "step", "offer", "again", "see", "flush", "room", "erase"]),
+        st.sampled_from(["step", "step", "step", "add", "again", "see", "flush", "room", "erase"]),
         st.integers(1, 90),
     ),
     min_size=5,
@@ -114,7 +114,7 @@ acts = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40)
 @given(acts)
-def test_no_timing_decides_what_is_held_or_drawn(schema: Schema, kind: str, asked: list[tuple[str, int]]) -> None:
+def test_no_timing_decides_what_is_held_or_sampled(schema: Schema, kind: str, asked: list[tuple[str, int]]) -> None:
     """Whatever is asked for between the steps, and however far the thread has come by then."""
     with contextlib.ExitStack() as stack:
         plain, kept = (
@@ -128,18 +128,18 @@ def test_no_timing_decides_what_is_held_or_drawn(schema: Schema, kind: str, aske
         for act, n in asked:
             if act == "step":
                 assert one.step(n) == other.step(n)
-            elif act == "offer":
-                one.offer(n)
-                other.offer(n)
+            elif act == "add":
+                one.add(n)
+                other.add(n)
             elif act == "again":
-                one.offer(n, n // 2)
-                other.offer(n, n // 2)
+                one.add(n, n // 2)
+                other.add(n, n // 2)
             elif act == "erase":
                 assert one.erase(n, n + n // 3) == other.erase(n, n + n // 3)
             elif act == "see":
                 assert one.seen() == other.seen()
             elif act == "flush":
-                other.store.take_in()
+                other.store.flush_pending()
             else:
                 clerk.has_room()
         assert one.seen() == other.seen()
@@ -148,14 +148,14 @@ def test_no_timing_decides_what_is_held_or_drawn(schema: Schema, kind: str, aske
 def hold_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Let the store take in nothing until the second event is set; the first says that it has begun to."""
     begun, opened = threading.Event(), threading.Event()
-    take_in = store.take_in
+    take_in = store.flush_pending
 
     def held_up() -> int:
         begun.set()
         assert opened.wait(30)
         return take_in()
 
-    monkeypatch.setattr(store, "take_in", held_up)
+    monkeypatch.setattr(store, "flush_pending", held_up)
     return begun, opened
 
 
@@ -164,38 +164,38 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
 ) -> None:
     clerk = open_clerk()
     for step in range(5):
-        clerk.offer(fake_columns(schema, range(step * 40, step * 40 + 40)), PARTITIONS)
-        clerk.plan_ahead(step, DRAWN)
-    assert clerk.planned(7) == DRAWN
+        clerk.add(fake_columns(schema, range(step * 40, step * 40 + 40)), PARTITIONS)
+        clerk.plan_ahead(step, SAMPLED)
+    assert clerk.planned(7) == SAMPLED
     assert clerk.planned(8) == 0
     stalled = clerk.store.tiers.stats.stall_seconds
     begun, opened = hold_up(clerk.store, monkeypatch)
-    clerk.offer(fake_columns(schema, range(200, 240)), PARTITIONS)
-    clerk.plan_ahead(5, DRAWN)
+    clerk.add(fake_columns(schema, range(200, 240)), PARTITIONS)
+    clerk.plan_ahead(5, SAMPLED)
     assert not begun.is_set(), "nothing is begun between two steps"
-    assert len(clerk.draw(5, DRAWN)) == DRAWN
-    assert begun.wait(30), "a step that has its draw lets it begin"
-    clerk.offer(fake_columns(schema, range(240, 280)), PARTITIONS)
-    drawn: list[Sample] = []
-    thread = threading.Thread(target=lambda: drawn.append(clerk.draw(6, DRAWN)))
+    assert len(clerk.sample(5, SAMPLED)) == SAMPLED
+    assert begun.wait(30), "a step that has its sample lets it begin"
+    clerk.add(fake_columns(schema, range(240, 280)), PARTITIONS)
+    sampled: list[Sample] = []
+    thread = threading.Thread(target=lambda: sampled.append(clerk.sample(6, SAMPLED)))
     thread.start()
-    assert not drawn
+    assert not sampled
     opened.set()
     thread.join(30)
-    assert len(drawn[0]) == DRAWN
+    assert len(sampled[0]) == SAMPLED
     assert clerk.store.tiers.stats.stall_seconds > stalled, "what a step waited for is told"
 
 
-def test_offers_that_nobody_draws_from_are_taken_in_too(
+def test_offers_that_nobody_samples_from_are_taken_in_too(
     open_clerk: Callable[..., BackgroundStore], schema: Schema
 ) -> None:
     clerk, most = open_clerk(capacity=100_000), 0
     for begin in range(0, 20 * MOST_WAITING, 128):
-        clerk.offer(fake_columns(schema, range(begin, begin + 128)), PARTITIONS)
+        clerk.add(fake_columns(schema, range(begin, begin + 128)), PARTITIONS)
         most = max(most, clerk._offered)
     assert most <= MOST_WAITING + 128
     assert len(clerk._at_rest()) >= 20 * MOST_WAITING - 2 * (MOST_WAITING + 128)
-    assert clerk.store.take_in() + len(clerk.store) >= 20 * MOST_WAITING
+    assert clerk.store.flush_pending() + len(clerk.store) >= 20 * MOST_WAITING
 
 
 class Panic(BaseException):
@@ -212,21 +212,21 @@ def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_m
     inline: bool,
 ) -> None:
     clerk = open_clerk()
-    clerk.offer(fake_columns(schema, range(100)), PARTITIONS)
-    clerk.plan_ahead(0, DRAWN)
-    assert clerk.planned(0) == DRAWN
+    clerk.add(fake_columns(schema, range(100)), PARTITIONS)
+    clerk.plan_ahead(0, SAMPLED)
+    assert clerk.planned(0) == SAMPLED
 
     def fail(*_: object) -> None:
         raise kind("no more")
 
     monkeypatch.setattr(clerk._store, "plan_blocks", fail)
-    clerk.plan_ahead(8, DRAWN)
+    clerk.plan_ahead(8, SAMPLED)
     if inline:
         with pytest.raises(StoreFailedError):
             _ = clerk.store
     else:
-        clerk.draw(0, DRAWN)
-    for call in (lambda: clerk.draw(1, DRAWN), clerk.has_room, lambda: clerk.store):
+        clerk.sample(0, SAMPLED)
+    for call in (lambda: clerk.sample(1, SAMPLED), clerk.has_room, lambda: clerk.store):
         with pytest.raises(StoreFailedError, match=f"the replay store failed beside a step: {kind.__name__}: no more"):
             call()
     assert not issubclass(StoreFailedError, RuntimeError), "by which a device without memory is told"
@@ -243,8 +243,8 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
 
     monkeypatch.setattr(clerk.store.tiers.slow[0], "write", full)
     for begin in range(0, 10 * MOST_WAITING, MOST_WAITING):
-        clerk.offer(fake_columns(schema, range(begin, begin + MOST_WAITING)), PARTITIONS)
-        clerk.plan_ahead(0, DRAWN)
+        clerk.add(fake_columns(schema, range(begin, begin + MOST_WAITING)), PARTITIONS)
+        clerk.plan_ahead(0, SAMPLED)
         clerk._store.tiers._courier.drain()
     assert clerk.store.lost >= 7 * MOST_WAITING
     assert len(clerk.store.tiers._lost) < 4
@@ -256,9 +256,9 @@ def test_nothing_is_held_on_to_that_is_done(open_clerk: Callable[..., Background
     for begin in range(0, 4 * MOST_WAITING, MOST_WAITING):
         columns = fake_columns(schema, range(begin, begin + MOST_WAITING))
         offered.append(weakref.ref(columns["feature.x"]))
-        clerk.offer(columns, PARTITIONS)
+        clerk.add(columns, PARTITIONS)
         del columns
-    clerk._at_rest().take_in()
+    clerk._at_rest().flush_pending()
     assert [each() is None for each in offered] == [True] * 4
 
 
@@ -266,11 +266,11 @@ def test_what_is_looked_for_comes_in_its_order(
     open_clerk: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clerk, order = open_clerk(), list[str]()
-    monkeypatch.setattr(clerk._store, "seek", lambda step, _embedding: order.append(f"seek {step}"))
-    monkeypatch.setattr(clerk._store, "offer", lambda columns, *_: order.append(f"offer {len(columns['offset'])}"))
+    monkeypatch.setattr(clerk._store, "query_neighbours", lambda step, _embedding: order.append(f"seek {step}"))
+    monkeypatch.setattr(clerk._store, "add", lambda columns, *_: order.append(f"offer {len(columns['offset'])}"))
     for step in range(3):
-        clerk.seek(step, np.zeros((1, 2), np.float32))
-        clerk.offer(fake_columns(schema, range(step + 1)), PARTITIONS)
+        clerk.query_neighbours(step, np.zeros((1, 2), np.float32))
+        clerk.add(fake_columns(schema, range(step + 1)), PARTITIONS)
     _ = clerk.store
     assert order == ["seek 0", "offer 1", "seek 1", "offer 2", "seek 2", "offer 3"]
 
@@ -285,18 +285,18 @@ def test_steps_have_waited_for_what_they_waited_for_and_no_more(
     def waits(*_: object) -> None:
         stats.stall_seconds += 1000.0
 
-    monkeypatch.setattr(clerk._store, "offer", waits)
-    clerk.offer(fake_columns(schema, range(4)), PARTITIONS)
-    clerk.plan_ahead(0, DRAWN)
+    monkeypatch.setattr(clerk._store, "add", waits)
+    clerk.add(fake_columns(schema, range(4)), PARTITIONS)
+    clerk.plan_ahead(0, SAMPLED)
     clerk._begin()
     assert 0 <= clerk._at_rest().tiers.stats.stall_seconds < 100
-    clerk.offer(fake_columns(schema, range(4)), PARTITIONS)
-    clerk.plan_ahead(8, DRAWN)
+    clerk.add(fake_columns(schema, range(4)), PARTITIONS)
+    clerk.plan_ahead(8, SAMPLED)
     clerk.planned(8)
     assert 0 < stats.stall_seconds < 100, "a step that needs a plan waits for all before it"
 
 
-def test_without_a_thread_what_is_due_is_done_by_who_has_drawn(schema: Schema) -> None:
+def test_without_a_thread_what_is_due_is_done_by_who_has_sampled(schema: Schema) -> None:
     before = threading.active_count()
     clerk = BackgroundStore(open_store(schema), beside=False)
     assert threading.active_count() == before
@@ -309,10 +309,10 @@ def test_without_a_thread_what_is_due_is_done_by_who_has_drawn(schema: Schema) -
 
 def test_slots_that_events_wait_for_are_not_free(open_clerk: Callable[..., BackgroundStore], schema: Schema) -> None:
     clerk = open_clerk(capacity=2000)
-    clerk.store.hold(1)
+    clerk.store.begin_snapshot(1)
     clerk.store.burst = clerk.store.slots.free - 300
-    clerk.offer(fake_columns(schema, range(300)), PARTITIONS)
+    clerk.add(fake_columns(schema, range(300)), PARTITIONS)
     assert clerk.has_room()
-    clerk.offer(fake_columns(schema, [300]), PARTITIONS)
+    clerk.add(fake_columns(schema, [300]), PARTITIONS)
     assert not clerk.has_room()
     assert len(clerk.store) == 301, "what waits was not taken in"

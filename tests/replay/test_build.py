@@ -56,7 +56,7 @@ def build(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
 
 def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     for offset in range(begin, end, 100):
-        store.add(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
 
 
 def checkpoint(store: Store, number: int = 1) -> StoreSnapshot:
@@ -64,7 +64,7 @@ def checkpoint(store: Store, number: int = 1) -> StoreSnapshot:
 
 
 def payload(store: Store) -> dict[int, list[float]]:
-    """By offset, the payload of what is held, as a draw of everything has it."""
+    """By offset, the payload of what is held, as a sample of everything has it."""
     plan = store.plan(0, len(store))
     offsets = plan.records["offset"].tolist()
     columns = store.fetch(plan).columns
@@ -105,7 +105,7 @@ def test_contents_move_to_another_arrangement_with_their_plans(
         fill(each, schema, 5000, 9000)
         each.plan_ahead(8, 20)
     for step in range(8, 8 + AHEAD):
-        mine, expected = moved.draw(step, 20), undisturbed.draw(step, 20)
+        mine, expected = moved.sample(step, 20), undisturbed.sample(step, 20)
         assert all(torch.equal(mine.columns[name], column) for name, column in expected.columns.items())
         assert torch.equal(mine.importance, expected.importance)
     assert payload(moved) == payload(undisturbed)
@@ -136,8 +136,8 @@ def test_the_old_file_goes_when_no_checkpoint_can_name_it(
     names = lambda: sorted(path.name for path in tmp_path.iterdir())  # noqa: E731
     assert names() == ["1.rows", *mine]
     for number, oldest, left in ((5, 3, ["1.rows"]), (6, 4, ["1.rows"]), (7, 5, [])):
-        moved.hold(number)
-        moved.let_go(oldest)
+        moved.begin_snapshot(number)
+        moved.end_snapshot(oldest)
         assert names() == [*left, *mine], f"with checkpoints from {oldest} on"
 
 
@@ -174,7 +174,7 @@ def spoil(store: Store, places: int) -> None:
             file.write(bytes([byte ^ 1]))
 
 
-def test_a_row_that_went_bad_is_left_out_of_draws_and_erased(
+def test_a_row_that_went_bad_is_left_out_of_samples_and_erased(
     schema: Schema, build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = build({**DISK, "device_bytes": "1kB"}, capacity=200)
@@ -183,11 +183,11 @@ def test_a_row_that_went_bad_is_left_out_of_draws_and_erased(
     cached = store.rows["device"]
     spoil(store, places=5)
     store.plan_ahead(0, held)
-    draw = store.draw(0, held)
-    assert held - 5 <= len(draw) <= held - 5 + cached
+    sample = store.sample(0, held)
+    assert held - 5 <= len(sample) <= held - 5 + cached
     store.plan_ahead(1, 10)
-    assert store.lost == held - len(draw)
-    assert len(store) == len(draw)
+    assert store.lost == held - len(sample)
+    assert len(store) == len(sample)
     assert bad & set(store.entries.copy()["offset"].tolist()) <= bad
     assert f"{store.lost} events could not be kept" in caplog.text
     fill(store, schema, 2000, 4000)
@@ -208,12 +208,12 @@ def test_a_disk_that_is_out_of_reach_for_a_while_costs_no_event(
         patch.setattr("replay.tiers.disk.os.preadv", stale)
         for step in range(10):
             store.plan_ahead(step, 50)
-            assert len(store.draw(step, 50)) < 50
+            assert len(store.sample(step, 50)) < 50
         assert "cannot be read: Stale file handle; what it has is not rehearsed" in str(store.problem)
     for step in range(10, 30):
         store.plan_ahead(step, 50)
-        draw = store.draw(step, 50)
-    assert (len(draw), len(store), store.lost, store.problem) == (50, held, 0, None)
+        sample = store.sample(step, 50)
+    assert (len(sample), len(store), store.lost, store.problem) == (50, held, 0, None)
 
 
 def test_a_store_is_not_gone_on_from_with_another_seed(schema: Schema, build: Build, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
         assert "1.rows cannot be written: Read-only file system; events are not stored" in store.tiers.problem
     store.plan_ahead(0, 50)
     assert store.lost > 0
-    assert len(store.draw(0, 50)) == 50
+    assert len(store.sample(0, 50)) == 50
     assert len(store) <= held
     fill(store, schema, 1000, 3000)
     store.tiers.sync()
@@ -261,8 +261,8 @@ def test_a_checkpoint_is_not_whole_before_its_rows_are_on_the_disk(
         "replay.tiers.disk.os.pwritev", lambda *args: (gate.wait(), order.append("write"), write(*args))[2]
     )
     monkeypatch.setattr("replay.tiers.disk.os.fsync", lambda *args: (order.append("sync"), fsync(*args))[1])
-    store.add(fake_columns(schema, range(10)), PARTITIONS)
-    held = store.hold(1)
+    store.add_now(fake_columns(schema, range(10)), PARTITIONS)
+    held = store.begin_snapshot(1)
     checkpointer = threading.Thread(target=lambda: (store.contents(held), order.append("contents")))
     checkpointer.start()
     checkpointer.join(0.05)
@@ -276,9 +276,9 @@ def test_a_store_without_a_slot_to_write_declines_events(schema: Schema, build: 
     """It happens when checkpoints cannot be written for long, so that no slot is given back."""
     store = build(SMALLER, capacity=400)
     for number, begin in enumerate(range(0, 60_000, 100), start=1):
-        store.hold(number)
+        store.begin_snapshot(number)
         fill(store, schema, begin, begin + 100)
-        store.let_go(1)
+        store.end_snapshot(1)
         if store.lost:
             break
     assert store.lost

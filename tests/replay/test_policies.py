@@ -66,7 +66,7 @@ def fill(store: Store, schema: Schema, batches: list[int], partition: int = 0) -
         offsets = range(100 * number, 100 * number + 100)
         columns = fake_columns(schema, offsets, partition=partition, label=[0, 0, 0, 0, 0, 1, 1, 2, 2, 3])
         columns["time_ms"][:] = np.array(offsets) * (DAY_MS // 96)
-        store.add(columns, PARTITIONS)
+        store.add_now(columns, PARTITIONS)
 
 
 def held(store: Store) -> list[tuple[int, int]]:
@@ -77,44 +77,44 @@ def held(store: Store) -> list[tuple[int, int]]:
     return sorted(zip(index["partition"][stays].tolist(), index["offset"][stays].tolist(), strict=True))
 
 
-def drawn(store: Store, step: int, n: int) -> list[int]:
+def sampled(store: Store, step: int, n: int) -> list[int]:
     offsets: list[int] = store.plan(step, n).records["offset"].tolist()
     return offsets
 
 
 @samplers
 class TestSamplers:
-    def test_a_draw_is_of_different_events_that_are_held(self, name: str, schema: Schema, open_store: Open) -> None:
+    def test_a_sample_is_of_different_events_that_are_held(self, name: str, schema: Schema, open_store: Open) -> None:
         store = open_store(200, sampling=name)
         fill(store, schema, list(range(20)))
         there = set(store.entries.copy()["offset"].tolist())
         for step in range(50):
-            offsets = drawn(store, step, 60)
+            offsets = sampled(store, step, 60)
             assert len(set(offsets)) == 60
             assert set(offsets) <= there
 
-    def test_a_draw_is_of_all_when_few_are_held(self, name: str, schema: Schema, open_store: Open) -> None:
+    def test_a_sample_is_of_all_when_few_are_held(self, name: str, schema: Schema, open_store: Open) -> None:
         store = open_store(200, sampling=name)
-        assert drawn(store, 0, 10) == []
+        assert sampled(store, 0, 10) == []
         fill(store, schema, [0])
-        assert sorted(drawn(store, 0, 1000)) == list(range(100))
+        assert sorted(sampled(store, 0, 1000)) == list(range(100))
 
-    def test_a_draw_follows_from_contents_and_step(self, name: str, schema: Schema, open_store: Open) -> None:
+    def test_a_sample_follows_from_contents_and_step(self, name: str, schema: Schema, open_store: Open) -> None:
         one, two = open_store(200, sampling=name), open_store(200, sampling=name)
         for store in (one, two):
             fill(store, schema, list(range(20)))
-        drawn(two, 3, 60)
-        assert drawn(one, 9, 60) == drawn(two, 9, 60) != drawn(one, 10, 60)
+        sampled(two, 3, 60)
+        assert sampled(one, 9, 60) == sampled(two, 9, 60) != sampled(one, 10, 60)
 
-    def test_draws_go_on_alike_after_a_restart(self, name: str, schema: Schema, open_store: Open) -> None:
+    def test_samples_go_on_alike_after_a_restart(self, name: str, schema: Schema, open_store: Open) -> None:
         store = open_store(200, sampling=name)
         fill(store, schema, list(range(20)))
-        draw = store.fetch(store.plan(0, 100))
-        store.learned(draw, np.linspace(0, 5, 100, dtype=np.float32))
+        sample = store.fetch(store.plan(0, 100))
+        store.update_priorities(sample, np.linspace(0, 5, 100, dtype=np.float32))
         again = open_store(200, FakeCheckpoints(store).checkpoint(1), sampling=name)
         for each in (store, again):
             fill(each, schema, [20, 21])
-        assert [drawn(store, step, 30) for step in range(5)] == [drawn(again, step, 30) for step in range(5)]
+        assert [sampled(store, step, 30) for step in range(5)] == [sampled(again, step, 30) for step in range(5)]
 
 
 @admissions
@@ -155,8 +155,8 @@ class TestThePage:
         for week, count in enumerate([1000, 100, 300]):
             columns = fake_columns(schema, range(1000 * week, 1000 * week + count))
             columns["time_ms"][:] = 7 * DAY_MS * (week + 20) + DAY_MS
-            store.add(columns, PARTITIONS)
-        assert np.bincount(np.array(drawn(store, 0, 240)) // 1000).tolist() == [80, 80, 80]
+            store.add_now(columns, PARTITIONS)
+        assert np.bincount(np.array(sampled(store, 0, 240)) // 1000).tolist() == [80, 80, 80]
 
     def test_its_admission_has_classes_alike_and_fresh(self, schema: Schema, open_store: Open) -> None:
         fresh, fair = (open_store(160, admission=name) for name in ("fresh-classes", "class-balanced"))

@@ -1,5 +1,5 @@
-"""A store that goes on from a checkpoint draws what it would have drawn; under another policy it keeps what that one
-keeps."""
+"""A store that goes on from a checkpoint samples what it would have sampled; under another policy it keeps what that
+one keeps."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ ARRANGEMENTS: list[dict[str, Any]] = [
 ]
 ADMISSIONS = ["reservoir", "class-balanced", "recent"]
 SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
-CAPACITY, DRAWN = 200, 24
+CAPACITY, SAMPLED = 200, 24
 Build = Callable[..., Store]
 
 
@@ -42,13 +42,13 @@ def block(schema: Schema, step: int, rows: int) -> Columns:
 
 
 def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
-    """Draw, learn, offer and plan as the learner does; return all of the draw."""
-    draw = store.draw(step, DRAWN)
-    store.learned(draw, (draw.records["offset"] * 7 % 19 / 5).astype(np.float32))
-    store.offer(block(schema, step, rows), PARTITIONS)
-    store.plan_ahead(step + 1, DRAWN)
-    columns = [column.tolist() for _, column in sorted(draw.columns.items())]
-    return [draw.records["offset"].tolist(), draw.importance.tolist(), *columns]
+    """Sample, learn, offer and plan as the learner does; return all of the sample."""
+    sample = store.sample(step, SAMPLED)
+    store.update_priorities(sample, (sample.records["offset"] * 7 % 19 / 5).astype(np.float32))
+    store.add(block(schema, step, rows), PARTITIONS)
+    store.plan_ahead(step + 1, SAMPLED)
+    columns = [column.tolist() for _, column in sorted(sample.columns.items())]
+    return [sample.records["offset"].tolist(), sample.importance.tolist(), *columns]
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
@@ -59,7 +59,7 @@ def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
     rows=st.sampled_from([20, 150]),
 )
 @pytest.mark.slow
-def test_no_restart_changes_a_draw(
+def test_no_restart_changes_a_sample(
     schema: Schema, sampling: str, admission: str, lives: list[tuple[int, int, dict[str, Any]]], rows: int
 ) -> None:
     """Bit for bit, in whatever tiers each life has its rows; what a crash undoes is done again."""
@@ -67,11 +67,11 @@ def test_no_restart_changes_a_draw(
     with tempfile.TemporaryDirectory() as folder:
         build = _builder(schema, Path(folder), policies)
         whole, expected, steps = build({}), list[Any](), sum(length for length, _, _ in lives) + 10
-        whole.plan_ahead(0, DRAWN)
+        whole.plan_ahead(0, SAMPLED)
         for step in range(steps):
             expected.append(take_step(whole, schema, step, rows))
         store = build(ARRANGEMENTS[0])
-        store.plan_ahead(0, DRAWN)
+        store.plan_ahead(0, SAMPLED)
         checkpoints, step = FakeCheckpoints(store), 0
         for number, (length, undone, arrangement) in enumerate(lives, start=1):
             for _ in range(length):
@@ -122,8 +122,8 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
     """Of what the old one had kept and what came later, the new one holds what one that was offered these holds."""
     store, other = build(arrangement, admission=before), build({}, admission=after)
     for step in range(20):
-        store.add(block(schema, step, 100), PARTITIONS)
-    store.plan_ahead(0, DRAWN)
+        store.add_now(block(schema, step, 100), PARTITIONS)
+    store.plan_ahead(0, SAMPLED)
     checkpoints = FakeCheckpoints(store)
     first = checkpoints.checkpoint(1)
     kept = np.sort(first.index["offset"])
@@ -131,16 +131,16 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
         columns = block(schema, step, 100)
         mine = np.isin(columns["offset"], kept)
         if mine.any():
-            other.add({name: column[mine] for name, column in columns.items()}, PARTITIONS)
+            other.add_now({name: column[mine] for name, column in columns.items()}, PARTITIONS)
     store = build(arrangement, first, admission=after)
     assert sorted(store.entries.copy()["offset"].tolist()) == kept.tolist()
     for step in range(20, 50):
         for each in (store, other):
-            each.add(block(schema, step, 100), PARTITIONS)
+            each.add_now(block(schema, step, 100), PARTITIONS)
     names = ["offset", "group", "priority"]
     assert np.array_equal(np.sort(store.entries.copy()[names]), np.sort(other.entries.copy()[names])) or before == after
     # The next checkpoint tells the new priorities, not those of the one before.
     again = build(arrangement, FakeCheckpoints(store, first).checkpoint(2), admission=after)
     assert np.array_equal(again.entries.copy()[names], store.entries.copy()[names])
-    assert len(again.draw(0, DRAWN)) == DRAWN
+    assert len(again.sample(0, SAMPLED)) == SAMPLED
     assert store.lost == again.lost == 0

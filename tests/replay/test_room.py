@@ -27,8 +27,8 @@ def events(schema: Schema, begin: int, n: int) -> Columns:
 
 
 def rows_of(store: Store) -> dict[int, list[float]]:
-    draw = store.fetch(store.plan(0, len(store)))
-    return dict(zip(draw.records["offset"].tolist(), draw.columns["feature.x"].tolist(), strict=True))
+    sample = store.fetch(store.plan(0, len(store)))
+    return dict(zip(sample.records["offset"].tolist(), sample.columns["feature.x"].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("step", [1500, 4096, 12_000])
@@ -48,12 +48,12 @@ def test_a_step_finds_slots_for_all_its_events(
             number += 1
             checkpoints.checkpoint(number, oldest=max(1, number - KEPT + 1))
         assert store.has_room()
-        moment = store.hold(number := number + 1) if turn % 3 == 2 else None
-        store.offer(events(schema, turn * step, step), PARTITIONS)
+        moment = store.begin_snapshot(number := number + 1) if turn % 3 == 2 else None
+        store.add(events(schema, turn * step, step), PARTITIONS)
         store.plan_ahead(turn, 8)
         if moment is not None:
             checkpoints.finish(moment)
-            store.let_go(max(1, number - KEPT + 1))
+            store.end_snapshot(max(1, number - KEPT + 1))
     assert store.lost == 0
     assert len(store) >= store.capacity
     expected = events(schema, 0, 12 * step)["feature.x"]

@@ -1,4 +1,4 @@
-"""What the store holds and what it draws."""
+"""What the store holds and what it samples."""
 
 import dataclasses
 import threading
@@ -33,7 +33,7 @@ MakeStore = Callable[..., Store]
 
 
 def held(store: Store) -> set[tuple[int, int]]:
-    """Return (partition, offset) of what is held, read back from a draw of everything through the index."""
+    """Return (partition, offset) of what is held, read back from a sample of everything through the index."""
     index = store.entries.copy()
     return set(zip(index["partition"].tolist(), index["offset"].tolist(), strict=True))
 
@@ -52,15 +52,15 @@ def k_smallest(schema: Schema, events: Iterable[tuple[int, int]], k: int, seed: 
     return {unique[place] for place in order[:k]}
 
 
-def test_a_drawn_event_is_the_event_that_was_added(schema: Schema, make_store: MakeStore) -> None:
+def test_a_sampled_event_is_the_event_that_was_added(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(100)
     columns = fake_columns(schema, range(50), label=[0, 1, 2, 3])
-    store.add(columns, PARTITIONS)
-    drawn = everything(store)
-    order = drawn["feature.n"].argsort()
+    store.add_now(columns, PARTITIONS)
+    sampled = everything(store)
+    order = sampled["feature.n"].argsort()
     for name in ("feature.x", "feature.n", "label", "labelled", "weight"):
-        assert drawn[name][order].numpy().tolist() == columns[name].tolist()
-        assert drawn[name].numpy().dtype == columns[name].dtype
+        assert sampled[name][order].numpy().tolist() == columns[name].tolist()
+        assert sampled[name].numpy().dtype == columns[name].dtype
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -72,10 +72,10 @@ def test_the_label_of_a_regression_is_what_it_was(dtype: str) -> None:
     columns = fake_columns(schema, range(20))
     columns["label"] = np.linspace(-3, 3, 20).astype(dtype)
     columns["label"][7], columns["labelled"][7] = np.nan, False
-    store.add(columns, PARTITIONS)
+    store.add_now(columns, PARTITIONS)
     plan = store.plan(0, 20)
-    drawn = store.fetch(plan).columns["label"].numpy()[plan.records["offset"].argsort()]
-    assert drawn.tobytes() == columns["label"].tobytes()
+    sampled = store.fetch(plan).columns["label"].numpy()[plan.records["offset"].argsort()]
+    assert sampled.tobytes() == columns["label"].tobytes()
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,12 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: str) -> None:
     columns = fake_columns(schema, range(20))
     raw = np.random.default_rng(0).integers(0, 2, columns["feature.a"].shape) * 100
     columns["feature.a"][:] = raw.astype(dtype)
-    store.add(columns, PARTITIONS)
+    store.add_now(columns, PARTITIONS)
     plan = store.plan(0, 20)
     order = plan.records["offset"].argsort()
-    drawn = store.fetch(plan).columns
+    sampled = store.fetch(plan).columns
     for name in ("feature.a", "feature.b", "feature.c", "label"):
-        assert drawn[name].numpy()[order].tobytes() == columns[name].tobytes()
+        assert sampled[name].numpy()[order].tobytes() == columns[name].tobytes()
 
 
 def test_further_columns_are_kept_beside_those_of_the_schema(schema: Schema, tmp_path: Path) -> None:
@@ -109,17 +109,17 @@ def test_further_columns_are_kept_beside_those_of_the_schema(schema: Schema, tmp
     store = build_store(settings, schema, torch.device("cpu"), 0, tmp_path, extra=extra)
     columns = fake_columns(schema, range(60))
     columns["logits"] = np.random.default_rng(0).standard_normal((60, 4), np.float32)
-    store.add(columns, PARTITIONS)
+    store.add_now(columns, PARTITIONS)
     plan = store.plan(0, 60)
-    drawn = store.fetch(plan).columns
-    assert torch.equal(drawn["logits"], torch.from_numpy(columns["logits"][plan.records["offset"]]))
+    sampled = store.fetch(plan).columns
+    assert torch.equal(sampled["logits"], torch.from_numpy(columns["logits"][plan.records["offset"]]))
     store.close()
 
 
 def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(320)
     for begin in range(0, 20_000, 500):
-        store.add(fake_columns(schema, range(begin, begin + 500)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(begin, begin + 500)), PARTITIONS)
         assert len(store) <= 330
     assert len(store) >= 320
     assert max(store.rows.values()) == len(store)
@@ -146,13 +146,13 @@ def test_the_k_smallest_of_all_that_was_offered_are_held(
     offered: list[tuple[int, int]] = []
     for partition, begin, count, backwards, twice in batches:
         offsets = [*range(begin, begin + count), *([begin] if twice else [])]
-        store.add(fake_columns(schema, offsets[::-1] if backwards else offsets, partition=partition), PARTITIONS)
+        store.add_now(fake_columns(schema, offsets[::-1] if backwards else offsets, partition=partition), PARTITIONS)
         offered += [(partition, offset) for offset in offsets]
         contents = held(store)
         assert k_smallest(schema, offered, k, seed) <= contents <= set(offered)
         assert len(contents) == len(store), "an event is held twice"
-    drawn = everything(store)
-    assert sorted(drawn["feature.n"].tolist()) == sorted(offset % 100 for _, offset in held(store))
+    sampled = everything(store)
+    assert sorted(sampled["feature.n"].tolist()) == sorted(offset % 100 for _, offset in held(store))
 
 
 @given(
@@ -167,7 +167,7 @@ def test_the_k_smallest_of_all_that_was_offered_are_held(
 def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
     schema: Schema, batches: list[tuple[int, int, int, bool, bool]], k: int, admission: str
 ) -> None:
-    """Whenever a checkpoint is made, and whether or not some have to leave; else a run that was killed would draw
+    """Whenever a checkpoint is made, and whether or not some have to leave; else a run that was killed would sample
     others."""
     options = ReplaySettings.model_validate({"capacity": max(k, 5), "admission": admission})
     at_once, waited = (build_store(options, schema, torch.device("cpu"), 0) for _ in range(2))
@@ -176,17 +176,17 @@ def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
         offsets = list(range(begin, begin + count))[:: -1 if backwards else 1]
         label = [(0, 0, 0, 1, 2)[offset % 5] for offset in offsets]
         columns = fake_columns(schema, offsets, partition=partition, label=label)
-        at_once.add(columns, PARTITIONS)
-        waited.offer(columns, PARTITIONS)
+        at_once.add_now(columns, PARTITIONS)
+        waited.add(columns, PARTITIONS)
         if is_cut:
             checkpoints.checkpoint(step + 1)
-        drawn = []
+        sampled = []
         for store in (at_once, waited):
             store.plan_ahead(step, 7)
-            drawn.append(store.draw(step, 7))
-        assert drawn[0].records.tobytes() == drawn[1].records.tobytes()
-        assert all(torch.equal(drawn[0].columns[name], drawn[1].columns[name]) for name in drawn[0].columns)
-    waited.take_in()
+            sampled.append(store.sample(step, 7))
+        assert sampled[0].records.tobytes() == sampled[1].records.tobytes()
+        assert all(torch.equal(sampled[0].columns[name], sampled[1].columns[name]) for name in sampled[0].columns)
+    waited.flush_pending()
     index, other = at_once.entries.copy(), waited.entries.copy()
     assert all(np.array_equal(index[name], other[name]) for name in index.dtype.names if name != "slot")
     assert at_once.roll.quotas.thresholds.tobytes() == waited.roll.quotas.thresholds.tobytes()
@@ -197,7 +197,7 @@ def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_st
         store = build_store(ReplaySettings(capacity=100, sampling=sampling), schema, torch.device("cpu"), 0)
         seen = []
         for turn in range(BLOCK):
-            store.offer(fake_columns(schema, range(10 * turn, 10 * turn + 10)), PARTITIONS)
+            store.add(fake_columns(schema, range(10 * turn, 10 * turn + 10)), PARTITIONS)
             seen.append(10 * (turn + 1) - len(store))
         assert seen == waits
         assert len(store) == 10 * BLOCK
@@ -206,7 +206,7 @@ def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_st
 @pytest.mark.parametrize("look", ["checkpoint", "plan", "erase"])
 def test_whoever_looks_at_the_store_finds_what_waits(schema: Schema, look: str) -> None:
     store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), 0)
-    store.offer(fake_columns(schema, range(10)), PARTITIONS)
+    store.add(fake_columns(schema, range(10)), PARTITIONS)
     found = {
         "checkpoint": lambda: len(FakeCheckpoints(store).checkpoint(1).index),
         "plan": lambda: len(store.plan(0, 20)),
@@ -219,12 +219,12 @@ def test_whoever_looks_at_the_store_finds_what_waits(schema: Schema, look: str) 
 
 def test_slots_that_events_wait_for_are_not_free(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
-    store.hold(1)
+    store.begin_snapshot(1)
     store.burst = store.slots.free - 300
-    store.offer(fake_columns(schema, range(300)), PARTITIONS)
+    store.add(fake_columns(schema, range(300)), PARTITIONS)
     assert store.has_room()
     assert not len(store)
-    store.offer(fake_columns(schema, [300]), PARTITIONS)
+    store.add(fake_columns(schema, [300]), PARTITIONS)
     assert not store.has_room()
     assert len(store) == 301, "what waits was not taken in"
 
@@ -234,8 +234,8 @@ def test_where_slots_are_free_as_soon_as_events_leave_there_is_room_for_any_numb
     store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), 0)
     for begin in range(0, 4000, 200):
         assert store.has_room()
-        store.offer(fake_columns(schema, range(begin, begin + 200)), PARTITIONS)
-    store.take_in()
+        store.add(fake_columns(schema, range(begin, begin + 200)), PARTITIONS)
+    store.flush_pending()
     assert held(store) >= k_smallest(schema, ((0, offset) for offset in range(4000)), 50, 0)
     assert store.lost == 0
 
@@ -245,13 +245,13 @@ def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write
 ) -> None:
     options = ReplaySettings.model_validate({"capacity": 100, "disk": {"bytes": "1MB"}, "device_bytes": 0})
     store = build_store(options, schema, torch.device("cpu"), 0, tmp_path / "replay")
-    store.add(fake_columns(schema, range(10_000)), PARTITIONS)  # few are admitted from now on
+    store.add_now(fake_columns(schema, range(10_000)), PARTITIONS)  # few are admitted from now on
     slow = threading.Event()
     store.tiers._courier.send(slow.wait, 0)
     columns, admitted, begin = {}, 0, 10_000
     while not admitted:
         columns = fake_columns(schema, range(begin, begin + 50))
-        admitted, begin = store.add(columns, PARTITIONS), begin + 50
+        admitted, begin = store.add_now(columns, PARTITIONS), begin + 50
     block = weakref.ref(columns.pop("feature.x"))
     columns.clear()
     assert block() is None
@@ -263,7 +263,7 @@ def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write
 
 def test_no_more_events_wait_than_are_taken_in_soon(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
-    store.offer(fake_columns(schema, range(MOST_WAITING)), PARTITIONS)
+    store.add(fake_columns(schema, range(MOST_WAITING)), PARTITIONS)
     assert len(store) == MOST_WAITING
 
 
@@ -271,50 +271,50 @@ def test_no_more_bytes_wait_than_are_taken_in_soon() -> None:
     features = {"x": {"dtype": "uint8", "shape": [MOST_WAITING_BYTES // 10]}}
     large = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 4}}))
     store = build_store(ReplaySettings(capacity=20), large, torch.device("cpu"), 0)
-    store.offer(fake_columns(large, range(5)), PARTITIONS)
+    store.add(fake_columns(large, range(5)), PARTITIONS)
     assert not len(store)
-    store.offer(fake_columns(large, range(5, 10)), PARTITIONS)
+    store.add(fake_columns(large, range(5, 10)), PARTITIONS)
     assert len(store) == 10
 
 
 def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(50)
     for begin in range(0, 2000, 100):
-        store.add(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
     before = held(store)
     for begin in range(1500, 2000, 100):
-        assert store.add(fake_columns(schema, range(begin, begin + 100)), PARTITIONS) == 0
+        assert store.add_now(fake_columns(schema, range(begin, begin + 100)), PARTITIONS) == 0
     assert held(store) == before
 
 
 def test_offering_again_changes_no_importance_either(schema: Schema) -> None:
     """However offers are grouped, and whether the event is held."""
-    drawn = []
+    sampled = []
     for again in (0, 100, 700):
         store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), 0)
         for begin in range(0, 3000, 100):
             for first in {begin, max(0, begin - again)}:
                 columns = fake_columns(schema, range(first, begin + 100))
                 columns["weight"] = (1 + columns["offset"] % 3).astype(np.float32)
-                store.offer(columns, PARTITIONS)
-        draw = store.fetch(store.plan(0, 50))
-        drawn.append((draw.records["offset"].tolist(), draw.importance.tolist()))
-    assert drawn[0] == drawn[1] == drawn[2]
+                store.add(columns, PARTITIONS)
+        sample = store.fetch(store.plan(0, 50))
+        sampled.append((sample.records["offset"].tolist(), sample.importance.tolist()))
+    assert sampled[0] == sampled[1] == sampled[2]
 
 
 def test_events_out_of_order_have_an_importance_though_none_of_weight_was_counted(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=50, admission="recent"), schema, torch.device("cpu"), 0)
     columns = fake_columns(schema, range(10)[::-1])
     columns["weight"][:] = [0.0, *[1.0] * 9]
-    store.add(columns, PARTITIONS)
-    draw = store.fetch(store.plan(0, 50))
-    assert draw.importance.tolist() == [1.0] * 9
+    store.add_now(columns, PARTITIONS)
+    sample = store.fetch(store.plan(0, 50))
+    assert sample.importance.tolist() == [1.0] * 9
 
 
 def test_a_burst_larger_than_the_room_for_it_is_taken_in_pieces(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(10)
     total = 3 * store.burst + 7
-    store.add(fake_columns(schema, range(total)), PARTITIONS)
+    store.add_now(fake_columns(schema, range(total)), PARTITIONS)
     assert held(store) >= k_smallest(schema, [(0, offset) for offset in range(total)], 10, 0)
     assert len(store) == 10
 
@@ -323,8 +323,8 @@ def test_two_reservoirs_merge_to_the_one_of_the_whole_stream(schema: Schema, mak
     whole, left, right = make_store(64), make_store(64), make_store(64)
     for begin in range(0, 4000, 200):
         columns = fake_columns(schema, range(begin, begin + 200))
-        whole.add(columns, PARTITIONS)
-        (left if begin % 400 else right).add(columns, PARTITIONS)
+        whole.add_now(columns, PARTITIONS)
+        (left if begin % 400 else right).add_now(columns, PARTITIONS)
     union = held(left) | held(right)
     assert k_smallest(schema, union, 64, 0) == k_smallest(schema, [(0, o) for o in range(4000)], 64, 0) <= held(whole)
 
@@ -336,14 +336,14 @@ def test_heavy_events_are_kept_in_proportion_and_weightless_ones_never(schema: S
         store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), seed)
         columns = fake_columns(schema, range(5000), label=[0, 1, 2])
         columns["weight"] = weights[columns["label"]]
-        store.add(columns, PARTITIONS)
+        store.add_now(columns, PARTITIONS)
         kept += np.bincount(everything(store)["label"].numpy(), minlength=3)
     assert kept[0] == 0
     assert 2.6 < kept[2] / kept[1] < 3.4
 
 
 @pytest.mark.parametrize("capacity", [10_000, 500, 50])
-def test_the_importance_of_a_draw_makes_it_stand_for_the_weighted_stream(schema: Schema, capacity: int) -> None:
+def test_the_importance_of_a_sample_makes_it_stand_for_the_weighted_stream(schema: Schema, capacity: int) -> None:
     """A weighted mean over the store estimates that over the stream, however much of it is held."""
     weights = np.array([0.1, 1.0, 3.0], np.float32)
     estimates = []
@@ -351,68 +351,70 @@ def test_the_importance_of_a_draw_makes_it_stand_for_the_weighted_stream(schema:
         store = build_store(ReplaySettings(capacity=capacity), schema, torch.device("cpu"), seed)
         columns = fake_columns(schema, range(3000), label=[0, 1, 2])
         columns["weight"] = weights[columns["label"]]
-        store.add(columns, PARTITIONS)
-        draw = store.fetch(store.plan(0, len(store)))
-        estimates.append(float((draw.importance * draw.columns["label"]).sum() / draw.importance.sum()))
-        assert 0.7 < float(draw.importance.mean()) / weights.mean() < 1.5 or capacity == 50
+        store.add_now(columns, PARTITIONS)
+        sample = store.fetch(store.plan(0, len(store)))
+        estimates.append(float((sample.importance * sample.columns["label"]).sum() / sample.importance.sum()))
+        assert 0.7 < float(sample.importance.mean()) / weights.mean() < 1.5 or capacity == 50
     expected = float((weights * [0, 1, 2]).sum() / weights.sum())
     assert abs(np.mean(estimates) - expected) < 0.03
 
 
-class TestDraws:
-    def test_an_event_comes_once_in_a_draw(self, schema: Schema, make_store: MakeStore) -> None:
+class TestSamples:
+    def test_an_event_comes_once_in_a_sample(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(100)
-        store.add(fake_columns(schema, range(80)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(80)), PARTITIONS)
         for step in range(50):
             slots = store.plan(step, 60).slots
             assert len(set(slots.tolist())) == 60
 
-    def test_a_draw_is_no_larger_than_the_store(self, schema: Schema, make_store: MakeStore) -> None:
+    def test_a_sample_is_no_larger_than_the_store(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(100)
         assert len(store.fetch(store.plan(0, 10))) == 0
-        store.add(fake_columns(schema, range(7)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(7)), PARTITIONS)
         assert len(store.fetch(store.plan(0, 10))) == 7
 
-    def test_plans_that_nobody_draws_do_not_pile_up(self, schema: Schema, make_store: MakeStore) -> None:
+    def test_plans_that_nobody_samples_do_not_pile_up(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(100)
-        store.add(fake_columns(schema, range(80)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(80)), PARTITIONS)
         for step in range(50):
             store.plan_ahead(step, 1)
-            assert AHEAD <= len(store.hold(step + 1).plans) < AHEAD + BLOCK
-            store.let_go(None)
+            assert AHEAD <= len(store.begin_snapshot(step + 1).plans) < AHEAD + BLOCK
+            store.end_snapshot(None)
 
-    def test_a_checkpoint_has_a_plan_as_it_was_whatever_becomes_of_its_draw(
+    def test_a_checkpoint_has_a_plan_as_it_was_whatever_becomes_of_its_sample(
         self, schema: Schema, make_store: MakeStore
     ) -> None:
         store = make_store(100)
-        store.add(fake_columns(schema, range(80)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(80)), PARTITIONS)
         checkpoints = FakeCheckpoints(store)
         store.plan_ahead(0, 30)
         untouched = [plan.rows.clone() for plan in checkpoints.checkpoint(1).standing.plans]
-        held = store.hold(2)
+        held = store.begin_snapshot(2)
         for step in range(len(held.plans)):
-            for column in store.draw(step, 30).columns.values():
+            for column in store.sample(step, 30).columns.values():
                 column.zero_()
         plans = checkpoints.finish(held).standing.plans
         assert [plan.step for plan in plans] == [*range(len(held.plans))]
         assert all(torch.equal(plan.rows, rows) for plan, rows in zip(plans, untouched, strict=True))
-        store.let_go(None)
+        store.end_snapshot(None)
 
     def test_steps_that_are_planned_at_once_have_each_what_they_want(
         self, schema: Schema, make_store: MakeStore
     ) -> None:
         store = make_store(100)
-        store.add(fake_columns(schema, range(80)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(80)), PARTITIONS)
         store.plan_ahead(0, lambda step: 30 if step % 4 == 2 else step)
         assert [store.planned(step) for step in range(4)] == [0, 1, 30, 3]
         for step in range(4):
-            draw = store.draw(step, 100)
-            assert len(set(draw.records["offset"].tolist())) == len(draw)
+            sample = store.sample(step, 100)
+            assert len(set(sample.records["offset"].tolist())) == len(sample)
 
-    def test_the_same_step_over_the_same_contents_is_the_same_draw(self, schema: Schema, make_store: MakeStore) -> None:
+    def test_the_same_step_over_the_same_contents_is_the_same_sample(
+        self, schema: Schema, make_store: MakeStore
+    ) -> None:
         one, two = make_store(100), make_store(100)
         for store in (one, two):
-            store.add(fake_columns(schema, range(80)), PARTITIONS)
+            store.add_now(fake_columns(schema, range(80)), PARTITIONS)
         two.plan(3, 20)
         assert one.plan(9, 20).records["offset"].tolist() == two.plan(9, 20).records["offset"].tolist()
         assert one.plan(9, 20).records["offset"].tolist() != one.plan(10, 20).records["offset"].tolist()
@@ -420,14 +422,14 @@ class TestDraws:
     def test_uniform_means_uniform(self, schema: Schema) -> None:
         """Chi-square over 64 events: the statistic of 63 degrees of freedom exceeds 110 once in 5,000 fair trials."""
         store = build_store(ReplaySettings(capacity=64), schema, torch.device("cpu"), 0)
-        store.add(fake_columns(schema, range(64)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(64)), PARTITIONS)
         alone, ahead, first = np.zeros(64), np.zeros(64), np.zeros(64)
         for step in range(4000):
             alone += np.bincount(store.plan(step, 8).records["offset"], minlength=64)
             store.plan_ahead(step, 8)
-            drawn = store.draw(step, 8).records["offset"]
-            ahead += np.bincount(drawn, minlength=64)
-            first += np.bincount(drawn[:1], minlength=64)
+            sampled = store.sample(step, 8).records["offset"]
+            ahead += np.bincount(sampled, minlength=64)
+            first += np.bincount(sampled[:1], minlength=64)
         for counts in (alone, ahead, first):
             expected = counts.sum() / 64
             assert ((counts - expected) ** 2 / expected).sum() < 110
@@ -438,28 +440,28 @@ class TestDraws:
         for seed in range(40):
             store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), seed)
             for begin in range(0, 4000, 250):
-                store.add(fake_columns(schema, range(begin, begin + 250)), PARTITIONS)
+                store.add_now(fake_columns(schema, range(begin, begin + 250)), PARTITIONS)
             counts += np.bincount(store.entries.copy()["offset"] // 400, minlength=10)
         expected = counts.sum() / 10
         assert ((counts - expected) ** 2 / expected).sum() < 33
 
     @pytest.mark.parametrize("seed", [0, 1])
-    def test_no_tier_changes_what_is_held_or_drawn(
+    def test_no_tier_changes_what_is_held_or_sampled(
         self, schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, seed: int
     ) -> None:
-        """So what is uniform in memory is so in every tier: the same events at the same places of every draw."""
+        """So what is uniform in memory is so in every tier: the same events at the same places of every sample."""
         store = make_store(64, seed)
         with monkeypatch.context() as patch:
             patch.setattr(kinds, "TIERS", {})
             memory = build_store(ReplaySettings(capacity=64), schema, torch.device("cpu"), seed)
         for step in range(64):
-            drawn = []
+            sampled = []
             for each in (memory, store):
-                each.add(fake_columns(schema, range(50 * step, 50 * step + 50)), PARTITIONS)
+                each.add_now(fake_columns(schema, range(50 * step, 50 * step + 50)), PARTITIONS)
                 alone = each.plan(step, 8).records["offset"].tolist()
                 each.plan_ahead(step, 8)
-                drawn.append((alone, each.draw(step, 8).records["offset"].tolist()))
-            assert drawn[0] == drawn[1]
+                sampled.append((alone, each.sample(step, 8).records["offset"].tolist()))
+            assert sampled[0] == sampled[1]
             assert store.entries.copy()["offset"].tolist() == memory.entries.copy()["offset"].tolist()
 
 
@@ -479,7 +481,7 @@ def test_bytes_that_hold_no_event_are_refused(schema: Schema) -> None:
     [("cpu", "host"), *(pytest.param("cuda", x, marks=pytest.mark.gpu) for x in ("device", "host"))],
 )
 @pytest.mark.parametrize("cached", [{}, {"disk": {"bytes": "1MB"}, "device_bytes": "2kB", "sampling": "recent"}])
-def test_a_store_draws_alike_wherever_its_memory_lies(
+def test_a_store_samples_alike_wherever_its_memory_lies(
     schema: Schema, tmp_path: Path, device: str, memory: str, cached: dict[str, Any]
 ) -> None:
     plain, other = (
@@ -490,12 +492,12 @@ def test_a_store_draws_alike_wherever_its_memory_lies(
         for name, lies in (("cpu", "device"), (device, memory))
     )
     for store in (plain, other):
-        store.add(fake_columns(schema, range(1000), label=[0, 1, 2, 3]), PARTITIONS)
+        store.add_now(fake_columns(schema, range(1000), label=[0, 1, 2, 3]), PARTITIONS)
     for step in range(20):
         expected = plain.fetch(plain.plan(step, 32)).columns
-        drawn = other.fetch(other.plan(step, 32)).columns
-        assert all(drawn[name].device.type == device for name in expected)
-        assert all(drawn[name].cpu().equal(value) for name, value in expected.items())
+        sampled = other.fetch(other.plan(step, 32)).columns
+        assert all(sampled[name].device.type == device for name in expected)
+        assert all(sampled[name].cpu().equal(value) for name, value in expected.items())
     expected, found = (FakeCheckpoints(store).checkpoint(1) for store in (plain, other))
     assert np.array_equal(expected.index, found.index)
     if expected.payload is not None:
@@ -514,23 +516,23 @@ class TestCheckpoints:
         store, baseline = make_store(640), make_store(640)
         for begin in range(0, 4000, 200):
             for each in (store, baseline):
-                each.add(fake_columns(schema, range(begin, begin + 200), label=[0, 1, 2, 3]), PARTITIONS)
-        moment = store.hold(1)
+                each.add_now(fake_columns(schema, range(begin, begin + 200), label=[0, 1, 2, 3]), PARTITIONS)
+        moment = store.begin_snapshot(1)
         begin = 4000
         while store.slots.free > store.burst and begin < 10_000:
-            store.add(fake_columns(schema, range(begin, begin + 50), label=[3]), PARTITIONS)
+            store.add_now(fake_columns(schema, range(begin, begin + 50), label=[3]), PARTITIONS)
             begin += 50
         contents = FakeCheckpoints(store).finish(moment)
-        store.let_go(1)
+        store.end_snapshot(1)
         assert begin > 4200, "a hold leaves too little room"
         restored = make_store(640, contents=contents)
         assert held(restored) == held(baseline)
         expected, found = everything(baseline), everything(restored)
         for name in expected:
             assert found[name][found["feature.n"].argsort(stable=True)].sum() == expected[name].sum()
-        # It goes on as if nothing had been: the same events, the same draws.
+        # It goes on as if nothing had been: the same events, the same samples.
         for each in (restored, baseline):
-            each.add(fake_columns(schema, range(4000, 6000), label=[1]), PARTITIONS)
+            each.add_now(fake_columns(schema, range(4000, 6000), label=[1]), PARTITIONS)
         assert held(restored) == held(baseline)
         assert restored.plan(7, 50).records["offset"].tolist() == baseline.plan(7, 50).records["offset"].tolist()
         assert everything(restored)["feature.n"].tolist() == everything(baseline)["feature.n"].tolist()
@@ -542,11 +544,11 @@ class TestCheckpoints:
         for begin in range(0, 30_000, 100):
             if store.slots.free < store.burst or begin % 1000 == 0:
                 if number:
-                    store.let_go(max(1, number - 1))
+                    store.end_snapshot(max(1, number - 1))
                 number += 1
-                store.hold(number)
-            store.add(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
-        store.let_go(None)
+                store.begin_snapshot(number)
+            store.add_now(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
+        store.end_snapshot(None)
         assert not store.lost
         assert store.slots.free == store.tiers.slots - len(store)
         slots = store.entries.slots
@@ -554,7 +556,7 @@ class TestCheckpoints:
 
     def test_a_smaller_store_takes_up_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:
         large = make_store(500)
-        large.add(fake_columns(schema, range(3000)), PARTITIONS)
+        large.add_now(fake_columns(schema, range(3000)), PARTITIONS)
         small = make_store(50, contents=FakeCheckpoints(large).checkpoint(1))
         assert held(small) == k_smallest(schema, [(0, offset) for offset in range(3000)], 50, 0)
 
@@ -565,7 +567,7 @@ class TestCheckpoints:
 
     def test_contents_of_another_layout_are_refused(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(10)
-        store.add(fake_columns(schema, range(5)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(5)), PARTITIONS)
         store.plan_ahead(0, 3)
         contents = FakeCheckpoints(store).checkpoint(1)
         torn = [dataclasses.replace(plan, rows=plan.rows[:, :8]) for plan in contents.standing.plans]

@@ -43,7 +43,7 @@ KILLS = "ANABRANCH_TEST_KILLS"
 KEYS = "crash:rank-0"
 CPU = torch.device("cpu")
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
-NEW, DRAWN, PLANNED, CAPACITY = 30, 16, 20, 400
+NEW, SAMPLED, PLANNED, CAPACITY = 30, 16, 20, 400
 SETTINGS: dict[str, dict[str, Any]] = {
     "recent and loss": {"admission": "recent", "half_life": "1s", "sampling": "loss"},
     "reservoir": {},
@@ -86,20 +86,20 @@ class Rehearsal:
         return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
 
     def take_step(self) -> str:
-        """Draw, learn, offer and plan; return the digest of what was drawn."""
-        draw = self._keeper.draw(self.step, DRAWN)
-        offsets = draw.records["offset"]
-        self._keeper.learned(draw, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
+        """Sample, learn, offer and plan; return the digest of what was sampled."""
+        sample = self._keeper.sample(self.step, SAMPLED)
+        offsets = sample.records["offset"]
+        self._keeper.update_priorities(sample, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
         for partition in (0, 1):
             begin = self.step * NEW // 2
-            self._keeper.offer(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
+            self._keeper.add(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
         self.step += 1
         self._keeper.plan_ahead(self.step, PLANNED)
-        return digest_of(draw)
+        return digest_of(sample)
 
     def state(self) -> str:
         """Return the digest of what is held, in order, and planned."""
-        self.store.take_in()
+        self.store.flush_pending()
         assert self.store.lost == 0
         index = self.store.entries.copy()
         index["slot"] = 0
@@ -131,7 +131,9 @@ class Life(Rehearsal):
         )
 
     def checkpoint_if_due(self) -> None:
-        self._checkpointer.checkpoint_if_due(lambda number: CapturedState(self.step, {}, {}, self.store.hold(number)))
+        self._checkpointer.checkpoint_if_due(
+            lambda number: CapturedState(self.step, {}, {}, self.store.begin_snapshot(number))
+        )
         assert self._checkpointer.problem is None
 
     def close(self) -> None:
@@ -144,28 +146,28 @@ class Undisturbed:
     def __init__(self, schema: Schema, settings: str) -> None:
         options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings]})
         self._life = Rehearsal(build_store(options, schema, CPU, 0), schema, 0)
-        self._states, self._draws = [self._life.state()], list[str]()
+        self._states, self._samples = [self._life.state()], list[str]()
 
     def state(self, step: int) -> str:
         """Return the digest of the state before a step."""
         self._go_on(step)
         return self._states[step]
 
-    def draw(self, step: int) -> str:
-        """Return the digest of what a step draws."""
+    def sample(self, step: int) -> str:
+        """Return the digest of what a step samples."""
         self._go_on(step + 1)
-        return self._draws[step]
+        return self._samples[step]
 
     def _go_on(self, step: int) -> None:
         while self._life.step < step:
-            self._draws.append(self._life.take_step())
+            self._samples.append(self._life.take_step())
             self._states.append(self._life.state())
 
 
-def digest_of(draw: Sample) -> str:
-    columns = [column.numpy().tobytes() for column in draw.columns.values()]
-    names = np.stack([draw.records[name] for name in ("partition", "offset", "row")])
-    return hashlib.sha256(b"".join([names.tobytes(), draw.importance.numpy().tobytes(), *columns])).hexdigest()
+def digest_of(sample: Sample) -> str:
+    columns = [column.numpy().tobytes() for column in sample.columns.values()]
+    names = np.stack([sample.records[name] for name in ("partition", "offset", "row")])
+    return hashlib.sha256(b"".join([names.tobytes(), sample.importance.numpy().tobytes(), *columns])).hexdigest()
 
 
 def expect_whole(store: Store, schema: Schema) -> None:
@@ -226,7 +228,7 @@ def test_a_store_is_whole_after_kills_at_random_moments(
     tiers: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    """After each: every event of the last checkpoint, no torn one, no slot leaked, and the next draws bit for bit.
+    """After each: every event of the last checkpoint, no torn one, no slot leaked, and the next samples bit for bit.
 
     The same holds for the oldest checkpoint that is kept. The next life goes on from the last one: what it has at its
     own last checkpoint shows that it did as if undisturbed.
@@ -256,7 +258,7 @@ def test_a_store_is_whole_after_kills_at_random_moments(
             expect_whole(life.store, schema)
             assert life.state() == undisturbed.state(life.step), "others are held or planned"
             for step in range(life.step, life.step + AHEAD):
-                assert digest_of(life.store.draw(step, DRAWN)) == undisturbed.draw(step)
+                assert digest_of(life.store.sample(step, SAMPLED)) == undisturbed.sample(step)
             life.close()
     assert len(newest) > kills / 4
 

@@ -1,4 +1,4 @@
-"""The store against a plain model of it: events come, are planned, drawn, evicted, erased; checkpoints fail, are
+"""The store against a plain model of it: events come, are planned, sampled, evicted, erased; checkpoints fail, are
 resumed.
 
 In random order, over every arrangement of tiers and from each to each, under every policy of admission.
@@ -115,13 +115,13 @@ def held(store: Store) -> list[Event]:
     return names_of(store.entries.copy())
 
 
-def expect_payload(schema: Schema, draw: Sample) -> None:
-    """Fail unless each event of a draw has its own payload, bit for bit."""
-    events = names_of(draw.records)
+def expect_payload(schema: Schema, sample: Sample) -> None:
+    """Fail unless each event of a sample has its own payload, bit for bit."""
+    events = names_of(sample.records)
     if not events:
         return
     expected = columns_of(schema, events)
-    for name, column in draw.columns.items():
+    for name, column in sample.columns.items():
         assert column.numpy().tobytes() == np.ascontiguousarray(expected[name], column.numpy().dtype).tobytes(), name
 
 
@@ -230,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
         count=st.integers(1, 60),
         order=st.sampled_from(["rising", "falling", "mixed", "twice", "rows"]),
     )
-    def offer(self, partition: int, begin: int, count: int, order: str) -> None:
+    def add(self, partition: int, begin: int, count: int, order: str) -> None:
         events = [(partition, offset, 0) for offset in range(begin, begin + count)]
         if order == "falling":
             events.reverse()
@@ -248,7 +248,7 @@ class StoreMachine(RuleBasedStateMachine):
             self._hold()
             self._finish(written=True, keep=1)
             assert self.has_room(len(events)), "a checkpoint has not freed the slots that no checkpoint names"
-        self.store.offer(columns_of(self.schema, events), PARTITIONS)
+        self.store.add(columns_of(self.schema, events), PARTITIONS)
         self.model.offered |= set(events)
 
     def has_room(self, n: int) -> bool:
@@ -269,15 +269,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.step in self.model.plans)
     @rule(n=st.integers(0, 30), hears=st.booleans())
-    def draw(self, n: int, hears: bool) -> None:
+    def sample(self, n: int, hears: bool) -> None:
         expected = self.model.plans.pop(self.model.step)[:n]
-        draw = self.store.draw(self.model.step, n)
+        sample = self.store.sample(self.model.step, n)
         self.model.step += 1
-        assert names_of(draw.records) == expected
-        expect_payload(self.schema, draw)
-        assert bool((draw.importance > 0).all())
+        assert names_of(sample.records) == expected
+        expect_payload(self.schema, sample)
+        assert bool((sample.importance > 0).all())
         if hears:
-            self.store.learned(draw, self.dice.exponential(size=len(draw)).astype(np.float32))
+            self.store.update_priorities(sample, self.dice.exponential(size=len(sample)).astype(np.float32))
 
     @rule(partition=st.integers(0, 2), first=st.integers(0, 450), length=st.integers(0, 20), by_key=st.booleans())
     def erase(self, partition: int, first: int, length: int, by_key: bool) -> None:
@@ -366,14 +366,14 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def every_event_has_its_own_payload(self) -> None:
         if hasattr(self, "store") and not len(self.store._waiting):  # to plan is to take in what waits
-            draw = self.store.fetch(self.store.plan(0, len(self.store)))
-            assert len(draw) == len(self.store), "a row was written over"
-            expect_payload(self.schema, draw)
+            sample = self.store.fetch(self.store.plan(0, len(self.store)))
+            assert len(sample) == len(self.store), "a row was written over"
+            expect_payload(self.schema, sample)
 
     def _hold(self) -> None:
         self.number += 1
         self.pending: tuple[CapturedStore, Moment] | None = (
-            self.store.hold(self.number),
+            self.store.begin_snapshot(self.number),
             self.model.moment(self.store),
         )
         self.model.taken_in = set(self.model.offered)
@@ -388,7 +388,7 @@ class StoreMachine(RuleBasedStateMachine):
             for number in sorted(self.checkpoints)[:-keep]:
                 del self.checkpoints[number]
         self.pending = None
-        self.store.let_go(min(self.checkpoints, default=None), written=written)
+        self.store.end_snapshot(min(self.checkpoints, default=None), written=written)
 
 
 def run(schema: Schema, folder: Path, url: str, arrangements: list[str], admission: str, examples: int) -> None:

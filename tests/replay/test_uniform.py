@@ -13,19 +13,19 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 
-DRAWN, STEPS, COMPARED = 8, 3000, 400
+SAMPLED, STEPS, COMPARED = 8, 3000, 400
 PARTITIONS = [TopicPartition("events", 0)]
 
 
 @pytest.mark.services
 @pytest.mark.parametrize("sampling", ["uniform", "recent"])
-def test_each_event_of_all_tiers_is_drawn_as_often(
+def test_each_event_of_all_tiers_is_sampled_as_often(
     schema: Schema, tmp_path: Path, shared_redis: Any, sampling: str
 ) -> None:
-    """By chi-square. Under `recent`, in which all are of one age here, rows that are drawn take the places of others.
+    """By chi-square. Under `recent`, in which all are of one age here, rows that are sampled take the places of others.
 
-    An event is in memory, in Redis or on disk, and each tier is read: draw by draw the events that a store in memory
-    draws, which is the one that is counted since it costs least.
+    An event is in memory, in Redis or on disk, and each tier is read: sample by sample the events that a store in
+    memory samples, which is the one that is counted since it costs least.
     """
     policy = {"capacity": 240, "sampling": sampling, "half_life": "36500d"}
     tiers = {
@@ -39,19 +39,19 @@ def test_each_event_of_all_tiers_is_drawn_as_often(
     store = build_store(settings, schema, cpu, 0, tmp_path, keys="uniform:rank-0", first=True)
     for begin in range(0, 2000, 50):
         for each in (memory, store):
-            each.offer(fake_columns(schema, range(begin, begin + 50)), PARTITIONS)
+            each.add(fake_columns(schema, range(begin, begin + 50)), PARTITIONS)
     counts = np.zeros(2000)
     for step in range(STEPS):
-        memory.plan_ahead(step, DRAWN)
-        offsets = memory.draw(step, DRAWN).records["offset"]
+        memory.plan_ahead(step, SAMPLED)
+        offsets = memory.sample(step, SAMPLED).records["offset"]
         counts[offsets] += 1
         if step < COMPARED:
-            store.plan_ahead(step, DRAWN)
-            draw = store.draw(step, DRAWN)
-            assert draw.records["offset"].tolist() == offsets.tolist()
-            assert draw.columns["feature.x"][:, 0].tolist() == (offsets % 100).tolist()
+            store.plan_ahead(step, SAMPLED)
+            sample = store.sample(step, SAMPLED)
+            assert sample.records["offset"].tolist() == offsets.tolist()
+            assert sample.columns["feature.x"][:, 0].tolist() == (offsets % 100).tolist()
     found = counts[memory.entries.copy()["offset"]]
-    assert found.sum() == DRAWN * STEPS
+    assert found.sum() == SAMPLED * STEPS
     free, expected = len(found) - 1, found.mean()
     # As far beyond its mean as a fair trial is about once in 100,000.
     assert (((found - expected) ** 2 / expected).sum() - free) / np.sqrt(2 * free) < 4.5

@@ -42,7 +42,7 @@ def predicted(trainer: Trainer, schema: Schema, offsets: range, *, shift: int) -
     return columns
 
 
-def as_draw(columns: Columns) -> Sample:
+def as_sample(columns: Columns) -> Sample:
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     n = len(columns["label"])
     return Sample(tensors, tensors["weight"], np.arange(n, dtype=np.int32), np.zeros(n, RECORD))
@@ -51,11 +51,11 @@ def as_draw(columns: Columns) -> Sample:
 def test_held_out_events_tell_what_those_that_are_known_by_heart_do_not(schema: Schema, trainer: Trainer) -> None:
     holdout = HoldoutSet(schema, 1000)
     probe = Probe(AdaptiveReplayRatio(0.5, bounded=True), holdout, trainer, ROWS)
-    by_heart = as_draw(predicted(trainer, schema, range(20), shift=0))
+    by_heart = as_sample(predicted(trainer, schema, range(20), shift=0))
     assert probe.score(0, None) is None
     for offset in range(1000, 1000 + 2 * ENOUGH, 10):
         enough = holdout.older >= ENOUGH
-        assert [probe.drawn(step) for step in range(5)] == [0 if enough else ROWS, 0, 0, 0, 0 if enough else ROWS]
+        assert [probe.sampled(step) for step in range(5)] == [0 if enough else ROWS, 0, 0, 0, 0 if enough else ROWS]
         assert probe.score(4, by_heart) == ScoreSum(ROWS, 0.0 if enough else ROWS)
         assert probe.score(5, by_heart) is None
         holdout.add(predicted(trainer, schema, range(offset, offset + 10), shift=1), NAMES)

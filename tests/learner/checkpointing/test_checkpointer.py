@@ -37,7 +37,7 @@ class Released:
     def has_room(self) -> bool:
         return True
 
-    def let_go(self, oldest: int | None, *, written: bool) -> None:
+    def end_snapshot(self, oldest: int | None, *, written: bool) -> None:
         self.calls.append((oldest, written))
 
 

@@ -50,17 +50,17 @@ class Pipeline:
         columns["key_hash"][:] = np.where(columns["offset"] % 10 == 0, 9, 1)
         out = columns["offset"] % 7 == 0
         self.holdout.add({name: column[out] for name, column in columns.items()}, NAMES)
-        self.store.add({name: column[~out] for name, column in columns.items()}, NAMES)
+        self.store.add_now({name: column[~out] for name, column in columns.items()}, NAMES)
         self.store.plan_ahead(0, 20)
 
     def checkpoint(self, number: int) -> None:
-        standing, change = self.store.contents(self.store.hold(number))
+        standing, change = self.store.contents(self.store.begin_snapshot(number))
         part = pack(standing, change, self.segments, self.checkpoints.part)
         state = {"replay": part.state, "ledger": [{"topic": "events", "partition": 0, "incarnation": 0}]}
         tensors = {"holdout": self.holdout.tensors(), **part.tensors}
         self.checkpoints.write(number, Checkpoint(number, tensors, state, part.carried), 0.0)
         self.segments = part.segments
-        self.store.let_go(1)
+        self.store.end_snapshot(1)
 
     def erase(self) -> int:
         return Eraser(self.checkpoints, self.path / "replay", ERASED).run().checkpoints

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from anabranch.commands.erase import ErasureResult, erase_events
-from anabranch.commands.replay_store import draw_sample, read_stats
+from anabranch.commands.replay_store import read_sample, read_stats
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from learner.state_dir.report import LearnerReport
@@ -83,7 +83,7 @@ def settings(config: Path) -> Config:
 
 
 def keys_of(config: Path) -> set[str]:
-    return {event["key_hash"] for event in draw_sample(settings(config), 10_000, [], None)}
+    return {event["key_hash"] for event in read_sample(settings(config), 10_000, [], None)}
 
 
 @pytest.mark.any_broker
@@ -147,11 +147,11 @@ def test_without_a_learner_checkpoints_and_tiers_are_rewritten_at_once(
         learner.wait_for(lambda each, n=round_: total(each) == 73 * (n + 1))
     learner.stop()
     assert len(files_with_the_secret(learner.state_dir)) > 0
-    assert len(list(draw_sample(settings(config), 1000, ["key=anna"], None))) == 30
+    assert len(list(read_sample(settings(config), 1000, ["key=anna"], None))) == 30
     answer = erase_now(config, "anna", "7")
     assert (answer.applied, answer.store, answer.holdout) == (True, 39, 0)
     assert files_with_the_secret(learner.state_dir) == []
-    assert list(draw_sample(settings(config), 1000, ["key=anna"], None)) == []
+    assert list(read_sample(settings(config), 1000, ["key=anna"], None)) == []
     assert read_stats(settings(config)).events == 180
     again = erase_now(config, "anna")
     assert (again.applied, again.store) == (True, 0)
@@ -244,7 +244,7 @@ def test_rows_in_redis_are_removed(
     learner.wait_for(lambda each: total(each) == 80 and (each.checkpoint or 0) > 0)
     learner.wait_for(lambda _: len(secrets_in(mortal_redis)) == 20)
     learner.wait_for(lambda _: read_stats(settings(config)).events == 80)
-    assert len(list(draw_sample(settings(config), 100, ["key=anna"], None))) == 20
+    assert len(list(read_sample(settings(config), 100, ["key=anna"], None))) == 20
     answer = erase_now(config, "anna")
     assert (answer.applied, answer.store) == (True, 20)
     assert secrets_in(mortal_redis) == []
@@ -358,14 +358,14 @@ def test_the_store_is_told_beside_a_learner_at_work(
     assert (stats.events, stats.offered, stats.by_label) == (100, 100, {"0": 34, "1": 33, "2": 33})
     assert datetime.fromisoformat(stats.record_times["median"]).timestamp() == begin
     json.dumps(stats.document())
-    sample = list(draw_sample(settings(config), 1000, ["key=anna", "label=1", "partition=0"], 3))
+    sample = list(read_sample(settings(config), 1000, ["key=anna", "label=1", "partition=0"], 3))
     assert [each["label"] for each in sample] == [1, 1, 1]
     assert sample[0]["features"] == {"x": [float(SECRET)] * 3}
     assert {each["event"].partition("@")[0] for each in sample} == {f"{topic}#0[0]"}
-    five = [list(draw_sample(settings(config), 5, [], 3)) for _ in range(2)]
+    five = [list(read_sample(settings(config), 5, [], 3)) for _ in range(2)]
     assert five[0] == five[1]
     assert len({each["event"] for each in five[0]}) == 5
     with pytest.raises(SettingsError, match="is no class"):
-        list(draw_sample(settings(config), 1, ["label=9"], None))
+        list(read_sample(settings(config), 1, ["label=9"], None))
     with pytest.raises(SettingsError, match="cannot be told"):
-        list(draw_sample(settings(config), 1, ["colour=red"], None))
+        list(read_sample(settings(config), 1, ["colour=red"], None))

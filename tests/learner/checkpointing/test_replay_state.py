@@ -52,19 +52,19 @@ class Bench:
 
     def add(self, n: int) -> None:
         assert self.store is not None
-        self.store.add(fake_columns(self.schema, range(self.begin, self.begin + n)), PARTITIONS)
+        self.store.add_now(fake_columns(self.schema, range(self.begin, self.begin + n)), PARTITIONS)
         self.begin += n
 
     def checkpoint(self, keep: int = 3, *, fails: bool = False) -> None:
         assert self.store is not None
         self.number += 1
-        held = self.store.hold(self.number)
+        held = self.store.begin_snapshot(self.number)
         if not fails:
             part = pack(*self.store.contents(held), self.segments, self.checkpoints.part)
             self.checkpoints.write(self.number, Checkpoint(0, part.tensors, {"replay": part.state}, part.carried), 0.0)
             self.segments = tuple(part.segments)
             self.checkpoints.prune(keep)
-        self.store.let_go(min(self.checkpoints.numbers(), default=None), written=not fails)
+        self.store.end_snapshot(min(self.checkpoints.numbers(), default=None), written=not fails)
 
     @property
     def held(self) -> list[int]:
@@ -76,7 +76,7 @@ class Bench:
         return {path.name: path for path in folder.iterdir() if path.name.startswith(SEGMENT)}
 
     def payload(self) -> dict[int, list[float]]:
-        """By offset, what a draw of everything has."""
+        """By offset, what a sample of everything has."""
         assert self.store is not None
         plan = self.store.plan(0, len(self.store))
         rows = self.store.fetch(plan).columns["feature.x"].tolist()
@@ -112,7 +112,7 @@ def test_a_checkpoint_writes_what_changed_and_shares_the_rest(bench: Bench) -> N
 @pytest.mark.parametrize("options", [{}])
 def test_a_checkpoint_names_the_caches_that_may_have_something_of_events_that_left(bench: Bench) -> None:
     assert bench.store is not None
-    standing, change = bench.store.contents(bench.store.hold(1))
+    standing, change = bench.store.contents(bench.store.begin_snapshot(1))
     part = pack(dataclasses.replace(standing, stale=["redis"]), change, (), bench.checkpoints.part)
     bench.checkpoints.write(1, Checkpoint(0, part.tensors, {"replay": part.state}, part.carried), 0.0)
     found = bench.checkpoints.newest()
@@ -143,7 +143,7 @@ def test_checkpoints_go_on_after_restarts_and_failures(bench: Bench, schema: Sch
     """What each has is what a store that nothing has happened to holds, rows and all."""
     whole = build_store(ReplaySettings(capacity=1000), schema, torch.device("cpu"), 0)
     for turn in range(25):
-        whole.add(fake_columns(schema, range(bench.begin, bench.begin + 100)), PARTITIONS)
+        whole.add_now(fake_columns(schema, range(bench.begin, bench.begin + 100)), PARTITIONS)
         bench.add(100)
         bench.checkpoint(fails=turn % 7 == 3)
         if turn % 7 == 3:
@@ -202,7 +202,7 @@ def test_a_damaged_segment_that_a_checkpoint_wants_to_take_in_fails_that_checkpo
     with pytest.raises(CheckpointError, match="does not have its digest"):
         bench.checkpoint()
     assert bench.store is not None
-    bench.store.let_go(1, written=False)
+    bench.store.end_snapshot(1, written=False)
     bench.checkpoint()
     before = bench.held
     assert bench.resume() == 3

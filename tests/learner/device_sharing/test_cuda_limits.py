@@ -44,7 +44,7 @@ def test_all_passes_of_a_step_and_the_update_are_given_to_the_lane(schema: Schem
     model.weight.register_hook(lambda _: given.append("backward"))
     before = model.weight.detach().clone()
     new = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
-    trainer.step(new, [new] * len(trainer.strategy.draws(8)))
+    trainer.step(new, [new] * len(trainer.strategy.samples(8)))
     assert not torch.equal(model.weight, before)
     assert {"forward", "backward"} <= set(given)
     assert (given[0], given[-1], given.count("begin")) == ("begin", "end", 1)

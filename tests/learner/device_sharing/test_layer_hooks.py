@@ -40,7 +40,7 @@ def trained(schema: Schema, settings: dict[str, Any], *, looks: bool) -> tuple[d
     for step in range(10):
         torch.manual_seed(step)
         new = trainer.examples(fake_columns(schema, range(step * 8, step * 8 + 8), label=[0, 1, 2]))
-        assert trainer.step(new, [new] * len(strategy.draws(8))).finite
+        assert trainer.step(new, [new] * len(strategy.samples(8))).finite
     return trainer.tensors(), looked
 
 

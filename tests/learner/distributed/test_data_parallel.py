@@ -72,8 +72,8 @@ def test_an_event_of_no_weight_stands_in_where_a_rank_has_none() -> None:
 def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> None:
     scenarios: list[dict[str, Any]] = []
     for strategy, kind in STRATEGIES.items():
-        draws = len(kind().draws(2))
-        steps = [[new, *[old] * draws] for new, old in UNEVEN]
+        samples = len(kind().samples(2))
+        steps = [[new, *[old] * samples] for new, old in UNEVEN]
         for micro in (None, 3):
             scenarios.append({"strategy": strategy, "steps": steps, "settings": {"micro_batch_size": micro}})
         adamw = {"optimizer": {"name": "adamw", "lr": 0.01}}
@@ -97,7 +97,7 @@ def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> Non
 def test_events_on_which_the_model_raises_on_some_rank_are_left_out_on_all(play: Play) -> None:
     steps, scenarios = [[11, 9], [1, 0], [2, 0], [2, 5], [6, 3], [12, 0]], []
     for strategy, kind in STRATEGIES.items():
-        dealt = [[new, *[old] * len(kind().draws(2))] for new, old in steps]
+        dealt = [[new, *[old] * len(kind().samples(2))] for new, old in steps]
         scenarios.append({"strategy": strategy, "steps": dealt, "raises": "forward", "settings": {}})
     small = {"micro_batch_size": 3, "optimizer": {"name": "adamw", "lr": 0.01}}
     for place in ("forward", "backward", "loss", "score"):
@@ -156,7 +156,7 @@ def test_ranks_with_a_part_of_the_weights_learn_what_one_learns_and_checkpoint_t
     """Also where one rank has more micro-batches than the other, and goes on from a checkpoint."""
     scenarios: list[dict[str, Any]] = []
     for strategy, optimizer in (("er", "adamw"), ("er-ace", "adam"), ("der++", "rmsprop"), ("none", "adagrad")):
-        steps = [[new, *[old] * len(STRATEGIES[strategy]().draws(2))] for new, old in UNEVEN]
+        steps = [[new, *[old] * len(STRATEGIES[strategy]().samples(2))] for new, old in UNEVEN]
         settings = {"optimizer": {"name": optimizer, "lr": 0.01}, "micro_batch_size": 3, "max_grad_norm": 0.1}
         scenarios.append({"strategy": strategy, "steps": steps, "checkpoint_at": 3, "settings": settings})
     scenarios.append({"strategy": "er", "steps": UNEVEN, "settings": {"activation_checkpointing": True}})

@@ -30,7 +30,7 @@ BAD = 900.0
 
 
 class Refusing(nn.Sequential):
-    """Raises where an event begins with 900, at a place of choice; draws random numbers and keeps statistics."""
+    """Raises where an event begins with 900, at a place of choice; samples random numbers and keeps statistics."""
 
     def __init__(self, where: str = "forward") -> None:
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_a_step_without_the_events_that_raise_is_as_if_they_had_not_come(
     given = replayed(strategy, trainer, old)
     with pytest.raises(RaisingEventsError) as caught:
         trainer.step(new, given)
-    expected = [*bad, *(16 * (draw + 1) + place for draw in range(len(given)) for place in bad_old)]
+    expected = [*bad, *(16 * (sample + 1) + place for sample in range(len(given)) for place in bad_old)]
     assert list(caught.value.places) == expected
     assert "index out of range" in caught.value.said or "no gradient of this" in caught.value.said
     result = trainer.step(without(new, bad), replayed(strategy, trainer, without(old, bad_old)))
@@ -309,7 +309,7 @@ def test_an_old_event_that_raises_is_replayed_no_more(make_bench: Callable[..., 
     bench.stream.unlabelled = {0}
     bench.run()
     store = bench.store
-    store.take_in()
+    store.flush_pending()
     held = store.entries.records(store.entries.slots)["offset"]
     left = np.setdiff1d(np.arange(40 * ROWS), [*held, *range(5, 40 * ROWS, ROWS)])
     assert len(left) > 10

@@ -259,7 +259,7 @@ POLICIES = {
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     make_bench: Callable[..., Bench], replay: dict[str, Any], policies: dict[str, Any]
 ) -> None:
-    """Weights, running statistics, optimizer, dropout's generator, draws, holdout set, ledger and windows."""
+    """Weights, running statistics, optimizer, dropout's generator, samples, holdout set, ledger and windows."""
     replay = {**replay, **policies}
     whole = make_bench(60, replay=policies)
     whole.run()
@@ -488,7 +488,7 @@ def test_a_drift_raises_what_it_is_to_raise_and_tells_the_strategy(
     bench = make_bench(400, learner={"drift": actions})
     bench.stream.drifts_at = 300 * ROWS
     told, seen = list[int](), list[tuple[float, float]]()
-    monkeypatch.setattr(bench.trainer.strategy, "drifted", lambda: told.append(bench.loop.steps))
+    monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: told.append(bench.loop.steps))
     bench.loop.run(bench.stop, lambda: seen.append((bench.trainer.update.rate(), bench.loop.replay_ratio)))
     assert told == [bench.loop.drift.step]
     before, after = seen[: told[0]], seen[told[0] :]
@@ -507,7 +507,7 @@ def test_a_checkpoint_that_a_drift_asks_for_comes_before_anything_that_it_change
     bench, gate, left = make_bench(400, learner=settings), threading.Event(), [20]
     bench.stream.drifts_at = 300 * ROWS
     told, rates = list[int](), list[float]()
-    monkeypatch.setattr(bench.trainer.strategy, "drifted", lambda: told.append(bench.loop.steps))
+    monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: told.append(bench.loop.steps))
     assert bench.checkpointer.run(lambda: gate.wait(30))
 
     def at_boundary() -> None:
@@ -528,7 +528,7 @@ def test_a_checkpoint_that_a_drift_asks_for_comes_before_anything_that_it_change
     assert max(rates) == rates[told[0]] == pytest.approx(5e-3)
     bench.close()
     resumed = make_bench(400, learner=settings)
-    monkeypatch.setattr(resumed.trainer.strategy, "drifted", lambda: told.append(resumed.loop.steps))
+    monkeypatch.setattr(resumed.trainer.strategy, "on_drift", lambda: told.append(resumed.loop.steps))
     resumed.resume()
     assert told == [found[1].step] * 2
     assert resumed.loop.drift.lr_factor == 5.0
@@ -561,7 +561,7 @@ def test_a_restart_that_finds_few_slots_to_fill_makes_checkpoints_before_its_fir
     bench.finish()
     far = 10**6
     while bench.store.slots.free >= 5:
-        bench.store.add(fake_columns(schema, range(far, far + 5)), [NAME])
+        bench.store.add_now(fake_columns(schema, range(far, far + 5)), [NAME])
         far += 5
     bench.finish()
     bench.close()
@@ -1016,7 +1016,7 @@ class Listening(DarkReplayPlus):
         super().__init__()
         self.said: dict[tuple[float, ...], list[float]] = {}
 
-    def learned(self, new: Examples, output_B: torch.Tensor) -> None:
+    def after_step(self, new: Examples, output_B: torch.Tensor) -> None:
         self.said |= {tuple(x.tolist()): output.tolist() for x, output in zip(new.features["x"], output_B, strict=True)}
 
 
@@ -1034,9 +1034,11 @@ def test_the_store_keeps_what_the_model_said_of_an_event_when_it_was_new(
     resumed = make_bench(14, replay=replay, strategy=strategy)
     resumed.resume()
     resumed.run()
-    draw = resumed.store.fetch(resumed.store.plan(0, len(resumed.store)))
+    sample = resumed.store.fetch(resumed.store.plan(0, len(resumed.store)))
     known = 0
-    for x, output, labelled in zip(*(draw.columns[name] for name in ("feature.x", "output", "labelled")), strict=True):
+    for x, output, labelled in zip(
+        *(sample.columns[name] for name in ("feature.x", "output", "labelled")), strict=True
+    ):
         assert bool(output.isnan().all()) != bool(labelled)
         assert not labelled or output.tolist() == strategy.said[tuple(x.tolist())]
         known += int(labelled)
@@ -1090,7 +1092,7 @@ def test_a_store_on_disk_is_whole_after_kills_at_random_moments(
     assert mine.outcomes.tolist() == undisturbed.outcomes.tolist()
     assert last.store.lost == whole.store.lost == 0
     for bench in (last, whole):
-        bench.store.take_in()
+        bench.store.flush_pending()
     # Every event that is held has its own payload, wherever it lies.
     assert len(last.store) == len(whole.store) > 2000
     for column, expected in zip(_everything(last.store), _everything(whole.store), strict=True):
@@ -1100,8 +1102,8 @@ def test_a_store_on_disk_is_whole_after_kills_at_random_moments(
 
 
 def _everything(store: Store) -> list[torch.Tensor]:
-    draw = store.fetch(store.plan(0, len(store)))
-    return [draw.columns[name] for name in sorted(draw.columns)]
+    sample = store.fetch(store.plan(0, len(store)))
+    return [sample.columns[name] for name in sorted(sample.columns)]
 
 
 def _crash_bench(path: Path, schema: Schema, blocks: int) -> Bench:

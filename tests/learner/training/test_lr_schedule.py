@@ -23,7 +23,7 @@ def rates(schedule: Schedule, steps: range) -> list[float]:
 
 def test_without_settings_the_rate_is_constant() -> None:
     schedule = Schedule(ScheduleSettings())
-    schedule.drifted(3)
+    schedule.on_drift(3)
     assert rates(schedule, range(5)) == [1] * 5
 
 
@@ -34,7 +34,7 @@ def test_a_warm_up_rises_to_the_rate_of_the_config_and_stays() -> None:
 def test_after_a_drift_it_warms_up_again() -> None:
     schedule = Schedule(ScheduleSettings(warmup_steps=2, restart="drift"))
     assert rates(schedule, range(3)) == [0.5, 1, 1]
-    schedule.drifted(10)
+    schedule.on_drift(10)
     assert rates(schedule, range(10, 13)) == [0.5, 1, 1]
 
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_keeps_where_the_schedule_is_and_the_config_sets_the_rate(s
     examples = first.examples(fake_columns(schema, range(8)))
     for _ in range(3):
         first.step(examples)
-    first.drifted()
+    first.on_drift()
     for _ in range(4):
         first.step(examples)
     second = make(0.5)

@@ -29,17 +29,17 @@ def numbered(n: int) -> Examples:
 
 
 @given(st.integers(0, 40), st.lists(st.integers(0, 40), max_size=2), st.none() | st.integers(2, 30))
-def test_every_event_is_in_one_part_in_order_and_none_is_alone(n: int, drawn: list[int], most: int | None) -> None:
-    parts = micro_batches(numbered(n), [numbered(each) for each in drawn], most)
+def test_every_event_is_in_one_part_in_order_and_none_is_alone(n: int, sampled: list[int], most: int | None) -> None:
+    parts = micro_batches(numbered(n), [numbered(each) for each in sampled], most)
     assert torch.cat([new.label_B for new, _ in parts]).tolist() == list(range(n))
-    for place, each in enumerate(drawn):
+    for place, each in enumerate(sampled):
         if len(parts) == 1 or each:
-            index = place if len(parts) == 1 else sum(1 for before in drawn[:place] if before)
+            index = place if len(parts) == 1 else sum(1 for before in sampled[:place] if before)
             assert torch.cat([old[index].label_B for _, old in parts]).tolist() == list(range(each))
     sizes = [len(new) + sum(map(len, old)) for new, old in parts]
     assert len(sizes) == 1 or min(sizes) > 1
-    assert len(sizes) == 1 or all(abs(a - b) <= 1 + len(drawn) for a, b in pairwise(sizes))
-    if most is not None and most >= 4 * (1 + len(drawn)):
+    assert len(sizes) == 1 or all(abs(a - b) <= 1 + len(sampled) for a, b in pairwise(sizes))
+    if most is not None and most >= 4 * (1 + len(sampled)):
         assert max(sizes) <= most
 
 
@@ -72,8 +72,8 @@ def test_the_gradient_of_micro_batches_is_that_of_the_large_batch(schema: Schema
             said = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
             batches.append(Examples({"x": found.features["x"].double()}, found.label_B, found.weight_B.double(), said))
         new, old = batches
-        draws = len(trainer.strategy.draws(len(old)))
+        samples = len(trainer.strategy.samples(len(old)))
         for _ in range(3):
-            assert trainer.step(new, [old[place::draws] for place in range(draws)]).finite
+            assert trainer.step(new, [old[place::samples] for place in range(samples)]).finite
         weights.append(torch.cat([each.reshape(-1) for each in trainer.snapshot().values()]))
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-6)

@@ -126,14 +126,14 @@ def test_memory_that_runs_out_after_the_gradient_was_unscaled_halves_too(
     for each in (trainer, whole):
         # So low that nothing overflows: at the limit of fp16 the two sums differ in who does.
         each.update.scaler.load_state_dict({**each.update.scaler.state_dict(), "scale": 64.0})
-    adjust, errors = trainer.strategy.adjust, [kinds()[0]()]
+    adjust, errors = trainer.strategy.transform_gradients, [kinds()[0]()]
 
     def adjusted(scale: float) -> None:
         if errors:
             raise errors.pop()
         adjust(scale)
 
-    monkeypatch.setattr(trainer.strategy, "adjust", adjusted)
+    monkeypatch.setattr(trainer.strategy, "transform_gradients", adjusted)
     examples = trainer.examples(fake_columns(schema, range(16), label=[0, 1, 2]))
     assert trainer.step(examples, [examples]).finite
     assert whole.step(examples, [examples]).finite

@@ -41,7 +41,7 @@ def sgd(lr: float) -> dict[str, object]:
     return {"name": "sgd", "lr": lr, "momentum": 0.9}
 
 
-def as_draw(columns: Columns) -> Sample:
+def as_sample(columns: Columns) -> Sample:
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     n = len(columns["label"])
     return Sample(tensors, tensors["weight"], np.arange(n, dtype=np.int32), np.zeros(n, RECORD))
@@ -53,8 +53,8 @@ def test_a_step_is_the_plain_pytorch_step_bit_for_bit(schema: Schema, make_model
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, fused=True)
     for step in range(20):
         new = trainer.examples(fake_columns(schema, range(step * 8, step * 8 + 8), label=[0, 1, 2]))
-        drawn = fake_columns(schema, range(100 + step, 104 + step), label=[2, 1])
-        old = examples_of(as_draw(drawn), (4,)) if step else []
+        sampled = fake_columns(schema, range(100 + step, 104 + step), label=[2, 1])
+        old = examples_of(as_sample(sampled), (4,)) if step else []
         result = trainer.step(new, old)
 
         x = torch.cat([each.features["x"] for each in (new, *old)])
@@ -79,7 +79,7 @@ def test_a_probe_scores_as_in_evaluation_and_leaves_everything_as_it_was(schema:
     before = trainer.snapshot()
     columns = fake_columns(schema, range(20), label=[0, 1, 2])
     columns["labelled"][::4] = False
-    old = examples_of(as_draw(columns), (20,))[0]
+    old = examples_of(as_sample(columns), (20,))[0]
     rows, score = trainer.probe(old)
     trainer.model.eval()
     right = (trainer.model(old.features["x"]).argmax(1) == old.label_B).float()
@@ -107,13 +107,13 @@ def test_a_strategy_that_looks_ahead_knows_the_rate_of_its_step_also_after_a_res
         return make_trainer(schema, make_model(), "mir", schedule={"warmup_steps": 10}, optimizer=sgd(1.0))
 
     def rates(trainer: Trainer, steps: int) -> list[float]:
-        pick, found = trainer.strategy.pick, []
+        pick, found = trainer.strategy.select, []
 
         def picked(forward: Forward, new: Examples, old: Sequence[Examples]) -> Sequence[Tensor] | None:
             found.append(trainer.update.rate())
             return pick(forward, new, old)
 
-        trainer.strategy.pick = picked  # type: ignore[method-assign]
+        trainer.strategy.select = picked  # type: ignore[method-assign]
         examples = trainer.examples(fake_columns(schema, range(16), label=[0, 1]))
         for _ in range(steps):
             trainer.step(examples, [examples])
@@ -147,27 +147,27 @@ def test_the_weight_of_an_event_is_its_share_of_the_loss(schema: Schema, make_mo
 
 
 def test_rehearsed_events_without_a_label_add_nothing_to_the_loss(schema: Schema, make_model: MakeModel) -> None:
-    drawn = fake_columns(schema, range(10, 16), label=[2])
+    sampled = fake_columns(schema, range(10, 16), label=[2])
     results = []
     for count in (3, 6):
         trainer = make_trainer(schema, nn.Linear(3, 3))
         torch.nn.init.ones_(trainer.model.weight)  # type: ignore[arg-type]
         torch.nn.init.zeros_(trainer.model.bias)  # type: ignore[arg-type]
-        columns = {name: column[:count].copy() for name, column in drawn.items()}
+        columns = {name: column[:count].copy() for name, column in sampled.items()}
         columns["labelled"][3:] = False
         columns["label"][3:] = -1
         new = trainer.examples(fake_columns(schema, range(4)))
-        results.append(trainer.step(new, examples_of(as_draw(columns), (6,))).loss)
+        results.append(trainer.step(new, examples_of(as_sample(columns), (6,))).loss)
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
 @pytest.mark.parametrize(("came", "dealt"), [(8, [4, 4]), (5, [2, 3]), (2, [1, 1]), (1, [])])
-def test_the_events_of_a_draw_are_dealt_among_those_that_the_strategy_asks_for(
+def test_the_events_of_a_sample_are_dealt_among_those_that_the_strategy_asks_for(
     schema: Schema, make_model: MakeModel, came: int, dealt: list[int]
 ) -> None:
     trainer = make_trainer(schema, make_model(), "der++")
-    drawn = as_draw(fake_columns(schema, range(came)))
-    assert [len(each) for each in examples_of(drawn, trainer.strategy.draws(4))] == dealt
+    sampled = as_sample(fake_columns(schema, range(came)))
+    assert [len(each) for each in examples_of(sampled, trainer.strategy.samples(4))] == dealt
 
 
 @pytest.mark.parametrize("poison", [math.inf, 1e38])

@@ -64,7 +64,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule()
     def hold(self) -> None:
         self.number += 1
-        self.pending = Checkpoint(set(self.model.used), self.slots.hold(self.number))
+        self.pending = Checkpoint(set(self.model.used), self.slots.begin_snapshot(self.number))
         self.once_named |= self.model.used
 
     @precondition(lambda self: self.pending is not None)
@@ -76,7 +76,7 @@ class SlotsMachine(RuleBasedStateMachine):
             for number in sorted(self.model.checkpoints)[:-keep]:
                 del self.model.checkpoints[number]
         self.pending = None
-        self.slots.let_go(min(self.model.checkpoints, default=None))
+        self.slots.end_snapshot(min(self.model.checkpoints, default=None))
 
     @precondition(lambda self: self.model.checkpoints)
     @rule(newest_is_broken=st.booleans())
@@ -111,13 +111,13 @@ def test_all_slots_come_back_when_checkpoints_go_on(leaving: list[int]) -> None:
     used = slots.take(20)
     for number, n in enumerate(leaving, start=1):
         n = min(n, len(used))
-        slots.hold(number)
+        slots.begin_snapshot(number)
         slots.leave(used[:n])
         used = used[n:]
-        slots.let_go(max(1, number - 2))
+        slots.end_snapshot(max(1, number - 2))
     for number in range(len(leaving) + 1, len(leaving) + 5):
-        slots.hold(number)
-        slots.let_go(number - 2)
+        slots.begin_snapshot(number)
+        slots.end_snapshot(number - 2)
     assert slots.free == COUNT - len(used)
     assert slots.waiting == 0
 
@@ -126,29 +126,29 @@ def test_after_a_crash_the_slots_of_older_checkpoints_still_wait_for_them() -> N
     """The newest checkpoint may be found to be broken later, and an older one be resumed."""
     slots = SlotAllocator(COUNT, durable=True)
     used = slots.take(30)
-    slots.hold(1)
-    slots.let_go(1)
+    slots.begin_snapshot(1)
+    slots.end_snapshot(1)
     slots.leave(used[:20])
-    retired = slots.hold(2)
+    retired = slots.begin_snapshot(2)
     assert retired.tolist() == [[1, slot] for slot in used[:20].tolist()]
     resumed = SlotAllocator(COUNT, durable=True)
     resumed.restore(used[20:], retired, 2)
     assert resumed.free == COUNT - 30
     assert not set(resumed.take(10).tolist()) & set(used.tolist())
-    resumed.hold(3)
-    resumed.let_go(1)
+    resumed.begin_snapshot(3)
+    resumed.end_snapshot(1)
     assert resumed.free == 0
-    resumed.let_go(2)
+    resumed.end_snapshot(2)
     assert resumed.free == 20
 
 
 def test_where_checkpoints_have_the_payload_a_slot_waits_for_the_checkpoint_that_is_being_written_alone() -> None:
     slots = SlotAllocator(4, durable=False)
     used = slots.take(2)
-    slots.hold(1)
+    slots.begin_snapshot(1)
     slots.leave(used)
     assert slots.free == 2
-    slots.let_go(1)
+    slots.end_snapshot(1)
     assert slots.free == 4
     slots.leave(slots.take(3))
     assert slots.free == 4
@@ -156,9 +156,9 @@ def test_where_checkpoints_have_the_payload_a_slot_waits_for_the_checkpoint_that
 
 def test_a_second_hold_or_an_old_number_is_a_bug() -> None:
     slots = SlotAllocator(4, durable=True)
-    slots.hold(5)
+    slots.begin_snapshot(5)
     with pytest.raises(AssertionError):
-        slots.hold(6)
-    slots.let_go(5)
+        slots.begin_snapshot(6)
+    slots.end_snapshot(5)
     with pytest.raises(AssertionError):
-        slots.hold(5)
+        slots.begin_snapshot(5)

@@ -58,15 +58,15 @@ def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     """Add events as fast as the index takes them, and wait until it has all that are held."""
     for first in range(begin, end, 256):
         offsets = np.arange(first, min(end, first + 256))
-        store.add(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
+        store.add_now(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
         until(lambda: store.neighbours.stats().waiting < 20)
     until(lambda: store.neighbours.stats().process.rows == len(store))
 
 
 def seek(store: Store, step: int, near: np.ndarray) -> None:
     """Look for what is near to events of such offsets, and wait for the answer."""
-    store.seek(step, place(near))
-    until(lambda: (store._whereabouts.follow(), step in store._whereabouts._answers)[1])
+    store.query_neighbours(step, place(near))
+    until(lambda: (store._whereabouts.poll(), step in store._whereabouts._answers)[1])
 
 
 def until(condition: Callable[[], Any]) -> Any:
@@ -87,17 +87,17 @@ def test_without_an_embedding_they_are_refused(schema: Schema, policy: str) -> N
         build_store(ReplaySettings(sampling=policy), schema, torch.device("cpu"), 0)
 
 
-def test_similar_draws_what_is_near_to_new_events(schema: Schema, build: Build) -> None:
+def test_similar_samples_what_is_near_to_new_events(schema: Schema, build: Build) -> None:
     store = build(sampling="similar")
     fill(store, schema, 0, 3200)
     uniform = store.plan(0, 40).records["offset"] % 16
     assert (uniform != 3).any(), "nothing was asked for yet"
     seek(store, 1, np.full(8, 3))
     assert (store.plan(1 + LAG, 8).records["offset"] % 16 == 3).all()
-    assert (store.plan(1 + LAG, 40).records["offset"] % 16 != 3).any(), "an answer is for one draw"
+    assert (store.plan(1 + LAG, 40).records["offset"] % 16 != 3).any(), "an answer is for one sample"
 
 
-def test_similar_draws_what_is_near_to_the_new_events_of_a_fixed_number_of_steps_before(
+def test_similar_samples_what_is_near_to_the_new_events_of_a_fixed_number_of_steps_before(
     schema: Schema, build: Build
 ) -> None:
     """Uniformly where the answer to those is late, instead of the same events again."""
@@ -110,14 +110,14 @@ def test_similar_draws_what_is_near_to_the_new_events_of_a_fixed_number_of_steps
     seek(store, 4, np.full(8, 1))
     store.plan(6 + LAG, 8)
     assert not store._whereabouts._answers, "what came too late is let go of"
-    drawn = [tuple(store.plan(step + LAG, 8).slots.tolist()) for step in range(7, 40)]
-    assert len({slot for each in drawn for slot in each}) > 150
+    sampled = [tuple(store.plan(step + LAG, 8).slots.tolist()) for step in range(7, 40)]
+    assert len({slot for each in sampled for slot in each}) > 150
 
 
 def test_an_event_that_has_left_is_not_found(schema: Schema, build: Build) -> None:
     store = build(capacity=100, sampling="similar")
     fill(store, schema, 0, 3200)
-    store.seek(1, place(np.full(8, 3)))
+    store.query_neighbours(1, place(np.full(8, 3)))
     until(lambda: store.neighbours.stats().answer_seconds)
     for step in range(20):
         plan = store.plan(step, 100)
@@ -125,7 +125,7 @@ def test_an_event_that_has_left_is_not_found(schema: Schema, build: Build) -> No
         assert store.entries.are(plan.slots, plan.records).all()
 
 
-def test_diverse_draws_as_many_of_each_cluster(schema: Schema, build: Build) -> None:
+def test_diverse_samples_as_many_of_each_cluster(schema: Schema, build: Build) -> None:
     store = build(sampling="diverse")
     fill(store, schema, 0, 9000)
     until(store._whereabouts.follow)
@@ -133,8 +133,11 @@ def test_diverse_draws_as_many_of_each_cluster(schema: Schema, build: Build) -> 
     assert rare > 2 * (DIM - 1) / 16
 
 
-def test_diverse_draws_the_oldest_embeddings_first_and_clusters_as_evenly_as_ever(schema: Schema, build: Build) -> None:
-    """By chance alone one of the old ones would come in every fifth draw, and about 170 such draws had all of them."""
+def test_diverse_samples_the_oldest_embeddings_first_and_clusters_as_evenly_as_ever(
+    schema: Schema, build: Build
+) -> None:
+    """By chance alone one of the old ones would come in every fifth sample, and about 170 such samples had all of
+    them."""
     store, n, offsets = build(sampling="diverse"), 64, np.arange(9000)
     fill(store, schema, 0, 9000)
     until(store._whereabouts.follow)
@@ -142,25 +145,25 @@ def test_diverse_draws_the_oldest_embeddings_first_and_clusters_as_evenly_as_eve
     new = store.entries.slots[~np.isin(store.entries.slots, old)]
     store._whereabouts._step = 20_000
     for part in np.array_split(new, 40):
-        store._whereabouts.move(part, place(offsets)[store.entries.of("offset", part)])
+        store._whereabouts.update(part, place(offsets)[store.entries.of("offset", part)])
         until(lambda: store.neighbours.stats().waiting < 20)
-    store.seek(20_000, place(np.arange(1)))
-    missing, draws = set(old.tolist()), 0
+    store.query_neighbours(20_000, place(np.arange(1)))
+    missing, samples = set(old.tolist()), 0
 
     def all_came() -> bool:
-        nonlocal draws
+        nonlocal samples
         plan = store.plan(0, n)
         clusters, sizes = (store._whereabouts.clusters(each) for each in (plan.slots, store.entries.slots))
-        drawn, there = (np.bincount(each, minlength=100) for each in (clusters, sizes))
-        assert (drawn >= np.minimum(there, drawn.max() - 1)).all()
+        sampled, there = (np.bincount(each, minlength=100) for each in (clusters, sizes))
+        assert (sampled >= np.minimum(there, sampled.max() - 1)).all()
         assert len(set(plan.slots.tolist())) == n
         assert store.entries.are(plan.slots, plan.records).all()
-        draws += not missing.isdisjoint(plan.slots.tolist())
+        samples += not missing.isdisjoint(plan.slots.tolist())
         missing.difference_update(plan.slots.tolist())
         return not missing
 
     until(all_came)
-    assert draws <= 40
+    assert samples <= 40
 
 
 class TestErased:
@@ -173,7 +176,7 @@ class TestErased:
         return store
 
     def test_it_leaves_the_index_the_clusters_and_the_plans(self, store: Store) -> None:
-        until(lambda: store.neighbours.stats().process.trained_rows and store._whereabouts.follow())
+        until(lambda: store.neighbours.stats().process.trained_rows and store._whereabouts.poll())
         self._seek(store)
         store.plan_ahead(1 + LAG, 64)
         ids = erase(store)
@@ -183,15 +186,15 @@ class TestErased:
     def test_it_does_not_come_back_when_the_process_is_killed(self, store: Store) -> None:
         self._seek(store)
         store.plan_ahead(1 + LAG, 64)
-        draw = store.fetch(store.plan(0, 400))
+        sample = store.fetch(store.plan(0, 400))
         assert store.neighbours.pid is not None
         os.kill(store.neighbours.pid, signal.SIGKILL)
         ids = erase(store)
         until(lambda: store.neighbours.stats().restarts == 1)
         until(lambda: store.neighbours.stats() and store.neighbours.problem is None and store.neighbours.reports)
         # A step that was under way then, and others: only what is held goes into the new process.
-        for each in (draw, store.fetch(store.plan(1, len(store)))):
-            store.learned(each, np.zeros(len(each), np.float32), place(each.records["offset"]))
+        for each in (sample, store.fetch(store.plan(1, len(store)))):
+            store.update_priorities(each, np.zeros(len(each), np.float32), place(each.records["offset"]))
         until(lambda: store.neighbours.stats().process.rows == len(store))
         self._assert_none(store, ids)
 
@@ -204,7 +207,7 @@ class TestErased:
     def _assert_none(store: Store, ids: np.ndarray) -> None:
         """Ask the process itself too, for all that is near to what was erased."""
         for step in range(1 + LAG, 5 + LAG):
-            assert (store.draw(step, 64).records["offset"] % 16 != 3).all()
+            assert (store.sample(step, 64).records["offset"] % 16 != 3).all()
         assert store.neighbours is not None
         store.neighbours.answers()
         until(lambda: store.neighbours.ask(9, place(np.full(8, 3)), 20))
@@ -245,18 +248,18 @@ def test_diverse_takes_nothing_twice_into_account_also_when_clusters_are_found_a
     again = np.arange(4000, 5000)
     for anew in (False, True):
         if anew:
-            trained = store._whereabouts.follow()
+            trained = store._whereabouts.poll()
             for _ in range(4):  # as many as make clusters be found anew: were there no end, none would be told whole
                 until(lambda: not store.neighbours.stats().waiting)
                 slots = store.entries.slots
-                store._whereabouts.move(slots, -place(store.entries.of("offset", slots)))
-            until(lambda trained=trained: store._whereabouts.follow() != trained)
+                store._whereabouts.update(slots, -place(store.entries.of("offset", slots)))
+            until(lambda trained=trained: store._whereabouts.poll() != trained)
         before = store.entries.copy()["offset"].tolist()
-        assert store.add(fake_columns(schema, again.tolist()), PARTITIONS, place(again)) == 0
+        assert store.add_now(fake_columns(schema, again.tolist()), PARTITIONS, place(again)) == 0
         assert store.entries.copy()["offset"].tolist() == before
 
 
-def test_a_store_that_goes_on_from_a_checkpoint_finds_its_events_again_as_they_are_drawn(
+def test_a_store_that_goes_on_from_a_checkpoint_finds_its_events_again_as_they_are_sampled(
     schema: Schema, build: Build
 ) -> None:
     store = build(sampling="similar")
@@ -264,35 +267,35 @@ def test_a_store_that_goes_on_from_a_checkpoint_finds_its_events_again_as_they_a
     resumed = build(sampling="similar", contents=FakeCheckpoints(store).checkpoint(1))
     until(lambda: resumed.neighbours.stats() and resumed.neighbours.reports)
     assert not resumed.neighbours.stats().process.rows
-    draw = resumed.fetch(resumed.plan(0, 500))
-    resumed.learned(draw, np.zeros(len(draw), np.float32), place(draw.records["offset"]))
+    sample = resumed.fetch(resumed.plan(0, 500))
+    resumed.update_priorities(sample, np.zeros(len(sample), np.float32), place(sample.records["offset"]))
     until(lambda: resumed.neighbours.stats().process.rows == 500)
 
 
 @pytest.mark.parametrize("policy", ["similar", "diverse"])
-def test_what_the_index_does_not_have_keeps_its_share_of_the_draws(schema: Schema, build: Build, policy: str) -> None:
-    """As after a restart, when only new events have embeddings: were they alone drawn, old ones never would."""
+def test_what_the_index_does_not_have_keeps_its_share_of_the_samples(schema: Schema, build: Build, policy: str) -> None:
+    """As after a restart, when only new events have embeddings: were they alone sampled, old ones never would."""
     store = build(sampling=policy)
     fill(store, schema, 0, 3200)
     resumed = build(sampling=policy, contents=FakeCheckpoints(store).checkpoint(1))
     for first in range(3200, 6400, 256):
         offsets = np.arange(first, min(6400, first + 256))
-        resumed.add(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
+        resumed.add_now(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
         until(lambda: resumed.neighbours.stats().waiting < 20)
     until(lambda: resumed.neighbours.stats().process.rows == 3200)
     if policy == "diverse":
         until(resumed._whereabouts.follow)
-    draws = []
+    samples = []
     for step in range(50):
         seek(resumed, step, np.arange(64))
-        draws.append(resumed.plan(step + LAG, 64))
-    assert all(len(set(each.slots.tolist())) == 64 for each in draws)
-    old = np.concatenate([each.records["offset"] for each in draws]) < 3200
+        samples.append(resumed.plan(step + LAG, 64))
+    assert all(len(set(each.slots.tolist())) == 64 for each in samples)
+    old = np.concatenate([each.records["offset"] for each in samples]) < 3200
     assert 0.4 < old.mean() < 0.6
-    for each in draws:
-        draw = resumed.fetch(each)
-        resumed.learned(draw, np.zeros(64, np.float32), place(draw.records["offset"]))
-    assert resumed._whereabouts.placed(np.concatenate([each.slots for each in draws])).mean() > 0.9
+    for each in samples:
+        sample = resumed.fetch(each)
+        resumed.update_priorities(sample, np.zeros(64, np.float32), place(sample.records["offset"]))
+    assert resumed._whereabouts.placed(np.concatenate([each.slots for each in samples])).mean() > 0.9
 
 
 def test_when_the_index_process_dies_what_it_had_keeps_its_share_too(schema: Schema, build: Build) -> None:
@@ -306,12 +309,12 @@ def test_when_the_index_process_dies_what_it_had_keeps_its_share_too(schema: Sch
     assert not store._whereabouts.placed(store.entries.slots).any()
 
 
-def test_events_that_came_without_an_embedding_get_one_when_they_are_drawn(schema: Schema, build: Build) -> None:
+def test_events_that_came_without_an_embedding_get_one_when_they_are_sampled(schema: Schema, build: Build) -> None:
     store = build(sampling="similar")
-    store.add(fake_columns(schema, range(200)), PARTITIONS)
+    store.add_now(fake_columns(schema, range(200)), PARTITIONS)
     until(lambda: store.neighbours.stats() and store.neighbours.reports)
-    draw = store.fetch(store.plan(0, 200))
-    store.learned(draw, np.zeros(200, np.float32), place(draw.records["offset"]))
+    sample = store.fetch(store.plan(0, 200))
+    store.update_priorities(sample, np.zeros(200, np.float32), place(sample.records["offset"]))
     until(lambda: store.neighbours.stats().process.rows == 200)
 
 
@@ -324,7 +327,7 @@ def test_under_diverse_admission_events_of_one_weight_count_alike_whenever_clust
             offsets = np.arange(first, min(end, first + 256))
             columns = fake_columns(schema, offsets.tolist())
             columns["weight"][:] = 1.0
-            store.add(columns, PARTITIONS, place(offsets))
+            store.add_now(columns, PARTITIONS, place(offsets))
             until(lambda: store.neighbours.stats().waiting < 20)
         trained = until(store._whereabouts.follow)
         importance = store.fetch(store.plan(trained, 1000)).importance

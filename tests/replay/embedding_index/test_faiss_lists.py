@@ -104,13 +104,13 @@ def test_an_empty_index_answers(index):
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[tuple[str, np.ndarray, np.ndarray]]:
+def histories(sample: st.DrawFn) -> list[tuple[str, np.ndarray, np.ndarray]]:
     ids = st.lists(st.integers(0, 12), min_size=1, max_size=12)
     history = []
-    for _ in range(draw(st.integers(1, 8))):
-        chosen = draw(ids)
-        points = draw(st.lists(st.integers(-5, 5), min_size=len(chosen) * DIM, max_size=len(chosen) * DIM))
-        what = draw(st.sampled_from(["add", "add", "remove"]))
+    for _ in range(sample(st.integers(1, 8))):
+        chosen = sample(ids)
+        points = sample(st.lists(st.integers(-5, 5), min_size=len(chosen) * DIM, max_size=len(chosen) * DIM))
+        what = sample(st.sampled_from(["add", "add", "remove"]))
         history.append((what, np.array(chosen), np.array(points, np.float32).reshape(-1, DIM)))
     return history
 

@@ -448,7 +448,7 @@ def written_slots(tier: DiskTier) -> list[int]:
 def add(store: Store, schema: Schema, offsets: range, key: int = 1) -> None:
     columns = fake_columns(schema, offsets)
     columns["key_hash"][:] = key
-    store.add(columns, PARTITIONS)
+    store.add_now(columns, PARTITIONS)
 
 
 def offsets_held(store: Store) -> list[int]:
@@ -467,9 +467,9 @@ def test_erased_events_leave_the_store_and_its_plans(schema: Schema, make_store:
     assert store.erase(key_record(2, 70)) == 10
     assert offsets_held(store) == [*range(60), *range(70, 80)]
     for step in range(3):
-        draw = store.draw(step, 80)
-        assert sorted(draw.records["offset"].tolist()) == [*range(60), *range(70, 80)]
-        assert sorted(draw.columns["feature.n"].tolist()) == sorted(offset % 100 for offset in offsets_held(store))
+        sample = store.sample(step, 80)
+        assert sorted(sample.records["offset"].tolist()) == [*range(60), *range(70, 80)]
+        assert sorted(sample.columns["feature.n"].tolist()) == sorted(offset % 100 for offset in offsets_held(store))
     assert store.erase(key_record(2, 70)) == 0
     add(store, schema, range(80, 90))
     assert len(store) == 80
@@ -494,7 +494,7 @@ def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Sch
     checkpoints = FakeCheckpoints(store)
     secret = fake_columns(schema, range(400))
     secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
-    store.add(secret, PARTITIONS)
+    store.add_now(secret, PARTITIONS)
     add(store, schema, range(400, 1200))
     checkpoints.checkpoint(1)
     store.tiers.sync()
@@ -518,7 +518,7 @@ def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
         add(store, schema, range(400, 420))
         secret = fake_columns(schema, range(20))
         secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
-        store.add(secret, PARTITIONS)
+        store.add_now(secret, PARTITIONS)
         store.tiers.sync()
         (memory,) = (tier for tier in store.tiers._all if isinstance(tier, MemoryTier))
         assert 0 < len(store.tiers._cache or ()) == memory.slots < 20
@@ -531,7 +531,7 @@ def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
         store.erase(key_record(2, 400))
         asked.set()
         store.tiers.sync()
-        assert coming, "what is in memory makes way for what is drawn"
+        assert coming, "what is in memory makes way for what is sampled"
         assert secret["feature.x"][0].tobytes() not in bytes_of(memory)
 
 
@@ -563,7 +563,7 @@ def add_secrets(store: Store, schema: Schema, offsets: range) -> None:
     """Add events of key 2 that are told in any tier by what is in them."""
     columns = fake_columns(schema, offsets)
     columns["key_hash"][:], columns["feature.x"][:] = 2, SECRET
-    store.add(columns, PARTITIONS)
+    store.add_now(columns, PARTITIONS)
     store.tiers.sync()
 
 

@@ -81,7 +81,7 @@ class Kept:
         self.priorities = np.empty(0, np.float64)
         self.groups = np.empty(0, np.int16)
 
-    def offer(self, events: list[Event]) -> None:
+    def add(self, events: list[Event]) -> None:
         offered = Offered(
             np.array([event.identity for event in events], np.uint64),
             np.array([event.weight for event in events], np.float32),
@@ -123,7 +123,7 @@ def test_those_of_the_definition_are_held_after_every_offer(policy: str, offers:
     store, offered = Kept(policy, k), set[Event]()
     for offer in offers:
         before = store.quotas.thresholds.copy()
-        store.offer(offer)
+        store.add(offer)
         offered |= set(offer)
         assert (store.quotas.thresholds <= before).all(), "a threshold rose"
         assert kept(policy, offered, k) <= store.events <= offered
@@ -146,7 +146,7 @@ def test_what_parts_of_the_stream_keep_makes_what_the_whole_keeps(
         store = Kept(policy, k)
         mine = stream[part::parts]
         for begin in range(0, len(mine), 40):
-            store.offer(mine[begin : begin + 40])
+            store.add(mine[begin : begin + 40])
         union |= store.events
     assert kept(policy, set(stream), k) <= kept(policy, union, k)
     assert len(kept(policy, union, k)) == k or policy == "class-balanced"
@@ -154,7 +154,7 @@ def test_what_parts_of_the_stream_keep_makes_what_the_whole_keeps(
 
 def test_classes_share_the_room_evenly_and_small_ones_have_all_that_they_are() -> None:
     store = Kept("class-balanced", 100)
-    store.offer(EVENTS)
+    store.add(EVENTS)
     counts = dict.fromkeys(range(-1, CLASSES), 0)
     for event in store.events:
         counts[event.label] += 1

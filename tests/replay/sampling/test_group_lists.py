@@ -26,7 +26,7 @@ def test_a_choice_is_as_even_as_the_groups_allow(seed: int, turns: int, groups: 
         sizes = np.bincount(list(plain.values()), minlength=len(lists.sizes)).astype(int)
         assert lists.sizes.tolist() == sizes.tolist()
         n = int(dice.integers(0, len(plain) + 1))
-        chosen = lists.choose(n, dice).tolist()
+        chosen = lists.sample(n, dice).tolist()
         assert len(chosen) == len(set(chosen)) == n
         assert set(chosen) <= set(plain)
         counts = np.bincount([plain[slot] for slot in chosen], minlength=len(sizes))
@@ -39,7 +39,7 @@ def test_within_a_large_group_all_come_alike() -> None:
     lists, dice, counts = GroupLists(), np.random.default_rng(0), np.zeros(200)
     lists.add(np.zeros(200, np.int64), np.arange(200, dtype=np.int32))
     for _ in range(3000):
-        counts += np.bincount(lists.choose(10, dice), minlength=200)
+        counts += np.bincount(lists.sample(10, dice), minlength=200)
     assert ((counts - 150) ** 2 / 150).sum() < 280
 
 

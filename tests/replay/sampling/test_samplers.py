@@ -1,4 +1,4 @@
-"""Who is drawn: never twice, never what has left, and each as often as its sampler says."""
+"""Who is sampled: never twice, never what has left, and each as often as its sampler says."""
 
 import math
 from collections.abc import Sequence
@@ -45,26 +45,26 @@ class Bench:
         }
         self._next += n
         self.entries.append(slots, np.zeros(n), 0, records_of(columns))
-        self.sampler.come(slots)
+        self.sampler.add(slots)
         return slots
 
     def drop(self, gone: np.ndarray) -> None:
         """Let the events of some offsets leave."""
         left = self.entries.keep(~np.isin(self.offsets(self.entries.slots), gone))
         self._slots = np.concatenate([self._slots, left])
-        self.sampler.leave(left)
+        self.sampler.remove(left)
 
-    def choose(self, n: int, step: int = 0) -> Choice:
-        return self.sampler.choose(n, np.random.default_rng(step))
+    def sample(self, n: int, step: int = 0) -> Choice:
+        return self.sampler.sample(n, np.random.default_rng(step))
 
     def offsets(self, slots: np.ndarray) -> np.ndarray:
         return self.entries.of("offset", slots)
 
-    def places(self, n: int, draws: int) -> np.ndarray:
-        """By place in a draw, how often each event came there."""
+    def places(self, n: int, samples: int) -> np.ndarray:
+        """By place in a sample, how often each event came there."""
         counts = np.zeros((n, self._next), np.int64)
-        for step in range(draws):
-            counts[np.arange(n), self.offsets(self.choose(n, step).slots)] += 1
+        for step in range(samples):
+            counts[np.arange(n), self.offsets(self.sample(n, step).slots)] += 1
         return counts
 
     def restarted(self, luck: int) -> "Bench":
@@ -74,7 +74,7 @@ class Bench:
         index["slot"], other._slots = other._slots[: len(index)], other._slots[len(index) :]
         other.entries.restore(index, self.entries.bases.tolist())
         other._next = self._next
-        other.sampler.come(other.entries.slots)
+        other.sampler.add(other.entries.slots)
         other.sampler.restore(state)
         return other
 
@@ -89,7 +89,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 @each_sampler
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), turns=st.integers(1, 15), restarts=st.booleans())
-def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_draw(
+def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_sample(
     name: str, seed: int, turns: int, restarts: bool
 ) -> None:
     """Bit for bit: the same events in the same order with the same corrections, whatever slots they are in."""
@@ -106,10 +106,10 @@ def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_draw
         for bench in (one, two):
             bench.add(n, labels, np.minimum(hours, 10**6))
             bench.drop(gone)
-            choice = bench.choose(wanted, turn)
+            choice = bench.sample(wanted, turn)
             offsets.append(bench.offsets(choice.slots).tolist())
             corrections.append(None if choice.correction is None else choice.correction.tolist())
-            bench.sampler.learned(choice.slots, losses[: len(choice.slots)])
+            bench.sampler.update_priorities(choice.slots, losses[: len(choice.slots)])
         assert offsets[0] == offsets[1]
         assert corrections[0] == corrections[1]
         assert len(offsets[0]) == len(set(offsets[0])) == min(wanted, len(held))
@@ -121,7 +121,7 @@ def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_draw
 
 
 class TestOrder:
-    """The first few of a draw are a draw of their own: a step may take fewer than were planned."""
+    """The first few of a sample are a sample of their own: a step may take fewer than were planned."""
 
     @pytest.mark.parametrize("name", PLAIN)
     def test_alike_events_come_alike_at_every_place(self, name: str) -> None:
@@ -148,10 +148,10 @@ class TestEven:
         bench.add(30, label=[-1])
         bench.add(4, label=[1])
         for step in range(20):
-            slots = bench.choose(64, step).slots
+            slots = bench.sample(64, step).slots
             counts = np.bincount(bench.entries.of("label", slots) + 1, minlength=5)
             assert counts.tolist() == [20, 20, 4, 0, 20]
-        counts = np.bincount(bench.entries.of("label", bench.choose(66, 0).slots) + 1, minlength=5)
+        counts = np.bincount(bench.entries.of("label", bench.sample(66, 0).slots) + 1, minlength=5)
         assert sorted(counts.tolist()) == [0, 4, 20, 21, 21]
 
     def test_within_a_class_events_come_alike(self) -> None:
@@ -164,21 +164,21 @@ class TestEven:
 
 class TestRecent:
     def test_one_half_as_likely_for_each_half_life_that_it_is_older(self) -> None:
-        """Draws enough to tell a factor of 1.8 or 2.2 from 2 in all of 4,000 trials."""
+        """Samples enough to tell a factor of 1.8 or 2.2 from 2 in all of 4,000 trials."""
         bench = Bench("recent")
         bench.add(300, hours=np.repeat(np.arange(6), 50))
         counts = bench.places(1, 5000)[0].reshape(6, 50).sum(axis=1)
         assert chi_square(counts, 2.0 ** np.arange(6)) < 4.5
 
     def test_no_span_of_time_is_too_long_or_too_far_back(self) -> None:
-        """The scale moves; the oldest are as good as never drawn before the others are."""
+        """The scale moves; the oldest are as good as never sampled before the others are."""
         bench = Bench("recent")
         for hours in (300_000, 0, 301_000, 900_000, 5, 899_999):
             bench.add(10, hours=[hours])
         for step in range(100):
-            offsets = bench.offsets(bench.choose(6, step).slots)
+            offsets = bench.offsets(bench.sample(6, step).slots)
             assert set(offsets.tolist()) <= {*range(30, 40), *range(50, 60)}
-        assert len(bench.choose(60, 1).slots) == 60
+        assert len(bench.sample(60, 1).slots) == 60
         counts = bench.places(1, 3000)[0]
         assert chi_square(np.array([counts[30:40].sum(), counts[50:60].sum()]), np.array([2.0, 1.0])) < 4.5
 
@@ -197,22 +197,22 @@ class TestRecent:
 @pytest.mark.slow
 class TestLoss:
     def test_probability_and_correction_are_those_of_the_paper(self) -> None:
-        """Draws enough to tell an exponent of 0.5 or 0.7 from 0.6, in 998 of 1,000 trials."""
+        """Samples enough to tell an exponent of 0.5 or 0.7 from 0.6, in 998 of 1,000 trials."""
         bench = Bench("loss")
         losses = np.geomspace(0.01, 50, 100).astype(np.float32)
-        bench.sampler.learned(bench.add(100), losses)
+        bench.sampler.update_priorities(bench.add(100), losses)
         weights = losses.astype(np.float64) ** 0.6
         assert chi_square(bench.places(1, 8000)[0], weights) < 4.5
-        choice = bench.choose(30)
+        choice = bench.sample(30)
         chosen = bench.offsets(choice.slots)
         expected = (100 * weights[chosen] / weights.sum()) ** -0.4
         assert choice.correction == pytest.approx(expected / expected.max(), rel=1e-6)
 
     def test_an_event_without_a_loss_has_a_high_one_of_those_heard_last(self) -> None:
-        """Draws enough to tell 32 ** 0.6 from the 1 of the others and from the 32 itself in all of 4,000 trials."""
+        """Samples enough to tell 32 ** 0.6 from the 1 of the others and from the 32 itself in all of 4,000 trials."""
         bench = Bench("loss")
-        bench.sampler.learned(bench.add(50), np.full(50, 32.0, np.float32))
-        bench.sampler.learned(bench.entries.slots[10:50], np.full(40, 1.0, np.float32))
+        bench.sampler.update_priorities(bench.add(50), np.full(50, 32.0, np.float32))
+        bench.sampler.update_priorities(bench.entries.slots[10:50], np.full(40, 1.0, np.float32))
         bench.add(50)
         expected = np.array([*[8.0] * 10, *[1.0] * 40, *[8.0] * 50])
         assert chi_square(bench.places(1, 5000)[0], expected) < 4.5
@@ -223,57 +223,59 @@ class TestLoss:
         slots = bench.add(known)
         losses = np.linspace(1.0, 2.0, known).astype(np.float32)
         losses[0] = 1e20
-        bench.sampler.learned(slots, losses)
-        bench.sampler.learned(slots[:1], np.array([1.0], np.float32))  # it is learned, and its loss is small again
+        bench.sampler.update_priorities(slots, losses)
+        bench.sampler.update_priorities(
+            slots[:1], np.array([1.0], np.float32)
+        )  # it is learned, and its loss is small again
         bench.add(known)
         counts = bench.places(1, 3000)[0]
-        assert 1300 < counts[known:].sum() < 2100, "new events are drawn as others are, or a little sooner"
+        assert 1300 < counts[known:].sum() < 2100, "new events are sampled as others are, or a little sooner"
 
-    def test_beside_an_event_of_nearly_all_the_weight_others_are_drawn_in_proportion(self) -> None:
+    def test_beside_an_event_of_nearly_all_the_weight_others_are_sampled_in_proportion(self) -> None:
         bench = Bench("loss")
         losses = np.array([1e20, *[1.0] * 50, *[32.0] * 50], np.float32)
-        bench.sampler.learned(bench.add(101), losses)
+        bench.sampler.update_priorities(bench.add(101), losses)
         before = bench.sampler.state()
         first, second = bench.places(2, 2000)
         assert first[0] == 2000
         assert chi_square(second[1:], np.array([1.0] * 50 + [8.0] * 50)) < 4.5
         after = bench.sampler.state()
-        assert all(np.array_equal(before[name], after[name]) for name in before), "a draw changes no weight"
+        assert all(np.array_equal(before[name], after[name]) for name in before), "a sample changes no weight"
 
     def test_what_decides_for_new_events_is_bounded_and_outlives_a_restart(self) -> None:
         bench = Bench("loss")
         slots = bench.add(1000)
         for turn in range(10):
-            bench.sampler.learned(slots, np.full(1000, 32.0 if turn < 5 else 1.0, np.float32))
+            bench.sampler.update_priorities(slots, np.full(1000, 32.0 if turn < 5 else 1.0, np.float32))
         assert bench.sampler.state()["heard"].nbytes == 4096
         other = bench.restarted(3)
         for each in (bench, other):
             each.add(1000)
         counts = other.places(1, 1000)[0]
         assert abs(int(counts[1000:].sum()) - 500) < 80, "large losses of long ago decide no more"
-        assert bench.offsets(bench.choose(50).slots).tolist() == other.offsets(other.choose(50).slots).tolist()
+        assert bench.offsets(bench.sample(50).slots).tolist() == other.offsets(other.sample(50).slots).tolist()
 
     @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
     def test_a_loss_that_is_no_number_changes_nothing(self, loss: float) -> None:
         bench = Bench("loss")
         slots = bench.add(20)
-        bench.sampler.learned(slots, np.arange(1, 21).astype(np.float32))
+        bench.sampler.update_priorities(slots, np.arange(1, 21).astype(np.float32))
         before = bench.sampler.state()
-        bench.sampler.learned(slots[:7], np.full(7, loss, np.float32))
+        bench.sampler.update_priorities(slots[:7], np.full(7, loss, np.float32))
         after = bench.sampler.state()
         assert all(np.array_equal(before[name], after[name]) for name in before)
 
     @pytest.mark.parametrize("loss", [0.0, -3.0, 1e-30])
-    def test_an_event_without_any_loss_may_still_be_drawn(self, loss: float) -> None:
+    def test_an_event_without_any_loss_may_still_be_sampled(self, loss: float) -> None:
         bench = Bench("loss")
-        bench.sampler.learned(bench.add(20), np.full(20, loss, np.float32))
+        bench.sampler.update_priorities(bench.add(20), np.full(20, loss, np.float32))
         assert chi_square(bench.places(1, 2000)[0], np.ones(20)) < 4.5
 
-    def test_one_huge_loss_leaves_room_for_the_others_in_a_draw(self) -> None:
+    def test_one_huge_loss_leaves_room_for_the_others_in_a_sample(self) -> None:
         bench = Bench("loss")
         slots = bench.add(200)
-        bench.sampler.learned(slots, np.array([3e38, *[1e-9] * 199], np.float32))
-        choice = bench.choose(100)
+        bench.sampler.update_priorities(slots, np.array([3e38, *[1e-9] * 199], np.float32))
+        choice = bench.sample(100)
         assert bench.offsets(choice.slots)[0] == 0
         assert len(set(choice.slots.tolist())) == 100
         assert choice.correction is not None
@@ -284,10 +286,10 @@ class TestLoss:
 @pytest.mark.parametrize("after", PLAIN)
 def test_what_another_sampler_left_in_a_checkpoint_does_no_harm(before: str, after: str) -> None:
     one, two = Bench(before), Bench(after)
-    one.sampler.learned(one.add(30), np.arange(30).astype(np.float32))
+    one.sampler.update_priorities(one.add(30), np.arange(30).astype(np.float32))
     two.add(30)
     two.sampler.restore(one.sampler.state())
-    assert len(set(two.choose(20).slots.tolist())) == 20
+    assert len(set(two.sample(20).slots.tolist())) == 20
 
 
 @pytest.mark.parametrize(

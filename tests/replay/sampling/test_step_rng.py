@@ -21,6 +21,6 @@ def test_another_seed_or_step_has_other_numbers() -> None:
 
 
 def test_numbers_of_neighbouring_seeds_and_steps_have_nothing_to_do_with_each_other() -> None:
-    draws = np.array([StepRng(seed).of(step).random(200) for seed in range(4) for step in range(4)])
-    correlation = np.corrcoef(draws) - np.eye(len(draws))
+    samples = np.array([StepRng(seed).of(step).random(200) for seed in range(4) for step in range(4)])
+    correlation = np.corrcoef(samples) - np.eye(len(samples))
     assert np.abs(correlation).max() < 5 / np.sqrt(200)

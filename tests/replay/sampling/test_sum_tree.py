@@ -71,7 +71,7 @@ def test_seats_depend_on_who_came_and_left_and_not_on_slots(seed: int, turns: in
         slots |= zip(names, new.tolist(), strict=True)
         seated |= zip(names, lowest, strict=True)
         gone = [name for name in slots if dice.random() < 0.3]
-        left = seats.leave(np.array([slots.pop(name) for name in gone], np.int32))
+        left = seats.release(np.array([slots.pop(name) for name in gone], np.int32))
         assert left.tolist() == [seated.pop(name) for name in gone]
         if dice.random() < 0.3:
             slots = dict(zip(slots, dice.permutation(100)[: len(slots)].tolist(), strict=True))

@@ -71,7 +71,7 @@ def test_without_promotion_what_is_there_stays() -> None:
     assert model.cache.demoted == 0
 
 
-def test_rows_that_are_drawn_often_end_up_in_memory() -> None:
+def test_rows_that_are_sampled_often_end_up_in_memory() -> None:
     model, rng = Model(1000, 100, promote=True), np.random.default_rng(0)
     model.put(np.arange(1000))
     often = rng.choice(1000, 60, replace=False)

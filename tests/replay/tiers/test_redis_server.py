@@ -75,13 +75,13 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     for offset in range(begin, end, 100):
-        store.add(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
         store._drop_lost()
     store.tiers.sync()
 
 
-def drawn(store: Store) -> int:
-    """Draw everything, and return how many events came."""
+def sampled(store: Store) -> int:
+    """Sample everything, and return how many events came."""
     return len(store.fetch(store.plan(0, len(store))))
 
 
@@ -121,10 +121,10 @@ def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_
     caplog.set_level(logging.INFO)
     store = build(disk=True)
     fill(store, schema, 0, 1500)
-    assert drawn(store) == 1500 == store.tiers.stats.read["redis"]
+    assert sampled(store) == 1500 == store.tiers.stats.read["redis"]
     mortal_redis.stop()
     for _ in range(20):
-        assert drawn(store) == len(store)
+        assert sampled(store) == len(store)
     fill(store, schema, 1500, 1800)
     assert len(unanswered) == 1, "it is waited for again and again"
     assert f"replay.redis: 127.0.0.1:{mortal_redis.port} does not answer" in str(store.tiers.problem)
@@ -132,11 +132,11 @@ def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_
     until(lambda: store.tiers.problem is None)
     assert "answers again" in caplog.text
     assert missed(store) == 0
-    assert drawn(store) == len(store)
+    assert sampled(store) == len(store)
     store.tiers.sync()
     assert missed(store) == len(store) == mortal_redis.keys() - 1  # beside the probe
     read = store.tiers.stats.read["redis"]
-    assert drawn(store) == len(store)
+    assert sampled(store) == len(store)
     assert store.tiers.stats.read["redis"] - read == len(store)
     assert store.lost == 0
 
@@ -198,12 +198,12 @@ def test_above_a_disk_a_pause_costs_one_wait_and_no_event(
     fill(store, schema, 0, 1000)
     with mortal_redis.paused():
         for _ in range(30):
-            assert drawn(store) == 1000
+            assert sampled(store) == 1000
         assert store.tiers.problem is not None
     assert len(unanswered) == 1, "it is waited for again and again"
     until(lambda: store.tiers.problem is None)
     read = store.tiers.stats.read["redis"]
-    assert drawn(store) == 1000
+    assert sampled(store) == 1000
     assert store.tiers.stats.read["redis"] > read
     assert store.lost == 0
 
@@ -215,17 +215,17 @@ def test_above_a_disk_a_full_one_costs_no_event(schema: Schema, build: Build, mo
     mortal_redis.bound(mortal_redis.used_bytes + 50_000, policy)
     fill(store, schema, 500, 2000)
     for _ in range(3):
-        assert drawn(store) == len(store)
+        assert sampled(store) == len(store)
     store.tiers.sync()
     assert store.lost == 0
     assert missed(store) > 0
     if policy == "noeviction":
         assert "is full; raise its maxmemory, or lower replay.redis.bytes" in str(store.tiers.problem)
         mortal_redis.bound(0, policy)
-        drawn(store)
+        sampled(store)
         store.tiers.sync()
         assert store.tiers.problem is None
-        assert drawn(store) == len(store) == mortal_redis.keys() - 1
+        assert sampled(store) == len(store) == mortal_redis.keys() - 1
 
 
 def test_as_the_home_it_can_be_away_without_an_event_being_lost(
@@ -234,11 +234,11 @@ def test_as_the_home_it_can_be_away_without_an_event_being_lost(
     store = build()
     fill(store, schema, 0, 1000)
     with mortal_redis.paused():
-        assert drawn(store) == 0
+        assert sampled(store) == 0
         store._drop_lost()
     assert (len(store), store.lost) == (1000, 0)
     until(lambda: store.tiers.problem is None)
-    assert drawn(store) == 1000
+    assert sampled(store) == 1000
 
 
 def test_as_the_home_what_came_while_it_was_away_is_counted_as_lost(
@@ -259,13 +259,13 @@ def test_as_the_home_it_is_filled_again_by_the_stream_after_it_came_back_empty(
     fill(store, schema, 0, 1500)
     mortal_redis.stop()
     mortal_redis.start()
-    assert drawn(store) == 0
+    assert sampled(store) == 0
     until(lambda: store.tiers.problem is None)
-    drawn(store)
+    sampled(store)
     store._drop_lost()
     assert (len(store), store.lost) == (0, 1500)
     fill(store, schema, 1500, 4000)
-    assert drawn(store) == len(store) >= 900
+    assert sampled(store) == len(store) >= 900
 
 
 def test_as_the_home_what_it_evicts_is_a_hole(schema: Schema, build: Build, mortal_redis: Any) -> None:
@@ -274,7 +274,7 @@ def test_as_the_home_what_it_evicts_is_a_hole(schema: Schema, build: Build, mort
     mortal_redis.bound(mortal_redis.used_bytes + 50_000, "allkeys-random")
     fill(store, schema, 500, 2000)
     for _ in range(2):  # to answer takes memory too, for which more may have to go
-        came = drawn(store)
+        came = sampled(store)
         store._drop_lost()
         assert 0 < came == len(store) < 2000
         assert store.lost + len(store) == 2000
@@ -288,7 +288,7 @@ def test_as_the_home_a_full_one_turns_events_away(schema: Schema, build: Build, 
     store._drop_lost()
     assert store.lost > 0
     assert len(store) + store.lost == 1000
-    assert drawn(store) == len(store) >= 500
+    assert sampled(store) == len(store) >= 500
 
 
 def test_a_store_that_is_closed_leaves_its_server(build: Build) -> None:
@@ -305,11 +305,11 @@ def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal
     fill(store, schema, 0, 1500)
     contents = FakeCheckpoints(store).checkpoint(1)
     again = build(contents=contents)
-    assert drawn(again) == 1500
+    assert sampled(again) == 1500
     mortal_redis.stop()
     mortal_redis.start()
     third = build(contents=contents)
-    drawn(third)
+    sampled(third)
     third._drop_lost()
     assert (len(third), third.lost) == (0, 1500)
 
@@ -319,7 +319,7 @@ def test_as_a_cache_it_is_warm_after_a_restart(schema: Schema, build: Build, mor
     fill(store, schema, 0, 1500)
     contents = FakeCheckpoints(store).checkpoint(1)
     again = build(disk=True, contents=contents)
-    assert drawn(again) == 1500 == again.tiers.stats.read["redis"] == again.rows["redis"]
+    assert sampled(again) == 1500 == again.tiers.stats.read["redis"] == again.rows["redis"]
 
 
 def test_one_that_a_checkpoint_was_copied_from_is_found_again_when_it_was_away(
@@ -328,9 +328,9 @@ def test_one_that_a_checkpoint_was_copied_from_is_found_again_when_it_was_away(
     store = build()
     fill(store, schema, 0, 500)
     moved = build(disk=True, contents=FakeCheckpoints(store).checkpoint(1))
-    assert drawn(moved) == 500
+    assert sampled(moved) == 500
     mortal_redis.stop()
-    assert drawn(moved) == 500
+    assert sampled(moved) == 500
     assert moved.tiers.problem is not None
     mortal_redis.start()
     until(lambda: moved.tiers.problem is None)
@@ -351,13 +351,13 @@ def test_what_no_checkpoint_can_name_is_swept_and_what_others_have_is_not(
     moved = build(contents=contents, bytes="200kB")
     moved.tiers.sync()
     assert mortal_redis.keys() == 1500 + len(moved) + 3  # those two, and the probe
-    moved.hold(4)
-    moved.let_go(3)
-    assert drawn(moved) == len(moved)
-    moved.hold(5)
-    moved.let_go(5)
+    moved.begin_snapshot(4)
+    moved.end_snapshot(3)
+    assert sampled(moved) == len(moved)
+    moved.begin_snapshot(5)
+    moved.end_snapshot(5)
     until(lambda: bool(mortal_redis.keys() == len(moved) + 3))
-    assert drawn(moved) == len(moved) > 500
+    assert sampled(moved) == len(moved) > 500
     build(first=True)
     until(lambda: bool(mortal_redis.keys() <= 3))
 
@@ -401,7 +401,7 @@ class TestStart:
         fill(store, schema, 0, 500)
         mortal_redis.start()
         until(lambda: store.tiers.problem is None)
-        assert drawn(store) == 500
+        assert sampled(store) == 500
 
     def test_a_password_is_wanted_and_never_shown(self, build: Build, mortal_redis: Any) -> None:
         mortal_redis.stop()

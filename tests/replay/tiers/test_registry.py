@@ -48,11 +48,11 @@ def build(schema: Schema, tmp_path: Path, with_host: type[ReplaySettings]) -> It
 
 def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     for offset in range(begin, end, 100):
-        store.add(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+        store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
 
 
 def draw_all(store: Store) -> int:
-    """Draw everything, wait for what is put back, and return how many events came."""
+    """Sample everything, wait for what is put back, and return how many events came."""
     came = len(store.fetch(store.plan(0, len(store))))
     store.tiers.sync()
     return came
@@ -70,7 +70,7 @@ def test_every_section_has_a_kind_that_opens_it() -> None:
 
 @pytest.mark.parametrize("before", [MEMORY, HOST], ids=["memory", "host"])
 @pytest.mark.parametrize("after", [MEMORY, HOST], ids=["memory", "host"])
-def test_with_a_tier_that_is_added_no_draw_is_another_also_after_a_restart(
+def test_with_a_tier_that_is_added_no_sample_is_another_also_after_a_restart(
     schema: Schema, build: Build, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     store, undisturbed = build(before), build(MEMORY)
@@ -82,7 +82,7 @@ def test_with_a_tier_that_is_added_no_draw_is_another_also_after_a_restart(
         fill(each, schema, 5000, 9000)
         each.plan_ahead(8, 20)
     for step in range(8, 8 + AHEAD):
-        mine, expected = moved.draw(step, 20), undisturbed.draw(step, 20)
+        mine, expected = moved.sample(step, 20), undisturbed.sample(step, 20)
         assert all(torch.equal(mine.columns[name], column) for name, column in expected.columns.items())
     assert moved.lost == 0
 
@@ -190,6 +190,6 @@ def test_the_order_of_the_dict_says_which_tier_is_the_home(
     assert again.tiers.stats.missed["disk"] == share(again, disk) > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.rows", "2.rows"]
     for number in (2, 3):
-        again.hold(number)
-        again.let_go(number)
+        again.begin_snapshot(number)
+        again.end_snapshot(number)
     assert [path.name for path in tmp_path.iterdir()] == ["2.rows"]
