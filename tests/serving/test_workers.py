@@ -67,7 +67,7 @@ class Server:
     def ask(self, body: dict[str, Any]) -> httpx.Response:
         return httpx.post(f"{self.report.address}/v2/models/tiny/infer", json=body, timeout=30, verify=self.trust)
 
-    def apply_command(self, number: int, action: str) -> httpx.Response:
+    def order(self, number: int, action: str) -> httpx.Response:
         return httpx.post(f"{self.report.address}/api/versions/{number}:{action}", timeout=30)
 
     def count(self, name: str) -> float:

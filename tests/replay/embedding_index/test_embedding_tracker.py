@@ -128,7 +128,7 @@ def test_an_event_that_has_left_is_not_found(schema: Schema, build: Build) -> No
 def test_diverse_samples_as_many_of_each_cluster(schema: Schema, build: Build) -> None:
     store = build(sampling="diverse")
     fill(store, schema, 0, 9000)
-    until(store._whereabouts.follow)
+    until(store._whereabouts.poll)
     rare = np.isin(store.plan(0, 400).records["offset"] % 16, np.arange(1, DIM)).mean()
     assert rare > 2 * (DIM - 1) / 16
 
@@ -140,7 +140,7 @@ def test_diverse_samples_the_oldest_embeddings_first_and_clusters_as_evenly_as_e
     them."""
     store, n, offsets = build(sampling="diverse"), 64, np.arange(9000)
     fill(store, schema, 0, 9000)
-    until(store._whereabouts.follow)
+    until(store._whereabouts.poll)
     old = store.entries.slots[::225].copy()
     new = store.entries.slots[~np.isin(store.entries.slots, old)]
     store._whereabouts._step = 20_000
@@ -232,7 +232,7 @@ def erase(store: Store) -> np.ndarray:
 def test_diverse_keeps_more_of_what_is_rare(schema: Schema, build: Build) -> None:
     store = build(capacity=2000, admission="diverse")
     fill(store, schema, 0, 9000)
-    until(store._whereabouts.follow)
+    until(store._whereabouts.poll)
     fill(store, schema, 9000, 40_000)
     offsets = store.entries.copy()["offset"]
     assert np.isin(offsets % 16, np.arange(1, DIM)).mean() > 1.3 * (DIM - 1) / 16
@@ -244,7 +244,7 @@ def test_diverse_takes_nothing_twice_into_account_also_when_clusters_are_found_a
     """What was evicted under the old clusters is not held because the new ones have room."""
     store = build(capacity=1000, admission="diverse")
     fill(store, schema, 0, 5000)
-    until(store._whereabouts.follow)
+    until(store._whereabouts.poll)
     again = np.arange(4000, 5000)
     for anew in (False, True):
         if anew:
@@ -284,7 +284,7 @@ def test_what_the_index_does_not_have_keeps_its_share_of_the_samples(schema: Sch
         until(lambda: resumed.neighbours.stats().waiting < 20)
     until(lambda: resumed.neighbours.stats().process.rows == 3200)
     if policy == "diverse":
-        until(resumed._whereabouts.follow)
+        until(resumed._whereabouts.poll)
     samples = []
     for step in range(50):
         seek(resumed, step, np.arange(64))
@@ -329,7 +329,7 @@ def test_under_diverse_admission_events_of_one_weight_count_alike_whenever_clust
             columns["weight"][:] = 1.0
             store.add_now(columns, PARTITIONS, place(offsets))
             until(lambda: store.neighbours.stats().waiting < 20)
-        trained = until(store._whereabouts.follow)
+        trained = until(store._whereabouts.poll)
         importance = store.fetch(store.plan(trained, 1000)).importance
         assert importance.min() > 0.5
         assert importance.max() < 2.0

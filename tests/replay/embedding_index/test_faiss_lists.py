@@ -357,7 +357,7 @@ def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
 def test_the_process_ends_when_the_learner_is_killed():
     code = (
         "import os, signal; from replay.embedding_index.client import NeighbourClient;"
-        "index = Neighbours(4, 100); index.open();"
+        "index = NeighbourClient(4, 100); index.open();"
         "print(index.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     # A pipe that the child holds as well ends only with it.
