@@ -58,7 +58,7 @@ class OptimizerSettings(BaseModel):
 
 class StrategySettings(BaseModel):
     """A strategy by its name alone, or a table of the name and its own arguments, such as
-    `{name = "der++", alpha = 0.1, beta = 0.5}`; docs/learning.md has them."""
+    `{name = "der++", alpha = 0.1, beta = 0.5}`; docs/guides/strategies.md has them."""
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 

@@ -28,7 +28,7 @@ from tools import reference
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
 ELSEWHERE = ("README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")
 PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ELSEWHERE}
 PAGES |= {
@@ -113,7 +113,7 @@ def headings(text: str) -> set[str]:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.key}-{rule.other}")
 def test_what_does_not_go_together_is_in_the_table(rule: Conflict) -> None:
-    _, _, rest = PAGES["docs/learning.md"].partition("### What does not go together")
+    _, _, rest = PAGES["docs/guides/training.md"].partition("### What does not go together")
     rows = [line.split(" | ") for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")]
     names = f"`{rule.key}", f"`{rule.other}"
     assert any(one in row[0] and other in row[1] for row in rows for one, other in (names, names[::-1]))
@@ -154,13 +154,14 @@ def test_no_blank_line_is_within_a_table(page):
 
 def test_the_index_names_every_page():
     linked = set(LINK.findall(PAGES["docs/README.md"]))
-    assert {path.name for path in DOCS.glob("*.md")} - {"README.md"} <= linked
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert {page for page in pages if not page.startswith("adr/0")} - {"README.md"} <= linked
 
 
 def test_the_python_api_is_that_of_the_code():
     """Of names that a module lacks mkdocstrings shows nothing, without a warning."""
-    directives = re.findall(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", PAGES["docs/api.md"], re.MULTILINE)
-    assert len(directives) == PAGES["docs/api.md"].count("\n::: ") > 0
+    directives = re.findall(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", PAGES["docs/reference/python-api.md"], re.MULTILINE)
+    assert len(directives) == PAGES["docs/reference/python-api.md"].count("\n::: ") > 0
     listed = [(module, name) for module, names in directives for name in names.split(", ")]
     assert [each for each in listed if not hasattr(importlib.import_module(each[0]), each[1])] == []
 
@@ -208,7 +209,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_every_metric_is_explained_once():
-    rows = [line for line in PAGES["docs/operations.md"].splitlines() if line.startswith("| `anabranch_")]
+    rows = [line for line in PAGES["docs/operate/monitor.md"].splitlines() if line.startswith("| `anabranch_")]
     assert sorted(METRIC.search(row)[0] for row in rows) == sorted(reference.metrics())
 
 
@@ -220,14 +221,12 @@ def test_no_metric_is_named_that_does_not_exist(page):
 
 
 def test_sentences_are_those_of_the_code():
-    """Those that begin the rows of the tables of what is unhealthy, of exit codes and of what is checked at start."""
+    """The headings of the page of errors, and the rows of the table of what is checked at start."""
     joined = re.sub(r'"\s*\n\s*f?"', "", SOURCES).replace('\\"', '"')
-    sections = [
-        *sections_of("docs/operations.md", "What is unhealthy", "Exit codes"),
-        *sections_of("docs/model.md", "What is checked at start"),
-    ]
-    sentences = [match[1] for text in sections for match in re.finditer(r"^\| `([^`]{9,})` \|", text, re.MULTILINE)]
-    assert len(sentences) > 20
+    (checked,) = sections_of("docs/guides/model.md", "What is checked at start")
+    sentences = re.findall(r"^### `([^`]{9,})`$", PAGES["docs/operate/troubleshoot.md"], re.MULTILINE)
+    sentences += re.findall(r"^\| `([^`]{9,})` \|", checked, re.MULTILINE)
+    assert len(sentences) > 60
     unknown = []
     for sentence in sentences:
         # What differs stands as ..., or as the value of an example.
@@ -255,7 +254,7 @@ def test_python_runs(block, tmp_path):
 def test_what_strategies_are_worth_is_what_was_measured():
     """The guide gives the newest figures of the page of benchmarks, and no older ones."""
     rows = dict(re.findall(r"\| `split_mnist_(\w+)` \| ([\d.]+) \|", (DOCS / "benchmarks.md").read_text()))
-    guide = re.search(r"five seeds, through\s+Kafka;.*?Where nothing", (DOCS / "learning.md").read_text(), re.DOTALL)
+    guide = re.search(r"five seeds, through\s+Kafka;.*?Where nothing", (DOCS / "guides" / "strategies.md").read_text(), re.DOTALL)
     names = ("none", "er_500", "derpp_500", "best_500", "er_200", "derpp_200")
     assert re.findall(r" (\d\d\.\d)\b", guide[0]) == [rows[name] for name in names]
 
@@ -263,7 +262,7 @@ def test_what_strategies_are_worth_is_what_was_measured():
 @pytest.mark.process
 def test_the_worked_example_learns(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])  # where the factory's folder is put
-    write_files("docs/model.md", tmp_path)
+    write_files("docs/get-started/tutorial.md", tmp_path)
     run((tmp_path / "make_events.py").read_text(), tmp_path)
     config = load_config(tmp_path / "pipeline.toml", {})
     pipeline, schema, device = config.pipeline, Schema(config.pipeline.events), torch.device("cpu")
@@ -282,7 +281,7 @@ def test_the_worked_example_learns(tmp_path, monkeypatch):
 
 
 class TestMessages:
-    """The producers of docs/messages.md, on a broker."""
+    """The producers of docs/guides/messages.md, on a broker."""
 
     def script(self, block, kafka, topic):
         return changed(block.text, ("localhost:9092", kafka.bootstrap), ("payments", topic))
@@ -310,21 +309,21 @@ class TestMessages:
         run(self.script(again, kafka, topic), tmp_path)
         assert [record.value for record in consume_all(kafka.bootstrap, topic, at_least=1)] == [b'{"fraud": 1}']
 
-    @pytest.mark.parametrize("block", blocks(page="docs/messages.md", language="json"), ids=named)
+    @pytest.mark.parametrize("block", blocks(page="docs/guides/messages.md", language="json"), ids=named)
     def test_json_is_an_event(self, block, tmp_path):
         write_files(block.page, tmp_path)
         schema = Schema(load_config(tmp_path / "pipeline.toml", {}).pipeline.events)
         assert list(FORMATS["json"](schema).decode([block.text.encode()]).rejects) == []
 
     def test_the_row_of_the_table_has_the_size_that_it_says(self, tmp_path):
-        write_files("docs/messages.md", tmp_path)
+        write_files("docs/guides/messages.md", tmp_path)
         row = row_dtype(Schema(load_config(tmp_path / "pipeline.toml", {}).pipeline.events))
         places = [(row.fields[name][1], row.fields[name][0].itemsize) for name in row.names]
-        written = re.findall(r"^\| (\d+) to (\d+) \| `\w+` \|", PAGES["docs/messages.md"], re.MULTILINE)
+        written = re.findall(r"^\| (\d+) to (\d+) \| `\w+` \|", PAGES["docs/guides/messages.md"], re.MULTILINE)
         assert [(int(first), int(last) - int(first) + 1) for first, last in written] == places
 
     def test_the_columns_of_the_csv_are_fields(self, tmp_path):
-        write_files("docs/messages.md", tmp_path)
+        write_files("docs/guides/messages.md", tmp_path)
         schema = Schema(load_config(tmp_path / "pipeline.toml", {}).pipeline.events)
         with open_source(tmp_path / "events.csv", None, None, schema, checked=True) as source:
             assert ([record.fault for record in source], source.left_out) == (["", "", ""], [])

@@ -34,7 +34,7 @@ from learner.strategies.slda import StreamingDiscriminant
 from learner.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "learning.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "extend" / "strategy.md").read_text(encoding="utf-8")
 (ADDED,) = re.findall(r"<!-- file: learner/strategies/\S+ -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 ((LINE, NAME),) = re.findall(r'^```python\n(    "(\S+)": .*?,)\n```$', PAGE, re.MULTILINE)
 PLAIN = {"optimizer": {"name": "sgd", "lr": 0.1}, "max_grad_norm": math.inf}
@@ -128,7 +128,7 @@ def _stacked(parts: list[Examples]) -> Examples:
 
 @pytest.fixture(autouse=True)
 def _the_page_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add to the strategies what docs/learning.md says."""
+    """Add to the strategies what docs/extend/strategy.md says."""
     namespace: dict[str, object] = {}
     exec(compile(ADDED, NAME, "exec"), namespace)
     monkeypatch.setitem(STRATEGIES, NAME, eval("{" + LINE + "}", namespace)[NAME])

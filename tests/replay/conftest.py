@@ -1,4 +1,4 @@
-"""A schema and stores for the tests of replay, and what docs/replay.md adds to the package."""
+"""A schema and stores for the tests of replay, and what docs/extend/ adds to the package."""
 
 import re
 import sys
@@ -19,12 +19,15 @@ from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers import registry as kinds
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "replay.md").read_text(encoding="utf-8")
+EXTEND = Path(__file__).parent.parent.parent / "docs" / "extend"
+PAGE = "\n".join(
+    (EXTEND / name).read_text(encoding="utf-8") for name in ("sampler.md", "admission.md", "tier.md")
+)
 
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """`added("replay.weekly")`: a module that docs/replay.md shows, as if it were a file of the package."""
+    """`added("replay.weekly")`: a module that docs/extend/ shows, as if it were a file of the package."""
     files = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
     def add(name: str) -> ModuleType:
@@ -38,7 +41,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 @pytest.fixture
 def with_host(added: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> type[ReplaySettings]:
-    """`[replay]` with the tier `host` of docs/replay.md, which is added as the page says."""
+    """`[replay]` with the tier `host` of docs/extend/tier.md, which is added as the page says."""
     (line,) = re.findall(r'^```python\n(    "host": .*?,)\n```$', PAGE, re.MULTILINE)
     (section,) = re.findall(r"^```python\n(    host: .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     namespace = {**vars(config), "HostTierFactory": added("replay.host").HostTierFactory}

@@ -1,4 +1,4 @@
-"""What every admission policy and every sampler promises, under whatever name: also those that docs/replay.md adds."""
+"""What every admission policy and every sampler promises, under whatever name: also those that docs/extend/ adds."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ from replay.snapshot import StoreSnapshot
 from replay.store import Store
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-PAGE = (DOCS / "replay.md").read_text(encoding="utf-8")
+PAGE = "\n".join((DOCS / "extend" / name).read_text(encoding="utf-8") for name in ("sampler.md", "admission.md"))
 LINES: dict[str, str] = {
     name: line for line, name in re.findall(r'^```python\n(    "(\S+)": .*?,)\n```$', PAGE, re.MULTILINE)
 }

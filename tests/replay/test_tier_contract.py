@@ -1,4 +1,4 @@
-"""What every tier promises, whatever it is made of: also the one that docs/replay.md adds."""
+"""What every tier promises, whatever it is made of: also the one that docs/extend/tier.md adds."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

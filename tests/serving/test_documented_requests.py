@@ -1,4 +1,4 @@
-"""The requests of docs/serving.md, sent by curl as they stand there to a model as it is described there."""
+"""The requests of docs/guides/serving.md, sent by curl as they stand there to a model as it is described there."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"<!-- run: curl( error)? -->\n```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
