@@ -20,9 +20,7 @@ from replay.store import Store
 from replay.tiers import registry as kinds
 
 EXTEND = Path(__file__).parent.parent.parent / "docs" / "extend"
-PAGE = "\n".join(
-    (EXTEND / name).read_text(encoding="utf-8") for name in ("sampler.md", "admission.md", "tier.md")
-)
+PAGE = "\n".join((EXTEND / name).read_text(encoding="utf-8") for name in ("sampler.md", "admission.md", "tier.md"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Kinds of tiers come from a dict: one that docs/extend/tier.md adds, others in another order, and none that is missing."""
+"""Kinds of tiers are in a dict: one that docs/extend/tier.md adds, another order, and none that is missing."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
