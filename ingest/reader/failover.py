@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
-from anabranch.core.backoff import jittered
+from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
@@ -15,8 +15,8 @@ from ingest.reader.reader import BlockReader
 
 PATIENCE = timedelta(seconds=30)
 """For a host to find the topics."""
-_SHORTEST_SECONDS = 1.0
-_LONGEST_SECONDS = 60.0
+_FIRST_BACKOFF = timedelta(seconds=1)
+_LONGEST_BACKOFF = timedelta(minutes=1)
 _IN_A_ROW_SECONDS = 600.0
 
 Received = Mapping[TopicPartition, tuple[Position, PartitionFingerprint]]
@@ -30,7 +30,7 @@ class FailedReaders:
     def __init__(self) -> None:
         self._readers: list[BlockReader] = []
         self._trial: _Trial | None = None
-        self._pause = 0.0
+        self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         self._failed_at = self._try_at = float("-inf")
         self.problem: str | None = None
         """Why the last one was left out, while any is."""
@@ -79,10 +79,10 @@ class FailedReaders:
     def _wait(self) -> None:
         """Wait longer each time in a row."""
         now = time.monotonic()
-        in_a_row = now - self._failed_at < _IN_A_ROW_SECONDS
-        self._pause = min(_LONGEST_SECONDS, self._pause * 2) if in_a_row else _SHORTEST_SECONDS
+        if now - self._failed_at >= _IN_A_ROW_SECONDS:
+            self._backoff.reset()
         self._failed_at = now
-        self._try_at = now + jittered(self._pause)
+        self._try_at = now + self._backoff.next()
 
 
 class _Trial(threading.Thread):

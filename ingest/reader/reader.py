@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from anabranch.core.backoff import jittered
+from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
 from ingest import errors
 from ingest.child_environment import without_settings
@@ -44,7 +44,8 @@ from ingest.transport.protocol import (
 )
 from ingest.transport.shared_ring import SharedRing
 
-_LONGEST_BACKOFF_SECONDS = 10.0
+_FIRST_BACKOFF = timedelta(seconds=0.2)
+_LONGEST_BACKOFF = timedelta(seconds=10)
 _STOP_SECONDS = 3.0
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class BlockReader:
         self._is_gone = False
         """Whether nothing follows what waits: the process has ended."""
         self._restart_at = 0.0
-        self._backoff = 0.0
+        self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF, retry_at_once=True)
         self._silence = HangDetector()
         self.problem: str | None = None
         """One sentence when the broker cannot be reached or the process had to be started again."""
@@ -167,7 +168,8 @@ class BlockReader:
             RecreatedError: a topic is another one of the same name, and `stream.on_gap` is `fail`.
             SettingsError: the format cannot hold the schema, or the buffer is too small.
         """
-        self._opened, self._backoff = False, 0.0
+        self._opened = False
+        self._backoff.reset()
         self._elsewhere, self._alone = elsewhere, alone
         self._received = dict(positions or {})
         self._marks = dict(marks or {})
@@ -359,7 +361,7 @@ class BlockReader:
                     )
                 self._table = partitions
             case BlockReady(slot, rows, coverage, unknown_fields, letters_dropped):
-                self._backoff = 0.0
+                self._backoff.reset()
                 assert self._ring is not None
                 block = SharedBlock(self._ring.views(slot, rows), coverage, slot, self._ring)
                 self.unknown_fields += unknown_fields
@@ -401,8 +403,7 @@ class BlockReader:
         self._drop(0)
         if not self._opened:
             raise BrokerError("the ingest process died before it had found the topics; its own words stand above")
-        self._restart_at = time.monotonic() + jittered(self._backoff)
-        self._backoff = min(_LONGEST_BACKOFF_SECONDS, max(0.2, self._backoff * 2))
+        self._restart_at = time.monotonic() + self._backoff.next()
 
     def _say(self, message: ToIngest) -> None:
         if self._connection is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from anabranch.core.backoff import jittered
+from anabranch.core.backoff import Backoff
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, GapError, RecreatedError, TruncatedError
 from ingest.events.block import Coverage
@@ -52,7 +52,8 @@ _BUSY_SHARE = 0.1
 """How much time counts towards a stall while all that is read comes in plenty: partitions may have to take turns."""
 _MOST_UNHEARD = 8
 """Reports that are sent to a learner that says nothing: a connection that is full would block both sides for good."""
-_LONGEST_BACKOFF_SECONDS = 10.0
+_FIRST_BACKOFF = timedelta(seconds=0.1)
+_LONGEST_BACKOFF = timedelta(seconds=10)
 _PORTION_BYTES = 2_000_000
 """Values that are decoded together: they may take many times as much once decoded."""
 _LOG_SECONDS = 10.0
@@ -134,7 +135,8 @@ class IngestWorker:
         self._next = [position for _, position in positions]
         self._marks = list(marks) or [PartitionFingerprint()] * len(self._table)
         self._take_up("earliest" if positions else self._stream.start, due=True)
-        next_partitions, backoff = time.monotonic() + _PARTITIONS_SECONDS, 0.0
+        next_partitions = time.monotonic() + _PARTITIONS_SECONDS
+        backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         while True:
             while self._paused or not self._free:
                 self._wait_for_learner()
@@ -144,16 +146,16 @@ class IngestWorker:
                     self._pass_over()
                     continue
                 fetched = self._client.poll(timedelta(0), self._ring.rows)
-                backoff = 0.0
+                backoff.reset()
             except BrokerError as exc:
                 self._brought_little = True
-                backoff = self._back_off(backoff, str(exc))
+                self._back_off(backoff, str(exc))
                 continue
             except RecreatedError as exc:
                 if not self._take_up("earliest", due=True):
                     if not isinstance(exc, TruncatedError):
                         raise
-                    backoff = self._back_off(backoff, str(exc))  # nothing that was read is lost
+                    self._back_off(backoff, str(exc))  # nothing that was read is lost
                 continue
             self._take(fetched)
             brought_little = sum(map(len, fetched)) * _LITTLE < self._ring.rows
@@ -316,11 +318,12 @@ class IngestWorker:
     def _send_letters(self, letters: Sequence[DeadLetter]) -> None:
         """Send until all are acknowledged: no block is handed over before its dead letters are safe."""
         dropped = self._client.letters_dropped
-        backoff, problem = 0.0, f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
+        backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
+        problem = f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
         while letters:
             letters = letters[self._client.send_dead_letters(letters, _LETTER_TIMEOUT) :]
             if letters:
-                backoff = self._back_off(backoff, problem)
+                self._back_off(backoff, problem)
             elif self._problem == problem:
                 self._report(Lag())
         self._dropped["refused"] += self._client.letters_dropped - dropped
@@ -378,15 +381,13 @@ class IngestWorker:
                 self._next[each.partition] = Position(stop, row)
             low = high
 
-    def _back_off(self, seconds: float, problem: str) -> float:
-        """Say what is unhealthy, wait while listening to the learner, and return the next waiting time."""
-        seconds = min(_LONGEST_BACKOFF_SECONDS, max(0.1, seconds * 2))
-        until = time.monotonic() + jittered(seconds)
+    def _back_off(self, backoff: Backoff, problem: str) -> None:
+        """Report a problem, and handle the learner's messages until the back-off's next delay is over."""
+        until = time.monotonic() + backoff.next()
         while (left := until - time.monotonic()) > 0:
             self._report(Lag(problem=problem))
             if self._connection.poll(min(left, _LAG_SECONDS)):
                 self._listen(wait=False)
-        return seconds
 
     def _report_lag_if_due(self) -> None:
         """Lag is told also while nothing is read: that is when it grows."""
