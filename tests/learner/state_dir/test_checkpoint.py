@@ -26,7 +26,6 @@ from torch import nn
 
 from anabranch.core.errors import SettingsError
 from ingest.config import LagPolicySettings, SchemaSettings, StreamSettings
-from ingest.errors import SecondLearnerError
 from ingest.events.block import Block, Coverage
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
@@ -46,7 +45,7 @@ from learner.config import (
     VersionsSettings,
 )
 from learner.device_sharing.sharing import DeviceSharingSpec
-from learner.errors import CheckpointError, MisfitError
+from learner.errors import CheckpointError, MisfitError, SecondLearnerError
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.loop import LoopComponents, LoopMetrics, TrainingLoop
