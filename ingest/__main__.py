@@ -8,6 +8,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from anabranch.core.die_with_parent import when_stdin_ends
 from anabranch.core.errors import AnabranchError, SettingsError
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import BlockLayout
@@ -15,7 +16,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.registry import CLIENTS
 from ingest.transport.protocol import Begin, Failed, receive_in_ingest, send
 from ingest.transport.shared_ring import SharedRing
-from ingest.transport.tcp import CarryingRing, end_with_parent, learners, relay
+from ingest.transport.tcp import CarryingRing, learners, relay
 from ingest.worker.block_builder import BlockBuilder
 from ingest.worker.worker import IngestWorker, StoppedError
 
@@ -35,7 +36,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if arguments.listen is not None:
         stream = StreamSettings.model_validate_json(sys.stdin.readline())
-        end_with_parent()
+        when_stdin_ends(lambda: os._exit(0))
         for connection, begin in learners(arguments.listen):
             ring = CarryingRing(_layout(begin), int(stream.buffer_bytes))
             _read(connection, begin, stream, ring)

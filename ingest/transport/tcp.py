@@ -161,14 +161,3 @@ class Remote:
     def _close_stdin(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-
-
-def end_with_parent() -> None:
-    """End this process when its stdin does."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
