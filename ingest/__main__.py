@@ -73,7 +73,15 @@ def _read(connection: Connection, begin: Begin, stream: StreamSettings, ring: Sh
             client = CLIENTS[stream.client](stream)
             stack.callback(client.close)
             assembler = BlockBuilder(schema, stream, HoldOut.model_validate_json(begin.hold_out))
-            worker = IngestWorker(stream, client, assembler, ring, connection, begin.elsewhere, alone=begin.alone)
+            worker = IngestWorker(
+                stream,
+                client,
+                assembler,
+                ring,
+                connection,
+                begin.excluded_partitions,
+                owns_new_partitions=begin.owns_new_partitions,
+            )
             worker.run(begin.positions, begin.marks)
         except (StoppedError, BrokenPipeError, ConnectionError):
             pass

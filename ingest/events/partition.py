@@ -16,7 +16,7 @@ class TopicPartition:
         return f"{self.topic}:{self.partition}"
 
     @property
-    def anew(self) -> "TopicPartition":
+    def next_incarnation(self) -> "TopicPartition":
         """The partition of the topic that was made after this one."""
         return TopicPartition(self.topic, self.partition, self.incarnation + 1)
 

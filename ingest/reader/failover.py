@@ -29,7 +29,7 @@ class FailedReaders:
 
     def __init__(self) -> None:
         self._readers: list[BlockReader] = []
-        self._trial: _Trial | None = None
+        self._probe: _Probe | None = None
         self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         self._failed_at = self._try_at = float("-inf")
         self.problem: str | None = None
@@ -52,17 +52,17 @@ class FailedReaders:
         self._readers.append(reader)
         self._wait()
 
-    def back(self, received: Callable[[], Received]) -> BlockReader | None:
+    def poll_recovered(self, received: Callable[[], Received]) -> BlockReader | None:
         """Return one that reads again, which is the caller's from then on; called often.
 
         Args:
             received: tells how far all is read, for a trial to begin there.
         """
-        if self._trial is None and self._readers and time.monotonic() >= self._try_at:
-            self._trial = _Trial(self._readers[0], received())
-        if self._trial is None or self._trial.is_alive():
+        if self._probe is None and self._readers and time.monotonic() >= self._try_at:
+            self._probe = _Probe(self._readers[0], received())
+        if self._probe is None or self._probe.is_alive():
             return None
-        reader, reads, self._trial = self._readers.pop(0), self._trial.reads, None
+        reader, reads, self._probe = self._readers.pop(0), self._probe.reads, None
         if not reads:
             self._readers.append(reader)
             self._wait()
@@ -73,8 +73,8 @@ class FailedReaders:
 
     def close(self) -> None:
         """End what is being tried."""
-        if self._trial is not None:
-            self._trial.end()
+        if self._probe is not None:
+            self._probe.end()
 
     def _wait(self) -> None:
         """Wait longer each time in a row."""
@@ -85,7 +85,7 @@ class FailedReaders:
         self._try_at = now + self._backoff.next()
 
 
-class _Trial(threading.Thread):
+class _Probe(threading.Thread):
     """Whether a reader finds the topics; it reads nothing."""
 
     def __init__(self, reader: BlockReader, received: Received) -> None:
@@ -100,7 +100,9 @@ class _Trial(threading.Thread):
         positions = {name: position for name, (position, _) in self._received.items()}
         marks = {name: mark for name, (_, mark) in self._received.items()}
         try:
-            self._reader.open(positions, self._stop_asked, PATIENCE, marks, range(len(positions)), alone=False)
+            self._reader.open(
+                positions, self._stop_asked, PATIENCE, marks, range(len(positions)), owns_new_partitions=False
+            )
             self.reads = not self._stop_asked.is_set()
         except AnabranchError as exc:
             log.info("it still does not: %s", exc)

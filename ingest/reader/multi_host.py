@@ -43,7 +43,7 @@ class MultiHostReader:
         self._shares: list[int] = []
         self._stop: threading.Event | None = None
         self._opened = False
-        self._absent = FailedReaders()
+        self._failed_readers = FailedReaders()
         self._turn = 0
         self._joined: list[Partition] = []
         self._joined_of: list[object] = []
@@ -109,14 +109,14 @@ class MultiHostReader:
         for each in self._readers:
             each.release(block)
 
-    def look(self, rates: Sequence[float]) -> None:
+    def rebalance(self, rates: Sequence[float]) -> None:
         """Deal the partitions anew when a host reads again, or it is far better by rates measured since the last look.
 
         Not while the broker is away: nobody would read the sooner.
         """
         if self._first.problem or (self._stop and self._stop.is_set()):
             return
-        back = self._absent.back(self._received)
+        back = self._failed_readers.poll_recovered(self._received)
         if back is None and (rates is self.rates or not self._others):
             return
         self.rates = rates
@@ -147,13 +147,13 @@ class MultiHostReader:
 
     def close(self) -> None:
         """End all that read."""
-        self._absent.close()
+        self._failed_readers.close()
         self._close()
 
     @property
     def problem(self) -> str | None:
         """One sentence when the broker cannot be reached, or an ingest process is gone."""
-        return next((each.problem for each in self._readers if each.problem), self._absent.problem)
+        return next((each.problem for each in self._readers if each.problem), self._failed_readers.problem)
 
     @property
     def told(self) -> float | None:
@@ -169,13 +169,13 @@ class MultiHostReader:
     @property
     def unknown_fields(self) -> int:
         """Messages so far with fields that the schema does not know."""
-        return sum(each.unknown_fields for each in (self._first, *self._others)) + self._absent.unknown_fields
+        return sum(each.unknown_fields for each in (self._first, *self._others)) + self._failed_readers.unknown_fields
 
     @property
     def letters_dropped(self) -> Counter[str]:
         """Dead letters so far that were not written, by reason."""
         readers = (self._first, *self._others)
-        return sum((each.letters_dropped for each in readers), self._absent.letters_dropped)
+        return sum((each.letters_dropped for each in readers), self._failed_readers.letters_dropped)
 
     def _busy(self) -> list[BlockReader]:
         """Return those that have partitions; such as were added are the first one's."""
@@ -188,14 +188,14 @@ class MultiHostReader:
         except RecreatedError as exc:
             if reader is self._first or self._ends_reading(exc):
                 raise
-        self._read_alone(self._end())
+        self._read_from_this_host(self._end())
         return None
 
     def _ends_reading(self, exc: RecreatedError) -> bool:
         """Whether the reading ends with what another host tells of a topic, or this one takes it up."""
         return self._stream.on_gap == "fail" and not isinstance(exc, TruncatedError)
 
-    def _read_alone(self, received: Received) -> None:
+    def _read_from_this_host(self, received: Received) -> None:
         """Have that of this host read the whole topic, as it has to where it was made anew, to take that up."""
         self._open(received, [0] * len(received))
 
@@ -219,23 +219,23 @@ class MultiHostReader:
         self._shares, self._readers, self._turn = shares, [self._first, *self._others], 0
         positions = {name: position for name, (position, _) in received.items()}
         marks = {name: mark for name, (_, mark) in received.items()}
-        elsewhere = [place for place, number in enumerate(shares) if number]
+        excluded_partitions = [place for place, number in enumerate(shares) if number]
         if self._opened:
-            self._first.go_on(positions, marks, elsewhere)
+            self._first.go_on(positions, marks, excluded_partitions)
         else:
-            self._first.open(positions, self._stop, marks=marks, elsewhere=elsewhere)
+            self._first.open(positions, self._stop, marks=marks, excluded_partitions=excluded_partitions)
             self._opened = True
         for number, reader in enumerate(self._others, 1):
-            elsewhere = [place for place, other in enumerate(shares) if other != number]
-            if len(elsewhere) == len(shares):
+            excluded_partitions = [place for place, other in enumerate(shares) if other != number]
+            if len(excluded_partitions) == len(shares):
                 continue
             try:
-                reader.open(positions, self._stop, PATIENCE, marks, elsewhere, alone=False)
+                reader.open(positions, self._stop, PATIENCE, marks, excluded_partitions, owns_new_partitions=False)
             except RecreatedError as exc:
                 if self._ends_reading(exc):
                     raise
                 self._close()
-                self._read_alone(received)
+                self._read_from_this_host(received)
                 return None
             except BrokerError as exc:
                 return reader, str(exc)
@@ -249,7 +249,7 @@ class MultiHostReader:
 
     def _leave_out(self, reader: BlockReader, why: str) -> None:
         self._others.remove(reader)
-        self._absent.add(reader, why)
+        self._failed_readers.add(reader, why)
 
     def _end(self) -> Received:
         """End all that read, and return where to go on."""

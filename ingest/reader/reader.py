@@ -86,8 +86,8 @@ class BlockReader:
     ) -> None:
         """With an address, that of an ingest process on another host which reads in the place of one here."""
         self._address = address
-        self._elsewhere: Sequence[int] = ()
-        self._alone = True
+        self._excluded_partitions: Sequence[int] = ()
+        self._owns_new_partitions = True
         self._stream = stream
         self._schema = schema
         self._hold_out = hold_out
@@ -106,7 +106,7 @@ class BlockReader:
         self._log_starts: dict[int, int] = {}
         self._table: list[TopicPartition] = []
         self._paused = False
-        self._passing = False
+        self._is_skipping = False
         self._opened = False
         self._waiting: deque[FromIngest] = deque()
         """What was received and is not taken yet, in order."""
@@ -114,7 +114,7 @@ class BlockReader:
         """Whether nothing follows what waits: the process has ended."""
         self._restart_at = 0.0
         self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF, retry_at_once=True)
-        self._silence = HangDetector()
+        self._hang_detector = HangDetector()
         self.problem: str | None = None
         """One sentence when the broker cannot be reached or the process had to be started again."""
         self.told: float | None = None
@@ -149,9 +149,9 @@ class BlockReader:
         stop: threading.Event | None = None,
         timeout: timedelta = timedelta(seconds=60),
         marks: Mapping[TopicPartition, PartitionFingerprint] | None = None,
-        elsewhere: Sequence[int] = (),
+        excluded_partitions: Sequence[int] = (),
         *,
-        alone: bool = True,
+        owns_new_partitions: bool = True,
     ) -> None:
         """Start reading and wait until the partitions are known, or `stop` is set.
 
@@ -160,7 +160,7 @@ class BlockReader:
             stop: ends the waiting.
             timeout: for the broker to tell its partitions.
             marks: what the partitions that are known from before are known again by.
-            elsewhere: partitions that another source reads, by their place in `positions`.
+            excluded_partitions: partitions that another source reads, by their place in `positions`.
             alone: whether partitions that are added are this source's.
 
         Raises:
@@ -170,7 +170,7 @@ class BlockReader:
         """
         self._opened = False
         self._backoff.reset()
-        self._elsewhere, self._alone = elsewhere, alone
+        self._excluded_partitions, self._owns_new_partitions = excluded_partitions, owns_new_partitions
         self._received = dict(positions or {})
         self._marks = dict(marks or {})
         self._table, self._partitions = list(self._received), None
@@ -188,10 +188,10 @@ class BlockReader:
         self,
         positions: Mapping[TopicPartition, Position],
         marks: Mapping[TopicPartition, PartitionFingerprint],
-        elsewhere: Sequence[int],
+        excluded_partitions: Sequence[int],
     ) -> None:
         """Read on after `close`, from these positions. Partitions are known: a broker that is away is waited for."""
-        self._elsewhere = elsewhere
+        self._excluded_partitions = excluded_partitions
         self._received, self._marks, self._table = dict(positions), dict(marks), list(positions)
         self._partitions = None
         self._begin()
@@ -261,7 +261,7 @@ class BlockReader:
             except (EOFError, OSError):
                 self._is_gone = True
                 return
-            self._silence.heard()
+            self._hang_detector.reset()
             if isinstance(message, LagReport):
                 self._note_broker(message)
                 continue
@@ -278,49 +278,57 @@ class BlockReader:
         """Give a block's slot back; its columns must not be looked at any more."""
         assert isinstance(block, SharedBlock)
         if block.ring is self._ring:
-            self._say(Release(block.slot))
+            self._send(Release(block.slot))
 
     def pause(self) -> None:
         """Read no further until `resume`; blocks already read still come."""
         self._paused = True
-        self._say(Pause())
+        self._send(Pause())
 
     def resume(self) -> None:
         """Read on."""
         self._paused = False
-        self._say(Resume())
+        self._send(Resume())
 
     def pass_over(self) -> None:
         """Go on at the end of every partition; a block tells what was passed. Asking again meanwhile does nothing."""
-        if not self._passing:
-            self._passing = True
-            self._say(SkipToEnd())
+        if not self._is_skipping:
+            self._is_skipping = True
+            self._send(SkipToEnd())
 
     def commit(self, offsets: dict[int, int]) -> None:
         """Write positions, by index of the partition, for lag tools; best effort."""
-        self._say(Commit(list(offsets.items())))
+        self._send(Commit(list(offsets.items())))
 
     def close(self) -> None:
         """End the process, within a few seconds."""
-        self._say(Stop())
-        self._drop(_STOP_SECONDS if self._opened else 0)
-        self._passing = False
+        self._send(Stop())
+        self._end_process(_STOP_SECONDS if self._opened else 0)
+        self._is_skipping = False
 
     def _begin(self) -> None:
         """Have a process read, a new one unless one waits."""
         if self._process is not None and self._process.poll() is not None:
-            self._drop(0)
+            self._end_process(0)
         if self._process is None:
             self.start()
-        self._silence.heard()
+        self._hang_detector.reset()
         positions = [(name, self._received[name]) for name in self._table]
         marks = [self._marks.get(name, PartitionFingerprint()) for name in self._table]
         settings = self._stream, self._schema, self._hold_out
-        self._say(begin(*settings, positions, marks, list(self._elsewhere), alone=self._alone))
+        self._send(
+            begin(
+                *settings,
+                positions,
+                marks,
+                list(self._excluded_partitions),
+                owns_new_partitions=self._owns_new_partitions,
+            )
+        )
         if self._paused:
-            self._say(Pause())
-        if self._passing:
-            self._say(SkipToEnd())
+            self._send(Pause())
+        if self._is_skipping:
+            self._send(SkipToEnd())
 
     def _take_next(self) -> Block | None:
         """Take the message that waits longest, or that the process has ended where none does."""
@@ -338,14 +346,14 @@ class BlockReader:
         self._log_starts.update(report.log_starts)
 
     def _note_silence(self) -> None:
-        told = self._silence.look()
-        if told is Liveness.ASK:
-            self._say(Pause() if self._paused else Resume())  # as it is: any word makes it report again
+        told = self._hang_detector.check()
+        if told is Liveness.PING:
+            self._send(Pause() if self._paused else Resume())  # as it is: any word makes it report again
         elif told is Liveness.SILENT:
             self.problem = (
                 self.problem or f"ingest has reported nothing for {SILENT_SECONDS / 2 + ANSWER_SECONDS:.0f} s"
             )
-        elif told is Liveness.HANGS:
+        elif told is Liveness.HUNG:
             here = "the ingest process hangs; another one is started"
             self._restart_later(f"the ingest process at {self._address} hangs" if self._address else here)
 
@@ -369,7 +377,7 @@ class BlockReader:
                 self._note(block)
                 return block
             case SkippedToEnd():
-                self._passing = False
+                self._is_skipping = False
             case Failed(error, sentence):
                 self._fail(error, sentence)
         return None
@@ -394,25 +402,25 @@ class BlockReader:
         if self._opened and issubclass(kind, BrokerError):
             self._restart_later(sentence)
         else:
-            self._drop(_STOP_SECONDS)
+            self._end_process(_STOP_SECONDS)
             raise kind(sentence)
 
     def _restart_later(self, problem: str) -> None:
         log.warning("%s", problem)
         self.problem = problem
-        self._drop(0)
+        self._end_process(0)
         if not self._opened:
             raise BrokerError("the ingest process died before it had found the topics; its own words stand above")
         self._restart_at = time.monotonic() + self._backoff.next()
 
-    def _say(self, message: ToIngest) -> None:
+    def _send(self, message: ToIngest) -> None:
         if self._connection is not None:
             try:
                 send(self._connection, message)
             except (BrokenPipeError, ConnectionError):
                 log.debug("the ingest process is gone; the next poll starts another one")
 
-    def _drop(self, seconds: float) -> None:
+    def _end_process(self, seconds: float) -> None:
         """Forget the process, and kill it when it does not end by itself in time."""
         if self._process is not None:
             try:

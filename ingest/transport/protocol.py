@@ -18,9 +18,9 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     hold_out: str
     positions: list[tuple[TopicPartition, Position]]
     marks: list[PartitionFingerprint]
-    elsewhere: list[int] = []
+    excluded_partitions: list[int] = []
     """Indexes of partitions that another process reads."""
-    alone: bool = True
+    owns_new_partitions: bool = True
     """Whether partitions that are added, or made anew, are this process' to take up."""
 
 
@@ -137,9 +137,9 @@ def begin(
     hold_out: HoldOut,
     positions: list[tuple[TopicPartition, Position]],
     marks: list[PartitionFingerprint],
-    elsewhere: list[int],
+    excluded_partitions: list[int],
     *,
-    alone: bool,
+    owns_new_partitions: bool,
 ) -> Begin:
     """Write the settings into the first message."""
     return Begin(
@@ -148,6 +148,6 @@ def begin(
         hold_out=hold_out.model_dump_json(),
         positions=positions,
         marks=marks,
-        elsewhere=elsewhere,
-        alone=alone,
+        excluded_partitions=excluded_partitions,
+        owns_new_partitions=owns_new_partitions,
     )

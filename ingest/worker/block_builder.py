@@ -90,8 +90,8 @@ class BlockBuilder:
         decoded, fault = self._decode([value for each in incoming for value in each.messages.values], faults)
         columns, message = self._rows(decoded, incoming)
         tombstones = self._tombstones(incoming) if self._keyed else {}
-        _bury(columns, message, tombstones)
-        self._settle(columns, incoming, part[message])
+        _mark_tombstones(columns, message, tombstones)
+        self._assign_outcomes(columns, incoming, part[message])
         letters, looped = [], 0
         for rejects in _by_message(decoded.rejects):
             if rejects[0].message in tombstones:
@@ -178,7 +178,7 @@ class BlockBuilder:
         columns["outcome"] = np.where(usable, Outcome.PENDING, Outcome.DEAD_LETTERED).astype(np.uint8)
         return columns, message
 
-    def _settle(self, columns: dict[str, Array], incoming: Sequence[Incoming], part: NDArray[np.intp]) -> None:
+    def _assign_outcomes(self, columns: dict[str, Array], incoming: Sequence[Incoming], part: NDArray[np.intp]) -> None:
         """Skip events without a label, if so set, and hold some of the labelled ones out.
 
         `part` is int `[K]`, the place of each row's partition in `incoming`.
@@ -206,7 +206,7 @@ class BlockBuilder:
         return np.uint64(int(self._hold_out.fraction * 2**64))
 
 
-def _bury(columns: dict[str, Array], message: NDArray[np.int32], tombstones: Mapping[int, bytes]) -> None:
+def _mark_tombstones(columns: dict[str, Array], message: NDArray[np.int32], tombstones: Mapping[int, bytes]) -> None:
     """Settle the rows of tombstones, and give them the hash of their key: whoever reads them knows what to erase."""
     if tombstones:
         rows = np.flatnonzero(np.isin(message, list(tombstones)))

@@ -21,14 +21,14 @@ class _Still:
     seconds: float = 0.0
 
 
-class Stalls:
+class StallDetector:
     """How long each partition has not moved while it was read. Looked at about once a second."""
 
     def __init__(self) -> None:
         self._still: dict[TopicPartition, _Still] = {}
         self._told: list[TopicPartition] = []
 
-    def look(
+    def check(
         self, positions: Mapping[TopicPartition, Position], ends: Mapping[TopicPartition, int], seconds: float
     ) -> str | None:
         """Return one sentence if a partition stands still; it names the one that has done so longest.

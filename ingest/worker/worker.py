@@ -37,7 +37,7 @@ from ingest.transport.protocol import (
 )
 from ingest.transport.shared_ring import SharedRing
 from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming
-from ingest.worker.stalled_partitions import Stalls
+from ingest.worker.stalled_partitions import StallDetector
 
 _PAUSE_SECONDS = 0.01
 """Pause after a poll that brought little: a thin stream costs at most a hundred polls and blocks a second."""
@@ -50,7 +50,7 @@ _LOG_STARTS_SECONDS = 600.0
 _PARTITIONS_SECONDS = 5.0
 _BUSY_SHARE = 0.1
 """How much time counts towards a stall while all that is read comes in plenty: partitions may have to take turns."""
-_MOST_UNHEARD = 8
+_MOST_UNANSWERED = 8
 """Reports that are sent to a learner that says nothing: a connection that is full would block both sides for good."""
 _FIRST_BACKOFF = timedelta(seconds=0.1)
 _LONGEST_BACKOFF = timedelta(seconds=10)
@@ -78,13 +78,13 @@ class IngestWorker:
         assembler: BlockBuilder,
         ring: SharedRing,
         connection: Connection,
-        elsewhere: Sequence[int] = (),
+        excluded_partitions: Sequence[int] = (),
         *,
-        alone: bool = True,
+        owns_new_partitions: bool = True,
     ) -> None:
-        """Leave the partitions `elsewhere` to others, and those that are added too unless `alone`."""
-        self._elsewhere = frozenset(elsewhere)
-        self._alone = alone
+        """Leave `excluded_partitions` to other readers, and new partitions too unless `owns_new_partitions`."""
+        self._excluded_partitions = frozenset(excluded_partitions)
+        self._owns_new_partitions = owns_new_partitions
         self._stream = stream
         self._client = client
         self._assembler = assembler
@@ -92,7 +92,7 @@ class IngestWorker:
         self._connection = connection
         self._free = list(range(ring.slots))
         self._paused = False
-        self._passing = False
+        self._is_skipping = False
         self._table: list[TopicPartition] = []
         self._next: list[Position] = []
         self._marks: list[PartitionFingerprint] = []
@@ -104,9 +104,9 @@ class IngestWorker:
         self._next_lag = self._next_log_starts = 0.0
         self._log_starts: dict[TopicPartition, int] = {}
         """The first offset of each partition when that was last asked for."""
-        self._stalls = Stalls()
+        self._stall_detector = StallDetector()
         self._stall: str | None = None
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self._waited = 0.0
         """Seconds since the last look at stalls in which the learner was waited for."""
         self._brought_little = False
@@ -114,7 +114,7 @@ class IngestWorker:
         self._dropped: Counter[str] = Counter()
         """Dead letters that were not written, by reason, and that no block has told of yet."""
         self._dropped_log = 0.0
-        self._unheard = 0
+        self._unanswered_reports = 0
 
     def run(
         self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[PartitionFingerprint] = ()
@@ -134,16 +134,16 @@ class IngestWorker:
         self._table = [partition for partition, _ in positions]
         self._next = [position for _, position in positions]
         self._marks = list(marks) or [PartitionFingerprint()] * len(self._table)
-        self._take_up("earliest" if positions else self._stream.start, due=True)
+        self._refresh_assignment("earliest" if positions else self._stream.start, due=True)
         next_partitions = time.monotonic() + _PARTITIONS_SECONDS
         backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         while True:
             while self._paused or not self._free:
                 self._wait_for_learner()
-            self._listen(wait=False)
+            self._receive(wait=False)
             try:
-                if self._passing:
-                    self._pass_over()
+                if self._is_skipping:
+                    self._skip_to_end()
                     continue
                 fetched = self._client.poll(timedelta(0), self._ring.rows)
                 backoff.reset()
@@ -152,7 +152,7 @@ class IngestWorker:
                 self._back_off(backoff, str(exc))
                 continue
             except RecreatedError as exc:
-                if not self._take_up("earliest", due=True):
+                if not self._refresh_assignment("earliest", due=True):
                     if not isinstance(exc, TruncatedError):
                         raise
                     self._back_off(backoff, str(exc))  # nothing that was read is lost
@@ -165,14 +165,14 @@ class IngestWorker:
                 self._ring.clear_one(self._free)  # on a thin stream nothing else would overwrite old events for long
                 time.sleep(_PAUSE_SECONDS)
             if time.monotonic() >= next_partitions and not self._problem:
-                self._take_up("earliest")
+                self._refresh_assignment("earliest")
                 next_partitions = time.monotonic() + _PARTITIONS_SECONDS
 
     def _take(self, fetched: Sequence[Messages]) -> None:
         """Take portion after portion, until all are taken or what is left is to be passed over."""
         for portion in _portions(fetched):
-            self._listen(wait=False)
-            if self._passing:
+            self._receive(wait=False)
+            if self._is_skipping:
                 return
             self._take_portion(portion)
 
@@ -189,16 +189,16 @@ class IngestWorker:
         self._log_dropped()
         self._hand_over(incoming, assembled)
 
-    def _take_up(self, start: str, *, due: bool = False) -> bool:
+    def _refresh_assignment(self, start: str, *, due: bool = False) -> bool:
         """Assign the known partitions, those that the broker has beside them, and those that were made anew.
 
         Whether some were is looked up when partitions were added, or `due`. Return whether there are more than before.
         """
         there, known = self._client.partitions(), latest_incarnations(self._table)
-        added = [p for p in there if (p.topic, p.partition) not in known and self._alone]
+        added = [p for p in there if (p.topic, p.partition) not in known and self._owns_new_partitions]
         if not added and not due:
             return False
-        anew = self._made_anew()
+        anew = self._find_recreated()
         recreated = [partition for partition, start in anew.items() if start is None]
         moment = self._stream.start_time if start == self._stream.start else None
         offsets = self._client.first_offsets(added, start, moment) if added else {}
@@ -216,7 +216,7 @@ class IngestWorker:
             for name, place in latest_incarnations(self._table).items()
             if name[0] in self._stream.topics
             and (name[0] not in topics or name in names)
-            and place not in self._elsewhere
+            and place not in self._excluded_partitions
         ]
         ids = self._client.topic_ids()
         for place in self._read:
@@ -227,7 +227,7 @@ class IngestWorker:
         send(self._connection, PartitionsOpened(self._table, starts, [mark.topic_id for mark in self._marks]))
         return bool(added or anew)
 
-    def _made_anew(self) -> dict[TopicPartition, int | None]:
+    def _find_recreated(self) -> dict[TopicPartition, int | None]:
         """Return the partitions that have taken the place of others that were read, and where to begin, if known.
 
         One whose log lost its end is such a one from there on: its offsets come again, with other records.
@@ -240,29 +240,31 @@ class IngestWorker:
         places = [
             place
             for name, place in latest_incarnations(self._table).items()
-            if name[0] in self._stream.topics and (self._alone or place not in self._elsewhere)
+            if name[0] in self._stream.topics and (self._owns_new_partitions or place not in self._excluded_partitions)
         ]
         changed = compare(
             self._client, {self._table[place]: (self._marks[place], self._next[place].offset) for place in places}
         )
         for partition in changed.recreated:
             name = f"{partition.topic}[{partition.partition}]"
-            if self._stream.on_gap == "fail" or not self._alone:
+            if self._stream.on_gap == "fail" or not self._owns_new_partitions:
                 raise RecreatedError(f"{name}: {RECREATED}")
             log.warning("%s is not what was read: it is read anew", name)
         for partition, start in changed.truncated.items():
             name = f"{partition.topic}[{partition.partition}]@{start}"
             if partition in changed.overwritten and self._stream.on_gap == "fail":
                 raise GapError(overwritten(name))
-            if not self._alone:
+            if not self._owns_new_partitions:
                 raise TruncatedError(f"{name}: {TRUNCATED}")
             read_to = self._next[self._table.index(partition)].offset
             log.warning(
                 "%s: the log lost its end, %d offsets after it were read; reading goes on", name, read_to - start
             )
-        return {p.anew: None for p in changed.recreated} | {p.anew: start for p, start in changed.truncated.items()}
+        return {p.next_incarnation: None for p in changed.recreated} | {
+            p.next_incarnation: start for p, start in changed.truncated.items()
+        }
 
-    def _pass_over(self) -> None:
+    def _skip_to_end(self) -> None:
         """Go on at the end of each partition, and tell what that leaves unread; a torn message is read to its end."""
         read = self._read
         whole = [place for place in read if not self._next[place].row]
@@ -279,25 +281,25 @@ class IngestWorker:
         if passed:
             send(self._connection, BlockReady(self._free.pop(), 0, tuple(passed), 0))
         send(self._connection, SkippedToEnd())
-        self._passing = False
+        self._is_skipping = False
 
     def _wait_for_learner(self) -> None:
         began = time.monotonic()
-        self._listen(wait=True)
+        self._receive(wait=True)
         self._waited += time.monotonic() - began
         self._report_lag_if_due()
 
-    def _listen(self, *, wait: bool) -> None:
+    def _receive(self, *, wait: bool) -> None:
         """Hear what the learner says; with `wait`, until it says something, or for a second."""
         while self._connection.poll(_LAG_SECONDS if wait else 0):
             try:
-                self._obey(receive_in_ingest(self._connection))
+                self._handle(receive_in_ingest(self._connection))
             except (EOFError, OSError) as exc:
                 raise StoppedError from exc
             wait = self._paused or not self._free
 
-    def _obey(self, message: ToIngest) -> None:
-        self._unheard = 0
+    def _handle(self, message: ToIngest) -> None:
+        self._unanswered_reports = 0
         match message:
             case Release(slot):
                 self._free.append(slot)
@@ -306,7 +308,7 @@ class IngestWorker:
             case Resume():
                 self._paused = False
             case SkipToEnd():
-                self._passing = True
+                self._is_skipping = True
             case Commit(positions):
                 read = set(latest_incarnations(self._table).values())
                 self._client.commit({self._table[index]: offset for index, offset in positions if index in read})
@@ -387,7 +389,7 @@ class IngestWorker:
         while (left := until - time.monotonic()) > 0:
             self._report(Lag(problem=problem))
             if self._connection.poll(min(left, _LAG_SECONDS)):
-                self._listen(wait=False)
+                self._receive(wait=False)
 
     def _report_lag_if_due(self) -> None:
         """Lag is told also while nothing is read: that is when it grows."""
@@ -406,11 +408,13 @@ class IngestWorker:
     def _stalled(self, ends: Mapping[TopicPartition, int]) -> str | None:
         """Return one sentence if a partition that is read stands still."""
         now = time.monotonic()
-        seconds = max(0.0, now - self._looked - self._waited)
+        seconds = max(0.0, now - self._checked_at - self._waited)
         if not self._brought_little:
             seconds *= _BUSY_SHARE
-        self._looked, self._waited, self._brought_little = now, 0.0, False
-        return self._stalls.look({self._table[place]: self._next[place] for place in self._read}, ends, seconds)
+        self._checked_at, self._waited, self._brought_little = now, 0.0, False
+        return self._stall_detector.check(
+            {self._table[place]: self._next[place] for place in self._read}, ends, seconds
+        )
 
     def _report(self, lag: Lag, asked: float | None = None) -> None:
         if lag.problem != self._problem and lag.problem is None:
@@ -418,9 +422,9 @@ class IngestWorker:
         elif lag.problem != self._problem:
             log.warning("%s", lag.problem)
         self._problem = lag.problem
-        if self._unheard >= _MOST_UNHEARD:
+        if self._unanswered_reports >= _MOST_UNANSWERED:
             return
-        self._unheard += 1
+        self._unanswered_reports += 1
         ends = [(index, lag.ends[partition]) for index, partition in enumerate(self._table) if partition in lag.ends]
         starts = [(index, lag.log_starts[name]) for index, name in enumerate(self._table) if name in lag.log_starts]
         fault = self._fault if time.monotonic() < self._fault_until else None

@@ -101,10 +101,10 @@ def test_partitions_go_from_host_to_host_and_every_event_comes_once(
         produce(kafka.bootstrap, topic, [GOOD] * 6000, partition=partition)
     with reading(kafka.bootstrap, topic, client=client, buffer_bytes="1MB") as (sources, remote):
         read(sources, seen, 500)
-        sources.look([300.0, 200.0, 200.0, 200.0])
+        sources.rebalance([300.0, 200.0, 200.0, 200.0])
         assert sources._shares == [0, 1, 1, 0]
         read(sources, seen, count(seen, (1, 2)) + 100, (1, 2))
-        sources.look([1.0, 900.0, 900.0, 1.0])
+        sources.rebalance([1.0, 900.0, 900.0, 1.0])
         assert sources._shares == [0, 0, 1, 1]
         read(sources, seen, count(seen, (2,)) + 100, (2,))
         remote.close()
@@ -126,7 +126,7 @@ def test_a_partition_that_is_added_is_read_and_ends_are_told_of_all(
     for partition in range(2):
         produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
     with reading(kafka.bootstrap, topic) as (sources, _):
-        sources.look([1.0, 1.0])
+        sources.rebalance([1.0, 1.0])
         assert sorted(sources._shares) == [0, 1]
         read(sources, seen, 200)
         with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
@@ -145,7 +145,7 @@ def test_a_host_that_is_idle_for_long_still_says_that_its_broker_is_away(
 ) -> None:
     """It stops reporting to a learner from which it hears nothing, after eight reports, one a second."""
     with Proxy(kafka.bootstrap) as proxy, reading(kafka.bootstrap, make_topic(partitions=2), proxy.address) as (it, _):
-        it.look([1.0, 1.0])
+        it.rebalance([1.0, 1.0])
         assert it._shares == [0, 1]
         for second in range(10):
             idle(it, 1)
@@ -168,7 +168,7 @@ def test_a_host_that_was_lost_reads_again_and_nobody_is_unhealthy(
     rates = [1.0, 1.0]
 
     with reading(kafka.bootstrap, topic) as (sources, remote):
-        sources.look(rates)
+        sources.rebalance(rates)
 
         def learn() -> None:
             nonlocal sent
@@ -182,7 +182,7 @@ def test_a_host_that_was_lost_reads_again_and_nobody_is_unhealthy(
 
         def well() -> bool:
             remote.keep()
-            sources.look(rates)
+            sources.rebalance(rates)
             return sources.problem is None and sources._shares == [0, 1]
 
         learn()
@@ -223,13 +223,13 @@ def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
     with Proxy(kafka.bootstrap) as proxy:
         with reading(proxy.address, topic, kafka.bootstrap) as (sources, remote):
             send()
-            sources.look([300.0, 200.0, 200.0, 200.0])
+            sources.rebalance([300.0, 200.0, 200.0, 200.0])
             read(sources, seen, 400)
             proxy.suffer(Fault(closed=True))
-            sources.look([1.0, 900.0, 900.0, 1.0])
+            sources.rebalance([1.0, 900.0, 900.0, 1.0])
             assert sources._shares == [0, 0, 1, 1], "nobody has said yet that the broker is away"
             until(sources, lambda: proxy.address in str(sources.problem))
-            sources.look([1.0, 1.0, 900.0, 900.0])
+            sources.rebalance([1.0, 1.0, 900.0, 900.0])
             assert sources._shares == [0, 0, 1, 1]
             remote.close()
             until(sources, lambda: sources._shares == [0] * 4)
@@ -263,7 +263,7 @@ def test_a_topic_that_is_made_anew_while_two_hosts_read_is_read_anew_by_both_or_
 
     send(3)
     with reading(kafka.bootstrap, topic, client=client, on_gap=on_gap) as (sources, _):
-        sources.look([1.0, 1.0])
+        sources.rebalance([1.0, 1.0])
         assert sources._shares == [0, 1]
         read(sources, seen, 6)
         make_anew(kafka.bootstrap, topic, 2)
@@ -274,7 +274,7 @@ def test_a_topic_that_is_made_anew_while_two_hosts_read_is_read_anew_by_both_or_
             return
         read(sources, seen, 2 * events, (2, 3))
         assert [partition.name.incarnation for partition in sources.partitions] == [0, 0, 1, 1]
-        sources.look([0.0, 0.0, 900.0, 900.0])
+        sources.rebalance([0.0, 0.0, 900.0, 900.0])
         assert sorted(sources._shares[2:]) == [0, 1]
         send(100)
         read(sources, seen, 2 * (events + 100), (2, 3))
@@ -297,7 +297,7 @@ def test_a_host_that_cannot_read_leaves_all_to_the_first(
     )
     with contextlib.closing(remote), contextlib.closing(sources):
         sources.open({}, threading.Event(), {})
-        sources.look([1.0, 1.0])
+        sources.rebalance([1.0, 1.0])
         read(sources, seen, 200)
         assert once(seen, 2, 100)
         assert nowhere in str(sources.problem)

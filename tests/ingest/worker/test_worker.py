@@ -449,7 +449,7 @@ def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> 
     assert STREAM.on_gap == "fail"
     with learner(client, positions=[(P0, Position(7))], marks=[mark]) as end:
         opened = end.hear(lambda each: isinstance(each, PartitionsOpened))
-        assert opened == PartitionsOpened([P0, P0.anew], [7, 5], ["one", "one"])
+        assert opened == PartitionsOpened([P0, P0.next_incarnation], [7, 5], ["one", "one"])
         partition.append(message(9, 1))
         block, _ = end.block()
         assert block.coverage[0].partition == 1
@@ -478,7 +478,7 @@ def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_rea
     with contextlib.closing(Connection(ours.detach())) as end, contextlib.closing(Connection(theirs.detach())) as there:
         ring = SharedRing(BlockLayout(SCHEMA), 1_000_000)
         assembler = BlockBuilder(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
-        worker = IngestWorker(STREAM, client, assembler, ring, there, [0], alone=False)
+        worker = IngestWorker(STREAM, client, assembler, ring, there, [0], owns_new_partitions=False)
         send(end, Stop())
         with contextlib.closing(ring), pytest.raises(RecreatedError, match=r"events\[1\]"):
             worker.run(
