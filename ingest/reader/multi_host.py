@@ -15,8 +15,9 @@ from ingest.events.block import Block
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
 from ingest.reader.assignment import far_off, share_out
+from ingest.reader.cursors import Partition
 from ingest.reader.failover import PATIENCE, FailedReaders, Received
-from ingest.reader.reader import BlockReader, Partition
+from ingest.reader.reader import BlockReader
 
 _NOW = timedelta(0)
 _REST_SECONDS = 0.05

@@ -186,7 +186,7 @@ def test_a_host_that_was_lost_reads_again_and_nobody_is_unhealthy(
             return sources.problem is None and sources._shares == [0, 1]
 
         learn()
-        (relay,) = (each._process for each in sources._others)
+        (relay,) = (each._process.popen for each in sources._others)
         assert relay is not None
         relay.kill()
         until(sources, lost)

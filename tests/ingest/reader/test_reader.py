@@ -100,6 +100,16 @@ def read(source: BlockReader, events: int) -> list[tuple[int, int, int, Outcome]
     return seen
 
 
+def cursors(
+    source: BlockReader,
+) -> tuple[dict[TopicPartition, Position], dict[TopicPartition, PartitionFingerprint]]:
+    """Return the position and the fingerprint of each partition."""
+    return (
+        {name: position for name, (position, _) in source.received.items()},
+        {name: mark for name, (_, mark) in source.received.items()},
+    )
+
+
 def started() -> BlockReader:
     settings = StreamSettings.model_validate({**STREAM, "bootstrap_servers": "127.0.0.1:1", "topics": ["none"]})
     source = BlockReader(settings.resolved("test"), SchemaSettings.model_validate(SCHEMA), HoldOut(fraction=0, seed=0))
@@ -114,9 +124,9 @@ def test_a_process_that_was_started_before_is_the_one_that_reads(
 
     def open_later(source: BlockReader, *arguments: Any, **options: Any) -> None:
         source.start()
-        waiting = source._process
+        waiting = source._process.popen
         begun(source, *arguments, **options)
-        assert source._process is waiting
+        assert source._process.popen is waiting
 
     monkeypatch.setattr(BlockReader, "open", open_later)
     produce(kafka.bootstrap, topic, [GOOD])
@@ -126,14 +136,14 @@ def test_a_process_that_was_started_before_is_the_one_that_reads(
 
 def test_one_that_died_before_it_had_anything_to_read_is_replaced() -> None:
     source = started()
-    first = source._process
+    first = source._process.popen
     assert first is not None
     first.kill()
     first.wait()
     try:
         source.go_on({}, {}, [])
-        assert source._process is not None
-        assert source._process.pid != first.pid
+        assert source._process.popen is not None
+        assert source._process.popen.pid != first.pid
     finally:
         source.close()
 
@@ -142,7 +152,7 @@ def test_a_process_that_has_nothing_to_read_yet_ends_with_the_learner_without_a_
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     closed, gone = started(), started()
-    process = gone._process
+    process = gone._process.popen
     assert process is not None
     assert gone.connection is not None
     gone.connection.close()  # as a kill of the learner does
@@ -288,10 +298,8 @@ class TestATopicThatIsMadeAnew:
             pytest.skip("the embedded broker has no topic ids")
         with opened(kafka.bootstrap, topic) as source:
             read(source, 3)
-            positions = dict(source._received)
-            marks = {
-                name: mark if ids else PartitionFingerprint(None, mark.last) for name, mark in source._marks.items()
-            }
+            positions, known = cursors(source)
+            marks = {name: mark if ids else PartitionFingerprint(None, mark.last) for name, mark in known.items()}
         assert all(mark.last is not None and mark.last.offset == 2 for mark in marks.values())
         with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
             assert read_for(source, timedelta(seconds=1)) == []
@@ -302,7 +310,7 @@ class TestATopicThatIsMadeAnew:
                 pass
         with opened(kafka.bootstrap, topic, positions=positions, marks=marks, on_gap="earliest") as source:
             seen = [(partition, offset) for partition, offset, *_ in read(source, events)]
-            positions, marks = dict(source._received), dict(source._marks)
+            positions, marks = cursors(source)
         assert seen == [(1, offset) for offset in range(events)]
         # Both have their index from then on, and only the newer one is read.
         with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
@@ -317,7 +325,7 @@ def test_a_last_record_that_retention_has_taken_is_no_sign_of_another_topic(
     produce(kafka.bootstrap, topic, [GOOD] * 5)
     with opened(kafka.bootstrap, topic) as source:
         read(source, 5)
-        positions, marks = dict(source._received), dict(source._marks)
+        positions, marks = cursors(source)
     produce(kafka.bootstrap, topic, [GOOD])
     with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
         admin.delete_records({KafkaPartition(topic, 0): 5})
@@ -386,9 +394,9 @@ def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
     with opened(kafka.bootstrap, topic, buffer_bytes="1MB") as source:
         seen = read(source, 1)
         for _ in range(3):
-            assert source._process is not None
-            source._process.kill()
-            source._process.wait()
+            assert source._process.popen is not None
+            source._process.popen.kill()
+            source._process.popen.wait()
             seen += read(source, 500)
         seen += read(source, 6000 - len(seen))
         assert source.problem is None
@@ -404,8 +412,8 @@ def test_an_ingest_process_that_hangs_is_said_to_be_unhealthy_and_another_one_go
     produce(kafka.bootstrap, topic, [GOOD] * 10)
     with opened(kafka.bootstrap, topic) as source:
         seen = read(source, 10)
-        assert source._process is not None
-        source._process.send_signal(signal.SIGSTOP)
+        assert source._process.popen is not None
+        source._process.popen.send_signal(signal.SIGSTOP)
         produce(kafka.bootstrap, topic, [GOOD] * 10)
         deadline = time.monotonic() + 30
         while source.problem is None:
@@ -423,10 +431,10 @@ def test_an_ingest_process_with_nothing_to_say_is_left_alone(
     """It falls silent after eight reports to a learner that says nothing either."""
     monkeypatch.setattr(silence, "SILENT_SECONDS", 6.0)
     with opened(kafka.bootstrap, make_topic()) as source:
-        process = source._process
+        process = source._process.popen
         for _ in range(90):
             assert source.poll(timedelta(seconds=0.2)) is None
-        assert source._process is process
+        assert source._process.popen is process
         assert source.problem is None
 
 
@@ -592,7 +600,7 @@ def test_a_broker_that_is_killed_and_comes_back_costs_nothing(
     for topic in topics:
         produce(server, topic, [GOOD, b"bad"] * 3000)
     with opened(server, "narrow", topics=list(topics), buffer_bytes="1MB") as source:
-        process = source._process
+        process = source._process.popen
         seen = read(source, 1)
         mortal_kafka.kill()
         while source.problem is None:
@@ -607,7 +615,7 @@ def test_a_broker_that_is_killed_and_comes_back_costs_nothing(
         while source.problem is not None:
             assert time.monotonic() < deadline, source.problem
             seen += read_for(source, timedelta(seconds=1))
-        assert source._process is process
+        assert source._process.popen is process
         names = [partition.name for partition in source.partitions]
     counted = Counter((names[p].topic, o) for p, o, *_ in seen if names[p].partition == 0)
     assert counted == Counter((topic, offset) for topic in topics for offset in range(6100))

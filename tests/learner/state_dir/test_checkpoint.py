@@ -31,7 +31,8 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from ingest.metrics import IngestMetrics
-from ingest.reader.reader import BlockReader, Partition
+from ingest.reader.cursors import Partition
+from ingest.reader.reader import BlockReader
 from learner.build import LearnerSpec, TrainingSetup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
