@@ -1,4 +1,4 @@
-"""`python -m ingest --connection FD --ring FD`: the ingest process, started by the learner and not by hand."""
+"""`python -m ingest --connection FD --ring FD`: the ingest process, which the learner starts."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from ingest.worker.worker import IngestWorker, StoppedError
 
 
 def main() -> int:
-    """Serve one learner until it says stop or is gone; with `--listen`, one of another host after the other."""
+    """Serve one learner until it sends `Stop` or is gone; with `--listen`, serve learners of other hosts in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connection", type=int)
     parser.add_argument("--ring", type=int)
@@ -47,7 +47,7 @@ def main() -> int:
     except EOFError:
         return 0
     if not isinstance(asked, Begin):
-        return 0  # the learner ends before it has begun
+        return 0  # the learner ended before it began
     stream = StreamSettings.model_validate_json(asked.stream)
     try:
         shared = SharedRing(_layout(asked), int(stream.buffer_bytes), arguments.ring)
@@ -66,7 +66,7 @@ def _layout(begin: Begin) -> BlockLayout:
 
 
 def _read(connection: Connection, begin: Begin, stream: StreamSettings, ring: SharedRing) -> None:
-    """Read for a learner until it says stop or is gone, or tell it why not."""
+    """Read for a learner until it sends `Stop` or is gone; send it `Failed` on an error."""
     schema = Schema(SchemaSettings.model_validate_json(begin.schema))
     with contextlib.ExitStack() as stack:
         try:

@@ -62,10 +62,10 @@ IDENTITY_COLUMNS: Mapping[str, np.dtype[np.generic]] = {
     "outcome": np.dtype(np.uint8),
     "reason": np.dtype(np.uint8),
 }
-"""Columns `[N]` of every block beside the schema's: where an event came from, when, and what is settled about it.
+"""Columns `[N]` of every block besides the schema's: where an event came from, when, and what is settled about it.
 
 `partition` is the index of the topic partition in the source's table (not Kafka's number), `offset` and `row` are the
-place within it, `time_ms` the record's timestamp in milliseconds since 1970. `key_hash` and
+begin within it, `time_ms` the record's timestamp in milliseconds since 1970. `key_hash` and
 `group_hash` are 0 where the event has none.
 """
 
@@ -110,7 +110,7 @@ class Block:
 
 
 class BlockLayout:
-    """Where each column lies in a slot of shared memory; the same in the process that writes and the one that reads."""
+    """The offset of each column in a slot of shared memory; writer and reader compute the same."""
 
     def __init__(self, schema: Schema) -> None:
         self.columns = {**schema.payload(), **{name: (dtype, ()) for name, dtype in IDENTITY_COLUMNS.items()}}
@@ -126,11 +126,11 @@ class BlockLayout:
     def views(self, buffer: memoryview, rows: int) -> dict[str, Array]:
         """Return the columns of a slot that has room for so many rows."""
         views: dict[str, Array] = {}
-        place = 0
+        begin = 0
         for name, (dtype, shape) in self.columns.items():
-            column = np.frombuffer(buffer, dtype, count=rows * int(np.prod(shape)), offset=place)
+            column = np.frombuffer(buffer, dtype, count=rows * int(np.prod(shape)), offset=begin)
             views[name] = column.reshape(rows, *shape)
-            place += _aligned(column.nbytes)
+            begin += _aligned(column.nbytes)
         return views
 
     def empty(self, rows: int) -> dict[str, Array]:

@@ -94,7 +94,7 @@ class ArrowFormat:
                 if field.required:
                     return f"missing required column {field.name}"
             elif sizes_of(schema.types[places[field.name]], field) is None:
-                return f"{field.name} is of Arrow type {schema.types[places[field.name]]}, not {field.wanted}"
+                return f"{field.name} is of Arrow type {schema.types[places[field.name]]}, not {field.expected}"
         columns = sorted(places.values())
         taken = [schema.field(place) for place in columns]
         wide = pa.schema([pa.field(column.name, _wide(column.type), column.nullable) for column in taken])

@@ -61,7 +61,7 @@ class FakeClient:
         return list(self.topics)
 
     def topic_ids(self) -> dict[str, str]:
-        """What `ids` says."""
+        """Return `ids`."""
         return dict(self.ids)
 
     def first_offsets(
@@ -108,7 +108,7 @@ class FakeClient:
         return taken
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no connection."""
 
     def _reach(self) -> None:
         if self.away:

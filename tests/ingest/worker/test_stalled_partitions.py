@@ -12,7 +12,7 @@ P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 def check(
     stalls: StallDetector, times: int, *, position: int = 100, end: int = 201, seconds: float = 1.0
 ) -> list[str | None]:
-    """Look so often while `events[0]` stands still; `events[1]` is read to its end."""
+    """Check `times` times while `events[0]` is stalled; `events[1]` is read to its end."""
     positions = {P0: Position(position), P1: Position(9)}
     return [stalls.check(positions, {P0: end, P1: 9}, seconds) for _ in range(times)]
 
@@ -21,7 +21,7 @@ def test_a_position_that_stands_still_is_told_with_partition_offset_and_end_with
     told = check(StallDetector(), 30)
     assert told[:20] == [None] * 20
     assert told[20] is not None
-    assert told[20].startswith("events[0] stands still at offset 100, while it ends at 201: the broker has returned")
+    assert told[20].startswith("events[0] is stalled at offset 100, while it ends at 201: the broker has returned")
     assert None not in told[20:]
 
 
@@ -54,7 +54,7 @@ def test_several_are_told_in_one_sentence_the_one_that_stands_still_longest_firs
     for _ in range(int(STALLED_SECONDS) + 1):
         told = stalls.check(positions, {P0: 2, P1: 6}, 1.0)
     assert told is not None
-    assert told.startswith("events[1] stands still at offset 5, while it ends at 6")
+    assert told.startswith("events[1] is stalled at offset 5, while it ends at 6")
     assert told.endswith("; 1 more partition likewise")
 
 

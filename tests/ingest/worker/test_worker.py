@@ -238,9 +238,7 @@ class TestStandingStill:
             while not end.hear(lambda each: isinstance(each, LagReport)).problem:
                 send(end.connection, Resume())  # it reports on as long as the learner says something
                 other.append(message(0, 1))
-            assert end.broker[-1].problem.startswith(
-                "events[0] stands still at offset 0, while it ends at 1: the broker"
-            )
+            assert end.broker[-1].problem.startswith("events[0] is stalled at offset 0, while it ends at 1: the broker")
 
     def test_one_that_waits_for_a_learner_that_takes_nothing_is_not_told_so(self) -> None:
         partition = FakePartition()
