@@ -1,4 +1,4 @@
-"""A position that stands still while the topic goes on is told within 30 s, and nothing else is told of so."""
+"""A stalled position is reported within 30 s, and nothing else is."""
 
 import pytest
 
@@ -17,12 +17,12 @@ def check(
     return [stalls.check(positions, {P0: end, P1: 9}, seconds) for _ in range(times)]
 
 
-def test_a_position_that_stands_still_is_told_with_partition_offset_and_end_within_30_s() -> None:
-    told = check(StallDetector(), 30)
-    assert told[:20] == [None] * 20
-    assert told[20] is not None
-    assert told[20].startswith("events[0] is stalled at offset 100, while it ends at 201: the broker has returned")
-    assert None not in told[20:]
+def test_a_stalled_position_is_reported_with_partition_offset_and_end_within_30_s() -> None:
+    sentence = check(StallDetector(), 30)
+    assert sentence[:20] == [None] * 20
+    assert sentence[20] is not None
+    assert sentence[20].startswith("events[0] is stalled at offset 100, while it ends at 201: the broker has returned")
+    assert None not in sentence[20:]
 
 
 def test_a_topic_that_goes_no_further_and_a_position_that_moves_are_well() -> None:
@@ -44,21 +44,21 @@ def test_it_is_well_again_once_it_moves() -> None:
 def test_time_in_which_nothing_was_read_does_not_count() -> None:
     stalls = StallDetector()
     assert check(stalls, 1000, seconds=0.0) == [None] * 1000
-    # A broker that was away, or a process that was suspended, is no partition that stands still.
+    # A broker that was away, or a process that was suspended, does not stall a partition.
     assert check(stalls, 1, seconds=3600.0) == [None]
 
 
-def test_several_are_told_in_one_sentence_the_one_that_stands_still_longest_first() -> None:
+def test_several_stalls_are_reported_in_one_sentence_the_longest_first() -> None:
     stalls, positions = StallDetector(), {P0: Position(1), P1: Position(5)}
     stalls.check({P1: Position(5)}, {P1: 6}, 1.0)
     for _ in range(int(STALLED_SECONDS) + 1):
-        told = stalls.check(positions, {P0: 2, P1: 6}, 1.0)
-    assert told is not None
-    assert told.startswith("events[1] is stalled at offset 5, while it ends at 6")
-    assert told.endswith("; 1 more partition likewise")
+        sentence = stalls.check(positions, {P0: 2, P1: 6}, 1.0)
+    assert sentence is not None
+    assert sentence.startswith("events[1] is stalled at offset 5, while it ends at 6")
+    assert sentence.endswith("; 1 more partition likewise")
 
 
 @pytest.mark.parametrize("ends", [{}, {P1: 9}])
-def test_a_partition_of_which_no_end_is_known_is_not_told_of(ends: dict[TopicPartition, int]) -> None:
+def test_a_partition_without_a_known_end_is_not_reported(ends: dict[TopicPartition, int]) -> None:
     stalls = StallDetector()
     assert [stalls.check({P0: Position(1)}, ends, 1.0) for _ in range(50)] == [None] * 50
