@@ -43,21 +43,21 @@ def main() -> int:
             ring.close()
     connection = Connection(arguments.connection)
     try:
-        asked = receive_in_ingest(connection)
+        message = receive_in_ingest(connection)
     except EOFError:
         return 0
-    if not isinstance(asked, Begin):
+    if not isinstance(message, Begin):
         return 0  # the learner ended before it began
-    stream = StreamSettings.model_validate_json(asked.stream)
+    stream = StreamSettings.model_validate_json(message.stream)
     try:
-        shared = SharedRing(_layout(asked), int(stream.buffer_bytes), arguments.ring)
+        shared = SharedRing(_layout(message), int(stream.buffer_bytes), arguments.ring)
     except SettingsError as exc:
         send(connection, Failed(type(exc).__name__, str(exc)))
         return 0
     if arguments.relay is not None:
-        relay(arguments.relay, connection, shared, asked)
+        relay(arguments.relay, connection, shared, message)
     else:
-        _read(connection, asked, stream, shared)
+        _read(connection, message, stream, shared)
     return 0
 
 

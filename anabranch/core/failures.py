@@ -34,7 +34,7 @@ _MEMORY_WORDS = (
     "HIP out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""Parts of torch's sentences about memory, in errors without a class of their own."""
+"""Parts of torch's sentences about memory, in errors that have no class."""
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for bytes that it cannot decode."""
 

@@ -1,7 +1,7 @@
-"""The block: many events as columns, the unit that moves between the parts.
+"""The block: many events as columns, the unit that is passed between components.
 
 Every event that was read is a row of exactly one block, also one that cannot be used: its outcome is then set and
-its features are zeros. So whoever has consumed the first n rows knows exactly which events are done with.
+its features are zeros. A consumer of the first n rows therefore knows exactly which events have an outcome.
 
 Legend: N events. Within a partition rows are in the order of (offset, row).
 """
@@ -62,11 +62,11 @@ IDENTITY_COLUMNS: Mapping[str, np.dtype[np.generic]] = {
     "outcome": np.dtype(np.uint8),
     "reason": np.dtype(np.uint8),
 }
-"""Columns `[N]` of every block besides the schema's: where an event came from, when, and what is settled about it.
+"""Columns `[N]` of every block besides the schema's: where an event came from, when, and its outcome.
 
 `partition` is the index of the topic partition in the source's table (not Kafka's number), `offset` and `row` are the
-begin within it, `time_ms` the record's timestamp in milliseconds since 1970. `key_hash` and
-`group_hash` are 0 where the event has none.
+position in it, `time_ms` is the record's timestamp in milliseconds since 1970. `key_hash` and `group_hash` are 0 where
+the event has none.
 """
 
 
@@ -76,7 +76,7 @@ class Coverage:
 
     `start` is the first offset after what earlier blocks covered, `end` the first offset after this block; offsets
     between them without a row are gaps (transaction markers, aborted records, compaction). `removed` counts offsets
-    from `start` on that retention took before they were read, `passed` those that were sought over by policy. `last` is
+    from `start` on that retention removed before they were read, `passed` those that the lag policy skipped. `last` is
     the last record that the block covers, where it covers all that was fetched with it.
     """
 

@@ -18,7 +18,7 @@ from pyarrow import types
 from ingest.events.block import Array
 from ingest.events.encoders import hash_texts
 from ingest.events.schema import Feature, Label, Schema
-from ingest.formats.multilabel import spread
+from ingest.formats.multilabel import multi_hot_from_counts
 
 Mask = NDArray[np.bool_]
 Leaf = Callable[[Any], tuple[Array, Mask]]
@@ -202,7 +202,7 @@ def _several(label: Label, array: Any, labelled: Mask, faults: Faults) -> Array:
         np.bincount(rows[~good], minlength=len(counts)) > 0,
         f"{label.name} lists what is not {'a class' if label.names else f'in 0..{(label.classes or 0) - 1}'}",
     )
-    has_GC = spread(label, np.bincount(rows[good], minlength=len(counts)), values[good].astype(np.int64))
+    has_GC = multi_hot_from_counts(label, np.bincount(rows[good], minlength=len(counts)), values[good].astype(np.int64))
     faults.add(has_GC.sum(axis=1) < counts, f"{label.name} lists a class twice")
     return has_GC
 
@@ -227,10 +227,10 @@ def _dense(array: Any, sizes: tuple[int, ...], leaf: Leaf) -> tuple[Array, Mask]
     whole = np.asarray(whole.reshape(len(kept), size).all(axis=1))
     if kept is array:
         return values, whole
-    spread = np.zeros((len(good), *sizes), values.dtype)
-    spread[good] = values
+    dense = np.zeros((len(good), *sizes), values.dtype)
+    dense[good] = values
     good[good] = whole
-    return spread, good
+    return dense, good
 
 
 def _numbers(dtype: np.dtype[Any]) -> Leaf:

@@ -126,7 +126,7 @@ class ConfluentClient:
         return {partition: ends[partition] if offset < 0 else offset for partition, offset in found.items()}
 
     def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        """Ask whatever the isolation level of the consumer is."""
+        """Ask independently of the consumer's isolation level."""
         try:
             return self._offsets(partitions, OffsetSpec.latest(), "read_uncommitted")
         except KafkaException as exc:
@@ -372,7 +372,7 @@ class ConfluentClient:
             self._corrupt.pop(partition, None)
         headers, faults = headers_of(records)
         if max(map(len, records), default=0) > self._most:
-            faults |= {place: too_large(self._most) for place, each in enumerate(records) if len(each) > self._most}
+            faults |= {index: too_large(self._most) for index, each in enumerate(records) if len(each) > self._most}
         return Messages(
             partition=partition,
             offsets=[record.offset() for record in records],

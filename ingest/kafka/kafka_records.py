@@ -21,7 +21,7 @@ from ingest.kafka.diagnostics import damaged, too_large
 class UnreadableError(CorruptRecordError):  # type: ignore[misc]
     """Records that cannot be read: those from `begin` on and before `end`.
 
-    Where `end` is None, the batch has another checksum than its contents, and may be whole when it is fetched again.
+    Where `end` is None, the batch has another checksum than its contents, and may be good when it is fetched again.
     """
 
     def __init__(self, sentence: str, partition: Any, begin: int, end: int | None, time_ms: int, reason: str) -> None:
@@ -86,7 +86,7 @@ class _Batches:
 
 
 class _Batch:
-    """One of kafka-python's batches, in place of it."""
+    """Replaces a batch of kafka-python."""
 
     def __init__(self, theirs: Any, most: int) -> None:
         self._theirs = theirs
