@@ -124,7 +124,7 @@ class BlockLayout:
         return sum(_aligned(dtype.itemsize * int(np.prod(shape)) * rows) for dtype, shape in self.columns.values())
 
     def views(self, buffer: memoryview, rows: int) -> dict[str, Array]:
-        """Return the columns of a slot that has room for so many rows."""
+        """Return the columns of a slot that has room for `rows` rows."""
         views: dict[str, Array] = {}
         begin = 0
         for name, (dtype, shape) in self.columns.items():

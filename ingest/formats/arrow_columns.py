@@ -41,7 +41,7 @@ class ArrowField:
 
 
 class Faults:
-    """What is wrong with each of G rows: the index of the first reason, or 0."""
+    """The faults of G rows: the index of the first reason of each, or 0."""
 
     def __init__(self, rows: int) -> None:
         self.first = np.zeros(rows, np.int32)
@@ -110,7 +110,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def sizes_of(kind: Any, field: ArrowField) -> tuple[int, ...] | None:
-    """Return the lengths that lists of this Arrow type have to have for the field, or None where it does not fit.
+    """Return the lengths that lists of this Arrow type need for the field, or None if the type does not fit.
 
     A shape is nested lists, or one list of all its values.
     """
@@ -214,7 +214,7 @@ def _extra(name: str, leaf: Leaf, arrays: Mapping[str, Any], faults: Faults) -> 
 
 
 def _dense(array: Any, sizes: tuple[int, ...], leaf: Leaf) -> tuple[Array, Mask]:
-    """Return the values `[G, *sizes]` of lists, and which rows have all of theirs; those of the others are zeros."""
+    """Return the values `[G, *sizes]` of lists, and which rows are complete; the others are zeros."""
     if not sizes:
         return leaf(array)
     size, inside = sizes[0], sizes[1:]
@@ -234,7 +234,7 @@ def _dense(array: Any, sizes: tuple[int, ...], leaf: Leaf) -> tuple[Array, Mask]
 
 
 def _numbers(dtype: np.dtype[Any]) -> Leaf:
-    """Return what makes numbers of this dtype; null, and a whole number that does not fit, is none."""
+    """Return a leaf that converts to this dtype; null and integers out of its range are invalid."""
 
     def leaf(array: Any) -> tuple[Array, Mask]:
         good = _present(array)
@@ -269,7 +269,7 @@ def _hashed(array: Any) -> tuple[Array, Mask]:
 
 
 def _coded(array: Any) -> tuple[list[Any], NDArray[np.int32], Mask]:
-    """Return the W distinct words (strings or whole numbers), the index of each row's, and which rows have one."""
+    """Return the W distinct words (strings or integers), the word index of each row, and which rows have one."""
     if types.is_null(array.type):
         array = array.cast(pa.string())
     coded = array if types.is_dictionary(array.type) else array.dictionary_encode()
@@ -283,7 +283,7 @@ def _coded(array: Any) -> tuple[list[Any], NDArray[np.int32], Mask]:
 
 def _present(array: Any) -> Mask:
     if types.is_dictionary(array.type):
-        # A null is an index that is none, or one of a word that is none.
+        # A null is either a null index, or the index of a null word.
         words = np.append(_present(array.dictionary), np.True_)
         return _present(array.indices) & words[_filled(array.indices).astype(np.int32)]
     if not array.null_count:

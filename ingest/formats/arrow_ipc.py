@@ -25,10 +25,10 @@ class Claims(NamedTuple):
     """The sizes that a stream's metadata give."""
 
     schema: bytes
-    """Its first part: streams that begin alike have the same schema."""
+    """The first part of the stream: streams with equal first parts have the same schema."""
     rows: int
     inflated_bytes: int
-    """What its compressed buffers hold once they are decompressed."""
+    """Bytes of the compressed buffers once they are decompressed."""
 
 
 class _Part(NamedTuple):
@@ -90,7 +90,7 @@ def _parts(stream: bytes) -> Iterator[tuple[int, _Part, int]]:
 
 @lru_cache(16)
 def _part(metadata: bytes) -> _Part:
-    """Read the metadata of a part; those of small messages are mostly the same."""
+    """Read the metadata of a part; cached, since small messages mostly have equal metadata."""
     message = _Table(metadata, _offset(metadata, 0))
     kind, offset, body_bytes = message.byte(1), message.offset(2), message.long(3)
     if message.short(0) != _VERSION_5:

@@ -1,4 +1,4 @@
-"""What a message format makes of messages: columns of usable events, and a reason for each that is not usable.
+"""The result of decoding messages: columns of usable events, and a reason for each event that is not.
 
 Legend: M messages in, N usable events out.
 """
@@ -17,7 +17,7 @@ WHOLE_MESSAGE = -1
 
 
 class Reject(NamedTuple):
-    """One event that cannot be used; `row` is WHOLE_MESSAGE when that goes for its whole message."""
+    """An event that cannot be used; `row` is WHOLE_MESSAGE if its message has no usable event."""
 
     message: int
     row: int
@@ -61,7 +61,7 @@ class Decoded:
 
 
 def joined(parts: Sequence[Decoded]) -> Decoded:
-    """Return one or more parts, whose messages may be interleaved, as one."""
+    """Join one or more parts, whose messages may be interleaved."""
     if len(parts) == 1:
         return parts[0]
     message = np.concatenate([part.message for part in parts])
@@ -73,7 +73,7 @@ def joined(parts: Sequence[Decoded]) -> Decoded:
 
 
 class Format(Protocol):
-    """Decodes whole batches of messages. Raises nothing for a bad message: it is a reject."""
+    """Decodes batches of messages. A bad message raises nothing: it becomes a reject."""
 
     def decode(self, values: Sequence[bytes]) -> Decoded:
         """Decode M message values."""
@@ -81,7 +81,7 @@ class Format(Protocol):
 
 
 def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
-    """Reject events with NaN or infinity, a number out of range or a negative weight: what all formats check.
+    """Reject events with NaN or infinity, a number out of range or a negative weight, in every format.
 
     A missing label is no fault; its value in the column is `schema.label.missing`.
     """

@@ -23,7 +23,7 @@ _LARGEST_BOUND = 2**63 - 1
 """msgspec compares integers with bounds of at most 64 bits."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What a message can make the parser raise: malformed or unfit, not UTF-8, nested without end."""
+"""Errors of the parser for a bad message: malformed or unfit, not UTF-8, nested too deeply."""
 
 
 class JsonFormat:
@@ -66,7 +66,7 @@ class JsonFormat:
         return reject_unusable_numbers(decoded, self._schema)
 
     def _decode_one_by_one(self, values: Sequence[bytes]) -> Decoded:
-        """Find the messages with an integer beyond 64 bits, which only the making of a column notices."""
+        """Find the messages with an integer beyond 64 bits, which only raise when a column is built."""
         fits: list[int] = []
         too_large: list[Reject] = []
         for index, value in enumerate(values):

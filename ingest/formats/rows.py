@@ -67,7 +67,7 @@ def pack_rows(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _multi_hot(label: Label, classes: Any) -> NDArray[np.int64] | None:
-    """Return 0 or 1 for each class by a list of those that an event has; None where it lists what is none.
+    """Return 0 or 1 for each class, from the list of an event's classes; None if an entry is no class.
 
     Without a label it is -1 for each class, which an unsigned dtype cannot hold.
     """
