@@ -1,4 +1,4 @@
-"""`python -m ingest --connection FD --ring FD`: the ingest process, started by the learner and not by hand."""
+"""`python -m ingest --connection FD --ring FD`: the ingest process, which the learner starts."""
 
 import argparse
 import contextlib
@@ -8,6 +8,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from anabranch.core.die_with_parent import when_stdin_ends
 from anabranch.core.errors import AnabranchError, SettingsError
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import BlockLayout
@@ -15,13 +16,13 @@ from ingest.events.schema import Schema
 from ingest.kafka.registry import CLIENTS
 from ingest.transport.protocol import Begin, Failed, receive_in_ingest, send
 from ingest.transport.shared_ring import SharedRing
-from ingest.transport.tcp import CarryingRing, end_with_parent, learners, relay
+from ingest.transport.tcp import CarryingRing, learners, relay
 from ingest.worker.block_builder import BlockBuilder
 from ingest.worker.worker import IngestWorker, StoppedError
 
 
 def main() -> int:
-    """Serve one learner until it says stop or is gone; with `--listen`, one of another host after the other."""
+    """Serve one learner until it sends `Stop` or is gone; with `--listen`, serve learners of other hosts in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connection", type=int)
     parser.add_argument("--ring", type=int)
@@ -35,28 +36,28 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if arguments.listen is not None:
         stream = StreamSettings.model_validate_json(sys.stdin.readline())
-        end_with_parent()
+        when_stdin_ends(lambda: os._exit(0))
         for connection, begin in learners(arguments.listen):
             ring = CarryingRing(_layout(begin), int(stream.buffer_bytes))
             _read(connection, begin, stream, ring)
             ring.close()
     connection = Connection(arguments.connection)
     try:
-        asked = receive_in_ingest(connection)
+        message = receive_in_ingest(connection)
     except EOFError:
         return 0
-    if not isinstance(asked, Begin):
-        return 0  # the learner ends before it has begun
-    stream = StreamSettings.model_validate_json(asked.stream)
+    if not isinstance(message, Begin):
+        return 0  # the learner ended before it began
+    stream = StreamSettings.model_validate_json(message.stream)
     try:
-        shared = SharedRing(_layout(asked), int(stream.buffer_bytes), arguments.ring)
+        shared = SharedRing(_layout(message), int(stream.buffer_bytes), arguments.ring)
     except SettingsError as exc:
         send(connection, Failed(type(exc).__name__, str(exc)))
         return 0
     if arguments.relay is not None:
-        relay(arguments.relay, connection, shared, asked)
+        relay(arguments.relay, connection, shared, message)
     else:
-        _read(connection, asked, stream, shared)
+        _read(connection, message, stream, shared)
     return 0
 
 
@@ -65,14 +66,22 @@ def _layout(begin: Begin) -> BlockLayout:
 
 
 def _read(connection: Connection, begin: Begin, stream: StreamSettings, ring: SharedRing) -> None:
-    """Read for a learner until it says stop or is gone, or tell it why not."""
+    """Read for a learner until it sends `Stop` or is gone; send it `Failed` on an error."""
     schema = Schema(SchemaSettings.model_validate_json(begin.schema))
     with contextlib.ExitStack() as stack:
         try:
             client = CLIENTS[stream.client](stream)
             stack.callback(client.close)
             assembler = BlockBuilder(schema, stream, HoldOut.model_validate_json(begin.hold_out))
-            worker = IngestWorker(stream, client, assembler, ring, connection, begin.elsewhere, alone=begin.alone)
+            worker = IngestWorker(
+                stream,
+                client,
+                assembler,
+                ring,
+                connection,
+                begin.excluded_partitions,
+                owns_new_partitions=begin.owns_new_partitions,
+            )
             worker.run(begin.positions, begin.marks)
         except (StoppedError, BrokenPipeError, ConnectionError):
             pass

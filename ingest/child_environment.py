@@ -1,4 +1,4 @@
-"""What of the environment a process of ingest is given."""
+"""The environment of ingest processes."""
 
 import os
 
@@ -6,5 +6,5 @@ _SETTINGS = "ANABRANCH__"
 
 
 def without_settings() -> dict[str, str]:
-    """Return the environment less the variables of settings: ingest is sent its own, and tokens are not for it."""
+    """Return the environment without variables of settings: ingest receives its own, and must not see tokens."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}

@@ -55,7 +55,7 @@ class LagPolicySettings(Section):
 
     action: Literal["train-all", "sample", "store-only", "skip-to-latest"] = "train-all"
     """What becomes of events to train on while the learner is behind: `train-all` trains on all, `sample` on a fraction
-    and skips the others, `store-only` stores them for replay, `skip-to-latest` goes on at the end of the stream."""
+    and skips the others, `store-only` stores them for replay, `skip-to-latest` continues at the end of the stream."""
     high: PositiveDuration = timedelta(seconds=60)
     """The learner is behind when the next event has been there for so long, ..."""
     low: PositiveDuration = timedelta(seconds=10)
@@ -86,7 +86,7 @@ class StreamSettings(Section):
     start: Annotated[str, BeforeValidator(_start)] = "earliest"
     """Where a pipeline without a checkpoint begins: `earliest`, `latest` or an ISO time."""
     on_gap: Literal["fail", "earliest"] = "fail"
-    """What to do when offsets that were not read are gone: stop, or go on from the earliest and count the hole."""
+    """When offsets that were not read are gone: stop, or continue from the earliest and count the missing offsets."""
     unlabelled: Literal["skip", "store"] = "skip"
     """What to do with events without a label: skip them, or store them without training on them."""
     isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"
@@ -137,7 +137,7 @@ class StreamSettings(Section):
 
 
 class Vocabulary(Section):
-    """A string becomes its place in the list, counted from 1; 0 stands for every other string."""
+    """A string becomes its index in the list, counted from 1; 0 is every other string."""
 
     vocab: Annotated[tuple[str, ...], Field(min_length=1)]
     """The known strings."""
@@ -235,7 +235,7 @@ class LabelSettings(Section):
 
 
 class FieldSettings(Section):
-    """A field beside features and label."""
+    """A field other than features and label."""
 
     name: Name
     """Name of the field in the message."""
@@ -249,7 +249,7 @@ class SchemaSettings(Section):
     label: LabelSettings
     """What is to be predicted."""
     key: FieldSettings | None = None
-    """Field that tells whom an event is about (a string or a whole number): `produce` sends events of one key to one
+    """Field that names whom an event is about (a string or a whole number): `produce` sends events of one key to one
     partition, and without a group all of a key are held out, or none."""
     time: FieldSettings | None = None
     """Field with the event's own time (seconds since 1970), kept with it; freshness goes by the record's timestamp."""

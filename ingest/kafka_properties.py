@@ -80,7 +80,7 @@ DEFAULTS: Mapping[str, str] = {
     "reconnect.backoff.max.ms": "5000",
     "topic.metadata.refresh.interval.ms": "5000",
 }
-"""What holds under either client where `[stream.properties]` does not say otherwise."""
+"""Defaults of both clients, which `[stream.properties]` overrides."""
 
 _UNGROUPED = "it has no effect, since partitions are assigned and no group is joined"
 _PROMISED = "it is fixed, since dead letters have to be acknowledged"
@@ -95,7 +95,7 @@ REFUSED: Mapping[str, str] = {
     "enable.auto.commit": "set by the learner, whose checkpoints hold the positions",
     "enable.auto.offset.store": "set by the learner, whose checkpoints hold the positions",
     "enable.idempotence": _PROMISED,
-    "enable.partition.eof": "it is fixed, since the positions are told by it",
+    "enable.partition.eof": "it is fixed, since positions depend on it",
     "group.id": "use stream.group_id",
     "group.instance.id": _UNGROUPED,
     "group.protocol": _UNGROUPED,
@@ -111,7 +111,7 @@ REFUSED: Mapping[str, str] = {
     "session.timeout.ms": _UNGROUPED,
     "transactional.id": _PROMISED,
 }
-"""Names that would break a promise, and what decides instead."""
+"""Properties that would break a guarantee, and what decides instead."""
 
 
 def check_name(name: str) -> str:
@@ -126,31 +126,31 @@ def check_name(name: str) -> str:
 
 
 def check(client: str, name: str, value: str) -> None:
-    """See that a client can do what a property asks for; raises ValueError, which never tells the value."""
-    wanted = PROPERTIES[name]
-    if (wanted.kind == _NUMBER and not value.isdecimal()) or (wanted.kind == _SWITCH and value not in _BOOLEANS):
-        raise ValueError(f"{name} is not a {wanted.kind}" if wanted.kind == _NUMBER else f"{name} is not {wanted.kind}")
+    """Check that a client supports a property's value; raises ValueError, which never contains the value."""
+    known = PROPERTIES[name]
+    if (known.kind == _NUMBER and not value.isdecimal()) or (known.kind == _SWITCH and value not in _BOOLEANS):
+        raise ValueError(f"{name} is not a {known.kind}" if known.kind == _NUMBER else f"{name} is not {known.kind}")
     if client == "kafka-python":
         bearer = name in ("sasl.mechanism", "sasl.mechanisms") and value.upper() == "OAUTHBEARER"
-        if wanted.kafka_python is None or bearer:
+        if known.kafka_python is None or bearer:
             what = f"{name} = OAUTHBEARER" if bearer else name
             raise ValueError(f'kafka-python cannot do {what}; set stream.client = "confluent"')
 
 
 def kafka_python_options(name: str, value: str) -> dict[str, str | int | bool]:
     """Return kafka-python's option for a property that `check` has passed."""
-    wanted = PROPERTIES[name]
-    assert wanted.kafka_python is not None
+    known = PROPERTIES[name]
+    assert known.kafka_python is not None
     converted: str | int | bool = value
     if name == "ssl.endpoint.identification.algorithm":
         converted = value != "none"
     elif name in ("security.protocol", "sasl.mechanism", "sasl.mechanisms"):
         converted = value.upper()
-    elif wanted.kind == _NUMBER:
+    elif known.kind == _NUMBER:
         converted = int(value)
-    elif wanted.kind == _SWITCH:
+    elif known.kind == _SWITCH:
         converted = value == "true"
-    return {wanted.kafka_python: converted}
+    return {known.kafka_python: converted}
 
 
 _BOOLEANS = ("true", "false")

@@ -1,4 +1,4 @@
-"""Metrics of ingest, counted by the learner from the blocks, since it is the learner that settles outcomes."""
+"""Metrics of ingest, counted by the learner from the blocks, since the learner decides outcomes."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 

@@ -1,10 +1,14 @@
 """Errors of the learner and of what it publishes.
 
-SettingsError
-|-- ModelError            the model's factory or its output does not fit (exit 2)
-|-- VersionError          a version directory cannot be used: missing, torn, or another schema's
-`-- CheckpointError              a checkpoint cannot be used: damaged
-    `-- MisfitError       ... or whole, and of another schema or release, or too old
+AnabranchError
+|-- SettingsError             the configuration or the input is wrong: fix it, then start again (exit 2)
+|   |-- ModelError            the model's factory or its output does not fit
+|   |-- VersionError          a version directory cannot be used: missing, torn, or another schema's
+|   |-- CheckpointError       a checkpoint cannot be used: damaged
+|   |   `-- MisfitError       ... or whole, and of another schema or release, or too old
+|   `-- SecondLearnerError    another learner holds the lock on the state directory
+`-- DependencyError           something outside cannot be reached: wait or fix it, then start again (exit 3)
+    `-- StateBusyError        a command holds the lock on the state directory
 
 RankLostError             another rank is gone: end, and all ranks begin again from the newest checkpoint
 RankTooLargeError         a device ran out of memory: the same, with fewer events at once on this host
@@ -12,7 +16,7 @@ RankTooLargeError         a device ran out of memory: the same, with fewer event
 
 import re
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 
 
 class ModelError(SettingsError):
@@ -30,6 +34,14 @@ class CheckpointError(SettingsError):
 class MisfitError(CheckpointError):
     """A checkpoint is whole, and of another schema or release, or too old: a person decides, and none takes its
     place."""
+
+
+class SecondLearnerError(SettingsError):
+    """Another learner holds the lock on this state directory."""
+
+
+class StateBusyError(DependencyError):
+    """A command, which ends by itself, holds the lock on this state directory."""
 
 
 class RankLostError(Exception):

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from ingest.events.block import Array, Outcome, SkipReason
 from ingest.metrics import IngestMetrics
+from ingest.reader.cursors import Partition
 from ingest.reader.multi_host import MultiHostReader
-from ingest.reader.reader import BlockReader, Partition
+from ingest.reader.reader import BlockReader
 from learner.adaptation.drift import Drift
 from learner.adaptation.forgetting_probe import Probe
 from learner.adaptation.replay_ratio import ScoreSum, make_ratio

@@ -170,7 +170,7 @@ def learn(
         def at_boundary() -> None:
             reporter.report_if_due()
             if isinstance(source, MultiHostReader):
-                source.look(loop.rates.now)
+                source.rebalance(loop.rates.now)
             tracing.look(loop.steps)
             if sharing is not None:
                 sharing.steer(trainer, loop.rows_of_step)

@@ -30,8 +30,8 @@ from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.metrics import IngestMetrics
+from ingest.reader.cursors import Partition
 from ingest.reader.hang_detector import HangDetector
-from ingest.reader.reader import Partition
 from ingest.worker.stalled_partitions import Stalls
 from learner.adaptation.drift import Drift
 from learner.adaptation.replay_ratio import AdaptiveReplayRatio, ScoreSum

@@ -10,10 +10,10 @@ from typing import Any
 
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
-from ingest.errors import SecondLearnerError, StateBusyError
 from ingest.events.identity import partition_name
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
+from learner.errors import SecondLearnerError, StateBusyError
 from learner.state_dir.lock import hold_state_directory, is_held
 from learner.state_dir.report import PartitionReport, read_report
 from replay.erasure.erased_events import ByKey, ByRange, Record, hash_of_key

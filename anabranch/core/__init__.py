@@ -1,1 +1,1 @@
-"""What all packages need, and imports none of them: errors, durations, back-off, addresses, files."""
+"""Shared by all packages, and imports none of them: errors, durations, back-off, addresses, files."""

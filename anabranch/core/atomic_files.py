@@ -1,27 +1,28 @@
-"""Files that are there whole or not at all. Imports no torch: whoever only reads reports needs none."""
+"""Writes files durably and atomically. Imports no torch: readers of reports need none."""
 
 import os
 from pathlib import Path
 
 from anabranch.core.files import sync_directory
 
-_AT_ONCE = 4_000_000
-"""Bytes that are written before they are synced."""
+_SYNC_BYTES = 4_000_000
+"""Bytes that are written before each fsync."""
 
 
 def write_durably(path: Path, *pieces: bytes | memoryview) -> None:
-    """Write a file and fsync it, now and then on the way: what others sync meanwhile may wait for all that is unsynced.
+    """Write a file in parts, with an fsync after each.
 
-    On file systems that order data before their journal, a version would wait for the megabytes of a checkpoint.
+    On file systems that order data before their journal, the fsync of another file waits for all unsynced data: a
+    version would wait for the megabytes of a checkpoint.
     """
     with path.open("wb") as file:
         unsynced = 0
         for piece in pieces:
-            for begin in range(0, len(piece), _AT_ONCE):
-                part = memoryview(piece)[begin : begin + _AT_ONCE]
+            for begin in range(0, len(piece), _SYNC_BYTES):
+                part = memoryview(piece)[begin : begin + _SYNC_BYTES]
                 file.write(part)
                 unsynced += len(part)
-                if unsynced >= _AT_ONCE:
+                if unsynced >= _SYNC_BYTES:
                     file.flush()
                     os.fsync(file.fileno())
                     unsynced = 0

@@ -1,8 +1,8 @@
 """`python -m anabranch.core.die_with_parent [--remove FOLDER] COMMAND...`: runs a command while stdin stays open.
 
-For children that do not watch a pipe themselves. Whoever holds the other end of stdin may die in any way, also by
-SIGKILL: the end of the pipe is noticed here, the command is stopped, and then the folder, if one is named, removed.
-Works wherever pipes do, which parent-death signals do not.
+For commands that do not watch a pipe themselves; our own processes call `when_stdin_ends`. The parent holds the other
+end of stdin. The pipe ends however the parent dies, also by SIGKILL. Then the command is stopped, and the folder, if
+one is named, is removed. A pipe works on every platform; a parent-death signal does not.
 """
 
 import os
@@ -11,35 +11,43 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
-_PATIENCE_SECONDS = 5.0
+_STOP_SECONDS = 5.0
+
+
+def when_stdin_ends(call: Callable[[], object]) -> None:
+    """Call `call` in a thread once stdin ends, as it does when the parent dies; what comes on stdin is discarded."""
+    stdin = os.dup(0)  # a read continues by number after SIGCONT, and another file may be stdin by then
+
+    def watch() -> None:
+        while os.read(stdin, 4096):
+            pass
+        call()
+
+    threading.Thread(target=watch, name="watch-stdin", daemon=True).start()
 
 
 def main() -> int:
-    """Run the command; end when it ends, when stdin does, or on SIGTERM."""
+    """Run the command until it ends, stdin ends, or SIGTERM comes; return the command's exit code."""
     folder, command = (sys.argv[2], sys.argv[3:]) if sys.argv[1] == "--remove" else (None, sys.argv[1:])
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    abandoned = threading.Event()
+    is_orphaned = threading.Event()
 
     def stop() -> None:
+        is_orphaned.set()
         child.terminate()
         try:
-            child.wait(_PATIENCE_SECONDS)
+            child.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()
 
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        abandoned.set()
-        stop()
-
-    # SIGINT goes to the whole group of a terminal; this process' parent decides when the command ends.
+    # A terminal sends SIGINT to its whole process group; the parent decides when the command ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    threading.Thread(target=watch, name="watch-stdin", daemon=True).start()
+    when_stdin_ends(stop)
     code = child.wait()
-    if folder is not None and abandoned.is_set():
+    if folder is not None and is_orphaned.is_set():
         shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
 

@@ -1,4 +1,4 @@
-"""Durations and sizes as they are written in `pipeline.toml`."""
+"""Durations and sizes as `pipeline.toml` writes them."""
 
 import re
 from datetime import timedelta

@@ -1,10 +1,10 @@
-"""The root of the error tree; everything else that is raised is a bug.
+"""The root of the error tree; any other exception is a bug.
 
     AnabranchError
     |-- SettingsError     the configuration or the input is wrong: fix it, then start again (exit 2)
     `-- DependencyError   something outside cannot be reached: wait or fix it, then start again (exit 3)
 
-Each package samples its own branches in its `errors.py`.
+Each package draws its own branches in its `errors.py`.
 """
 
 
@@ -17,4 +17,4 @@ class SettingsError(AnabranchError):
 
 
 class DependencyError(AnabranchError):
-    """Something outside the program cannot be reached or refuses to work with it."""
+    """A service outside the program cannot be reached, or refuses to work with it."""

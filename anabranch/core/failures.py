@@ -1,4 +1,4 @@
-"""What an error of reading, loading or writing means: one answer for the learner, the eraser and serving.
+"""Classifies errors of reading, loading and writing, for the learner, the eraser and serving.
 
     try:
         version = load(number)
@@ -8,7 +8,7 @@
             case Failure.AWAY | Failure.MEMORY: ...  # keep it, and try again later, with a back-off
             case None: raise                    # a bug
 
-Imports no torch: whoever only reads reports needs none.
+Imports no torch: readers of reports need none.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from anabranch.core.errors import DependencyError, SettingsError
 _T = TypeVar("_T")
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _NO_NAME = {errno.ELOOP, errno.ENAMETOOLONG}
-_PERSON = (PermissionError, FileExistsError)
-"""Where a folder is to be made or written, beside paths that cannot be right."""
+_NEEDS_A_PERSON = (PermissionError, FileExistsError)
+"""Errors of a folder that only a person can fix, besides damaged paths."""
 _MEMORY_WORDS = (
     "DefaultCPUAllocator",
     "MPS backend out of memory",
@@ -34,35 +34,34 @@ _MEMORY_WORDS = (
     "HIP out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""What torch says of memory in errors of no kind of their own."""
+"""Parts of torch's sentences about memory, in errors that have no class."""
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be."""
+"""Errors that msgspec raises for bytes that it cannot decode."""
 
 
 class DamagedError(Exception):
-    """What is there is not what was written: contents that cannot be decoded, or no regular file."""
+    """Contents differ from those that were written: they cannot be decoded, or it is no regular file."""
 
 
 class Failure(Enum):
-    """What can be done about an error."""
+    """What the caller can do about an error."""
 
     DAMAGED = auto()
     """The contents are wrong, or a file is missing that must be there: reading again gives the same."""
     AWAY = auto()
     """The operating system or another program failed (EIO, ESTALE, EACCES, EMFILE ...): the same may work later.
 
-    Whatever could not be read may be whole: it must not be deleted, and nothing older may take its place.
+    A file that could not be read may be undamaged: do not delete it, nor use an older one instead.
     """
     MEMORY = auto()
     """A device or the host is out of memory: the same may work later, or with less."""
 
 
 def failure_of(error: BaseException) -> Failure | None:
-    """Return what an error means; None for one that is a bug.
+    """Return the kind of an error; None if it is a bug.
 
-    An error that was raised `from` another one means what that one does: a `VersionError` that says that a factory
-    ran out of memory is of memory. A file that does not exist is damage here: for callers that read files which
-    something names, such as a manifest.
+    An error raised `from` another one has its kind: a `VersionError` raised from a factory's MemoryError is MEMORY. A
+    missing file is DAMAGED: callers read files that a manifest names.
     """
     causes = list(_causes(error))
     if any(out_of_memory(each) for each in causes):
@@ -76,16 +75,16 @@ def failure_of(error: BaseException) -> Failure | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is not enough memory, on the host or on a device."""
+    """Return whether an error is due to too little memory, on the host or on a device."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
-    said = str(error) if isinstance(error, RuntimeError) else ""
-    return "torch.OutOfMemoryError" in kinds or any(words in said for words in _MEMORY_WORDS)
+    message = str(error) if isinstance(error, RuntimeError) else ""
+    return "torch.OutOfMemoryError" in kinds or any(words in message for words in _MEMORY_WORDS)
 
 
 def decoded(content: bytes, kind: type[_T]) -> _T:
-    """Decode the JSON of a file; raises DamagedError whatever is wrong with it."""
+    """Decode the JSON of a file; raises DamagedError if that fails."""
     try:
         return msgspec.json.decode(content, type=kind)
     except UNDECODABLE as exc:
@@ -94,7 +93,7 @@ def decoded(content: bytes, kind: type[_T]) -> _T:
 
 @contextlib.contextmanager
 def damage_is(kind: type[SettingsError], what: str) -> Iterator[None]:
-    """Raise an error of this kind, with a sentence that begins with `what`, where damage is met; the rest passes."""
+    """Turn errors that are DAMAGED into `kind`, with a sentence that begins with `what`; let others through."""
     try:
         yield
     except (DamagedError, OSError) as exc:
@@ -105,7 +104,7 @@ def damage_is(kind: type[SettingsError], what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def away_is_dependency(what: str) -> Iterator[None]:
-    """Raise DependencyError (exit 3), with a sentence that begins with `what`, where an OSError ends the process."""
+    """Turn an OSError into DependencyError (exit 3), with a sentence that begins with `what`."""
     try:
         yield
     except OSError as exc:
@@ -115,12 +114,12 @@ def away_is_dependency(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_errors(what: str) -> Iterator[None]:
-    """As `away_is_dependency`, but raise SettingsError (exit 2) for what stays until a person changes a folder."""
+    """As `away_is_dependency`, but raise SettingsError (exit 2) where a person has to change a folder."""
     with away_is_dependency(what):
         try:
             yield
         except OSError as exc:
-            if isinstance(exc, _PERSON) or failure_of(exc) is Failure.DAMAGED:
+            if isinstance(exc, _NEEDS_A_PERSON) or failure_of(exc) is Failure.DAMAGED:
                 raise SettingsError(f"{what}: {exc.strerror}") from exc
             raise
 

@@ -1,4 +1,4 @@
-"""Files of the state directory: read only where they are files, and durable once they are written."""
+"""Reads files of the state directory safely, and makes their folders durable."""
 
 import os
 import re
@@ -9,13 +9,13 @@ from pathlib import Path
 from anabranch.core.failures import DamagedError
 
 MOST_BYTES = 256 * 2**20
-"""Of a document such as a manifest or a report; one that is larger is no such document."""
+"""The largest manifest or report; a larger file is damaged."""
 _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
 _NAME = re.compile("[A-Za-z0-9._-]+")
 
 
 def sync_directory(path: Path) -> None:
-    """Fsync a directory, so that what was made or renamed in it survives a crash of the machine."""
+    """Fsync a directory: files that were created or renamed in it survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -24,16 +24,16 @@ def sync_directory(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file, and return its descriptor; never waits, as a FIFO would have it.
+    """Open a regular file without blocking on a FIFO, and return its descriptor.
 
     Raises:
-        DamagedError: it is a link, a directory, a FIFO or a device.
-        OSError: it cannot be opened.
+        DamagedError: the path is a link, a directory, a FIFO or a device.
+        OSError: the file cannot be opened.
     """
     _check_regular(path, os.lstat(path))
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _check_regular(path, os.fstat(descriptor))  # another file may have taken its place
+        _check_regular(path, os.fstat(descriptor))  # the file may have been replaced
     except BaseException:
         os.close(descriptor)
         raise
@@ -44,7 +44,7 @@ def read_file(path: Path, most: int | None = None) -> bytes:
     """Return the contents of a regular file.
 
     Raises:
-        DamagedError: it is none, or has more than `most` bytes.
+        DamagedError: it is no regular file, or has more than `most` bytes.
         OSError: it cannot be read; FileNotFoundError where it is missing.
     """
     with os.fdopen(open_file(path), "rb") as file:
@@ -54,12 +54,12 @@ def read_file(path: Path, most: int | None = None) -> bytes:
         try:
             return file.read(size)
         except OSError as exc:
-            exc.filename = str(path)  # which a descriptor does not say
+            exc.filename = str(path)  # a descriptor's error has no name
             raise
 
 
 def number_of(name: str) -> int | None:
-    """Return the number that a folder's name is; None where it is no number."""
+    """Return a folder's name as a number; None if it is none."""
     return int(name) if _NUMBER.fullmatch(name) else None
 
 

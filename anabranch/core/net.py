@@ -1,4 +1,4 @@
-"""Which addresses are those of this machine alone."""
+"""Recognises loopback addresses, and requests that name them."""
 
 import functools
 import ipaddress
@@ -8,7 +8,7 @@ _KNOWN = 64
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
+    """Return whether only this machine can reach a server that listens on `host`."""
     if host == "localhost":
         return True
     try:
@@ -19,9 +19,9 @@ def is_loopback(host: str) -> bool:
 
 @functools.lru_cache(_KNOWN)
 def names_loopback(header: str) -> bool:
-    """Whether the header `Host` of a request names this machine, as all do that come from no page; empty without one.
+    """Return whether the header `Host` of a request is empty or names this machine.
 
-    A page of another site may have its own name lead here (DNS rebinding): to the browser, this server is that site.
+    A page of another site may let its own name resolve to this machine (DNS rebinding): its requests carry that name.
     """
     try:
         return not header or is_loopback(urlsplit(f"//{header}").hostname or "")

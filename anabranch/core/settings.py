@@ -11,7 +11,7 @@ from pydantic import (
 
 
 def written(pattern: str, how: str) -> AfterValidator:
-    """Refuse strings that do not match a pattern as a whole, and say how they are written."""
+    """Return a validator that refuses strings that do not match all of `pattern`; `how` describes the form."""
 
     def match(value: str) -> str:
         if not re.fullmatch(pattern, value):

@@ -1,11 +1,11 @@
-"""Memory that processes share by its descriptor. Imports nothing else of ours: the index process needs it at once."""
+"""Memory that processes share by its descriptor. Imports nothing else of ours: the index process must start fast."""
 
 import os
 import tempfile
 
 
 def anonymous_file(size: int) -> int:
-    """Make a file of so many bytes that has no name, and return its descriptor."""
+    """Create a file of `size` bytes without a name, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("anabranch-ring", os.MFD_CLOEXEC)
     else:

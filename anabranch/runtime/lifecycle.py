@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import FrameType
 
+from anabranch.core.die_with_parent import when_stdin_ends
 from anabranch.core.errors import AnabranchError, DependencyError
 from anabranch.runtime.package_check import refuse_intruders
 from anabranch.runtime.printable import printable
@@ -127,11 +128,4 @@ def wait_for_parent(stop: threading.Event) -> bool:
 
 def stop_with_parent(stop: threading.Event) -> None:
     """Set `stop` when stdin ends: how a supervised daemon notices that its supervisor is gone, on every platform."""
-    stdin = os.dup(sys.stdin.fileno())  # a read goes on by number after SIGCONT, and another file may be stdin by then
-
-    def watch() -> None:
-        while os.read(stdin, 4096):
-            pass
-        stop.set()
-
-    threading.Thread(target=watch, name="stop-with-parent", daemon=True).start()
+    when_stdin_ends(stop.set)

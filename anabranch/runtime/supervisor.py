@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from anabranch.config.loader import Config
-from anabranch.core.backoff import jittered
+from anabranch.core.backoff import Backoff
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, number_of, read_file
 from anabranch.runtime.child_environment import without_admin_token
@@ -65,7 +65,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Backoff:
+class RestartPolicy:
     """How long to wait before the n-th start in a row that follows a death without progress."""
 
     first: timedelta = timedelta(seconds=1)
@@ -78,10 +78,7 @@ class Backoff:
 
         A random part of up to a half is taken off, so that parts that died together do not start together.
         """
-        if deaths <= 1:
-            return 0.0
-        longest = min(self.longest.total_seconds(), self.first.total_seconds() * 2.0 ** min(deaths - 2, 30))
-        return jittered(longest)
+        return Backoff(self.first, self.longest, retry_at_once=True).seconds_after(deaths)
 
 
 @dataclass
@@ -114,14 +111,14 @@ class Supervisor:
     def __init__(
         self,
         parts: Iterable[Part],
-        backoff: Backoff | None = None,
+        backoff: RestartPolicy | None = None,
         on_death: Callable[[Part], None] | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the parts; `on_death` is called for one that has died, before it is started again."""
         self._children = [_Child(part) for part in parts]
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff or RestartPolicy()
         self._on_death = on_death
         self._clock = clock
         self._leftovers: dict[int, float] = {}

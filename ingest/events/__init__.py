@@ -1,1 +1,1 @@
-"""What an event is: schema, encoders, identity, and the block that holds many as columns."""
+"""Events: schema, encoders, identity, and the block that holds many events as columns."""

@@ -1,7 +1,7 @@
-"""The block: many events as columns, the unit that moves between the parts.
+"""The block: many events as columns, the unit that is passed between components.
 
 Every event that was read is a row of exactly one block, also one that cannot be used: its outcome is then set and
-its features are zeros. So whoever has consumed the first n rows knows exactly which events are done with.
+its features are zeros. A consumer of the first n rows therefore knows exactly which events have an outcome.
 
 Legend: N events. Within a partition rows are in the order of (offset, row).
 """
@@ -62,11 +62,11 @@ IDENTITY_COLUMNS: Mapping[str, np.dtype[np.generic]] = {
     "outcome": np.dtype(np.uint8),
     "reason": np.dtype(np.uint8),
 }
-"""Columns `[N]` of every block beside the schema's: where an event came from, when, and what is settled about it.
+"""Columns `[N]` of every block besides the schema's: where an event came from, when, and its outcome.
 
 `partition` is the index of the topic partition in the source's table (not Kafka's number), `offset` and `row` are the
-place within it, `time_ms` the record's timestamp in milliseconds since 1970. `key_hash` and
-`group_hash` are 0 where the event has none.
+position in it, `time_ms` is the record's timestamp in milliseconds since 1970. `key_hash` and `group_hash` are 0 where
+the event has none.
 """
 
 
@@ -76,7 +76,7 @@ class Coverage:
 
     `start` is the first offset after what earlier blocks covered, `end` the first offset after this block; offsets
     between them without a row are gaps (transaction markers, aborted records, compaction). `removed` counts offsets
-    from `start` on that retention took before they were read, `passed` those that were sought over by policy. `last` is
+    from `start` on that retention removed before they were read, `passed` those that the lag policy skipped. `last` is
     the last record that the block covers, where it covers all that was fetched with it.
     """
 
@@ -110,7 +110,7 @@ class Block:
 
 
 class BlockLayout:
-    """Where each column lies in a slot of shared memory; the same in the process that writes and the one that reads."""
+    """The offset of each column in a slot of shared memory; writer and reader compute the same."""
 
     def __init__(self, schema: Schema) -> None:
         self.columns = {**schema.payload(), **{name: (dtype, ()) for name, dtype in IDENTITY_COLUMNS.items()}}
@@ -124,13 +124,13 @@ class BlockLayout:
         return sum(_aligned(dtype.itemsize * int(np.prod(shape)) * rows) for dtype, shape in self.columns.values())
 
     def views(self, buffer: memoryview, rows: int) -> dict[str, Array]:
-        """Return the columns of a slot that has room for so many rows."""
+        """Return the columns of a slot that has room for `rows` rows."""
         views: dict[str, Array] = {}
-        place = 0
+        begin = 0
         for name, (dtype, shape) in self.columns.items():
-            column = np.frombuffer(buffer, dtype, count=rows * int(np.prod(shape)), offset=place)
+            column = np.frombuffer(buffer, dtype, count=rows * int(np.prod(shape)), offset=begin)
             views[name] = column.reshape(rows, *shape)
-            place += _aligned(column.nbytes)
+            begin += _aligned(column.nbytes)
         return views
 
     def empty(self, rows: int) -> dict[str, Array]:

@@ -22,11 +22,11 @@ class Encoder(Protocol):
 
 
 class VocabularyEncoder:
-    """A string's place in the list, from 1; 0 for strings that are not in it."""
+    """A string's index in the list, from 1; 0 for strings that are not in it."""
 
     def __init__(self, settings: Vocabulary) -> None:
         self.size = len(settings.vocab) + 1
-        self._ids = {word: place for place, word in enumerate(settings.vocab, start=1)}
+        self._ids = {word: index for index, word in enumerate(settings.vocab, start=1)}
 
     def encode(self, values: Sequence[str]) -> NDArray[np.int64]:
         """Return one id for each string, int64 `[len(values)]`."""

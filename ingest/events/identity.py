@@ -18,7 +18,7 @@ _LAST = np.array(31, np.uint64)
 
 
 def partition_base(partition: TopicPartition) -> int:
-    """Return the 64-bit hash that tells events of one topic partition and incarnation from those of others."""
+    """Return the 64-bit hash of a topic partition and incarnation, which differs from that of all others."""
     return base_of(partition_name(partition))
 
 
@@ -44,12 +44,12 @@ def identity_hash(
         row: int32 `[N]`.
         seed: any whole number of 64 bits.
     """
-    place = offset.astype(np.uint64)
-    place *= _GOLDEN
+    mixed = offset.astype(np.uint64)
+    mixed *= _GOLDEN
     if row.any():
-        place += row.astype(np.uint64) * _ROW
-    place ^= base
-    return mix(mix(place) ^ _salt(seed))
+        mixed += row.astype(np.uint64) * _ROW
+    mixed ^= base
+    return mix(mix(mixed) ^ _salt(seed))
 
 
 def seeded_hash(value: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TopicPartition:
-    """One partition as the source numbers them; incarnation counts how often the topic was made anew."""
+    """A partition of a topic; `incarnation` counts how often the topic was created again."""
 
     topic: str
     partition: int
@@ -16,11 +16,11 @@ class TopicPartition:
         return f"{self.topic}:{self.partition}"
 
     @property
-    def anew(self) -> "TopicPartition":
-        """The partition of the topic that was made after this one."""
+    def next_incarnation(self) -> "TopicPartition":
+        """The same partition after its topic was created again."""
         return TopicPartition(self.topic, self.partition, self.incarnation + 1)
 
 
 def latest_incarnations(partitions: Iterable[TopicPartition]) -> dict[tuple[str, int], int]:
-    """Return the place of each topic and number's last incarnation, which is the one that there is."""
-    return {(each.topic, each.partition): place for place, each in enumerate(partitions)}
+    """Return the index of the latest incarnation of each (topic, number): the one that exists now."""
+    return {(each.topic, each.partition): index for index, each in enumerate(partitions)}

@@ -7,7 +7,7 @@ import msgspec
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A record by which a partition is known again: its place, its timestamp, and a hash of key and value."""
+    """A record by which a partition is recognised: its offset, its timestamp, and a hash of key and value."""
 
     offset: int
     time_ms: int
@@ -22,7 +22,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class PartitionFingerprint(msgspec.Struct, frozen=True):
-    """What a partition is known again by: the id of its topic, and the last record that was read."""
+    """What a partition is recognised by: the id of its topic, and the last record that was read."""
 
     topic_id: str | None = None
     last: Fingerprint | None = None

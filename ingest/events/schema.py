@@ -1,4 +1,4 @@
-"""The schema compiled into columns: what an event looks like as arrays.
+"""The schema compiled into columns: the arrays that hold events.
 
 Shapes are written with N events a block; a feature's column is `[N, *shape]`.
 """
@@ -111,7 +111,7 @@ class Schema:
         """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns.
 
         What has its default is left out, so that a setting which is added later changes no digest. So are the bounds of
-        integers: they say which events are taken, and change no column.
+        integers: they decide which events are accepted, and change no column.
         """
         bounds = {"features": {"__all__": {"min", "max"}}}
         settings = self.settings.model_dump(mode="json", exclude_defaults=True, exclude=bounds)

@@ -1,1 +1,1 @@
-"""Message formats: bytes of a message to columns of events, and a reason for each that is refused."""
+"""Message formats: turn the bytes of messages into columns of events, and give a reason for each refused event."""

@@ -21,15 +21,15 @@ from ingest.formats.arrow_ipc import UnfitError, claims
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined, reject_unusable_numbers
 
 _UNREADABLE = (UnfitError, pa.ArrowException, ValueError, OSError, MemoryError)
-"""What a message can make pyarrow raise."""
+"""Errors that pyarrow raises for a bad message."""
 _SMALL_BYTES = 65_536
 _MOST_EXPANSION = 32
-"""Packed bits expand by 8 as they are decoded, rows of two bytes by about 30 for the identity that each gets."""
+"""Decoding expands packed bits by 8, and rows of two bytes by about 30, since each gets an identity."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How messages with one Arrow schema are read: the columns to take, and the schema to cast them to, or None."""
+    """How to read messages with one Arrow schema: the columns to read, and the schema to cast them to, or None."""
 
     columns: list[int]
     cast: Any
@@ -69,7 +69,7 @@ class ArrowFormat:
         return reject_unusable_numbers(joined([self._without_rows(rejects, unknown), *parts]), self._schema)
 
     def _start_of_fair_size(self, value: bytes) -> bytes:
-        """Return the part of a message that holds its Arrow schema, or raise for one that would take much memory."""
+        """Return the part of a message that holds its Arrow schema, or raise if it would need too much memory."""
         claimed = claims(value)
         if not claimed.rows:
             raise UnfitError("it holds no event")
@@ -94,7 +94,7 @@ class ArrowFormat:
                 if field.required:
                     return f"missing required column {field.name}"
             elif sizes_of(schema.types[places[field.name]], field) is None:
-                return f"{field.name} is of Arrow type {schema.types[places[field.name]]}, not {field.wanted}"
+                return f"{field.name} is of Arrow type {schema.types[places[field.name]]}, not {field.expected}"
         columns = sorted(places.values())
         taken = [schema.field(place) for place in columns]
         wide = pa.schema([pa.field(column.name, _wide(column.type), column.nullable) for column in taken])
@@ -125,7 +125,7 @@ class ArrowFormat:
 
 
 def _read(value: bytes, plan: _Plan) -> list[Any]:
-    """Return the record batches of one message: whole, with every offset, index and text in them proven valid."""
+    """Return the record batches of one message, with every offset, index and text validated."""
     options = ipc.IpcReadOptions(use_threads=False, included_fields=plan.columns)
     batches = list(ipc.open_stream(pa.py_buffer(value), options=options))
     for batch in batches:
@@ -134,7 +134,7 @@ def _read(value: bytes, plan: _Plan) -> list[Any]:
 
 
 def _wide(kind: Any) -> Any:
-    """Return the Arrow type with dictionary indices of 32 bits, in which the dictionaries of many messages can join."""
+    """Return the Arrow type with dictionary indices of 32 bits, in which those of many messages can be joined."""
     if types.is_dictionary(kind):
         return pa.dictionary(pa.int32(), kind.value_type)
     if types.is_fixed_size_list(kind):

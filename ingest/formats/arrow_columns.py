@@ -1,4 +1,4 @@
-"""Columns of numbers out of Arrow arrays: which types a field takes, and what is made of them.
+"""Turns Arrow arrays into columns of numbers: which types a field accepts, and how they are converted.
 
 What is read here has been validated; a row that does not fit is a fault, never an error.
 
@@ -18,21 +18,21 @@ from pyarrow import types
 from ingest.events.block import Array
 from ingest.events.encoders import hash_texts
 from ingest.events.schema import Feature, Label, Schema
-from ingest.formats.multilabel import spread
+from ingest.formats.multilabel import multi_hot_from_counts
 
 Mask = NDArray[np.bool_]
 Leaf = Callable[[Any], tuple[Array, Mask]]
-"""Turns an Arrow array of single values into as many numbers, and tells which of them are such."""
+"""Turns an Arrow array of single values into as many numbers, and a mask of the valid ones."""
 
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
 @dataclass(frozen=True)
 class ArrowField:
-    """A field of the pipeline's schema, and which Arrow types it takes."""
+    """A field of the pipeline's schema, and which Arrow types it accepts."""
 
     name: str
-    wanted: str
+    expected: str
     takes: Callable[[Any], bool]
     shape: tuple[int, ...] = ()
     required: bool = True
@@ -41,14 +41,14 @@ class ArrowField:
 
 
 class Faults:
-    """What is wrong with each of G rows: the index of the first reason, or 0."""
+    """The faults of G rows: the index of the first reason of each, or 0."""
 
     def __init__(self, rows: int) -> None:
         self.first = np.zeros(rows, np.int32)
         self.reasons = [""]
 
     def add(self, bad: Mask, reason: str) -> None:
-        """Note the reason for the rows of the mask `[G]` that have none yet."""
+        """Set the reason of the rows of the mask `[G]` that have none yet."""
         if bad.any():
             self.first[bad & (self.first == 0)] = len(self.reasons)
             self.reasons.append(reason)
@@ -57,11 +57,11 @@ class Faults:
 def fields_of(schema: Schema) -> Iterator[ArrowField]:
     """Yield the fields that a message may have, the features first and in their order."""
     for feature in schema.features:
-        wanted = "string" if feature.is_string else str(feature.dtype)
+        expected = "string" if feature.is_string else str(feature.dtype)
         takes = {"b": types.is_boolean, "f": _is_number}.get(feature.dtype.kind, types.is_integer)
         yield ArrowField(
             feature.name,
-            f"{wanted} of shape {list(feature.shape)}" if feature.shape else wanted,
+            f"{expected} of shape {list(feature.shape)}" if feature.shape else expected,
             _is_text if feature.is_string else takes,
             feature.shape,
             feature.default is None,
@@ -76,20 +76,20 @@ def fields_of(schema: Schema) -> Iterator[ArrowField]:
         yield ArrowField(label.name, "a whole number", types.is_integer, required=False)
     else:
         yield ArrowField(label.name, "a number", _is_number, required=False)
-    for name, wanted, takes in (
+    for name, expected, takes in (
         (schema.key, "a string or a whole number", _is_word),
         (schema.time, "a timestamp or a number of seconds", _is_time),
         (schema.weight, "a number", _is_number),
         (schema.group, "a string or a whole number", _is_word),
     ):
         if name is not None:
-            yield ArrowField(name, wanted, takes)
+            yield ArrowField(name, expected, takes)
 
 
 def columns_of(
     schema: Schema, fields: Sequence[ArrowField], arrays: Mapping[str, Any], faults: Faults
 ) -> dict[str, Array]:
-    """Return the schema's payload and the hashes, and note the rows that do not fit; theirs are any values."""
+    """Return the schema's payload and the hashes, and add rows that do not fit to `faults`, with any values."""
     n = len(faults.first)
     columns: dict[str, Array] = {}
     for field, feature in zip(fields, schema.features, strict=False):
@@ -110,7 +110,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def sizes_of(kind: Any, field: ArrowField) -> tuple[int, ...] | None:
-    """Return the lengths that lists of this Arrow type have to have for the field, or None where it does not fit.
+    """Return the lengths that lists of this Arrow type need for the field, or None if the type does not fit.
 
     A shape is nested lists, or one list of all its values.
     """
@@ -124,9 +124,9 @@ def sizes_of(kind: Any, field: ArrowField) -> tuple[int, ...] | None:
         inner, lists = inner.value_type, lists + 1
     if types.is_null(kind):
         return field.shape
-    wanted = field.shape if lists == len(field.shape) else (int(np.prod(field.shape)),)
-    fits = lists == len(wanted) and all(size in (-1, want) for size, want in zip(sizes, wanted, strict=True))
-    return wanted if fits and field.takes(inner) else None
+    expected = field.shape if lists == len(field.shape) else (int(np.prod(field.shape)),)
+    fits = lists == len(expected) and all(size in (-1, length) for size, length in zip(sizes, expected, strict=True))
+    return expected if fits and field.takes(inner) else None
 
 
 def _is_text(kind: Any) -> bool:
@@ -155,7 +155,7 @@ def _feature_column(field: ArrowField, feature: Feature, array: Any, faults: Fau
         leaf = _encoded(feature) if feature.is_string else _numbers(feature.dtype)
         column, good = _dense(array, sizes_of(array.type, field) or (), leaf)
         column, present = column.reshape(n, *feature.shape), _present(array)
-        faults.add(present & ~good, f"{feature.name} does not fit {field.wanted}")
+        faults.add(present & ~good, f"{feature.name} does not fit {field.expected}")
     if present.all():
         return column
     if feature.default is None:
@@ -174,14 +174,16 @@ def _label_columns(label: Label, array: Any, faults: Faults) -> dict[str, Array]
     if label.multi:
         return {"label": _several(label, array, labelled, faults), "labelled": labelled}
     values, good = _classes(label, array) if label.names is not None else _numbers(label.dtype)(array)
-    wanted = "a number" if label.classes is None else f"in 0..{label.classes - 1}" if label.names is None else "a class"
-    faults.add(labelled & ~good, f"{label.name} is not {wanted}")
+    expected = (
+        "a number" if label.classes is None else f"in 0..{label.classes - 1}" if label.names is None else "a class"
+    )
+    faults.add(labelled & ~good, f"{label.name} is not {expected}")
     return {"label": np.where(labelled, values, label.missing).astype(label.dtype), "labelled": labelled}
 
 
 def _classes(label: Label, array: Any) -> tuple[Array, Mask]:
-    """Return the class number that each name stands for, and which of them are names of classes."""
-    ids = {name: place for place, name in enumerate(label.names or ())}
+    """Return the class number of each name, and a mask of the names that are classes."""
+    ids = {name: index for index, name in enumerate(label.names or ())}
     words, codes, good = _coded(array)
     values = np.array([ids.get(word, -1) for word in words])[codes]
     return values, good & (values >= 0)
@@ -200,7 +202,7 @@ def _several(label: Label, array: Any, labelled: Mask, faults: Faults) -> Array:
         np.bincount(rows[~good], minlength=len(counts)) > 0,
         f"{label.name} lists what is not {'a class' if label.names else f'in 0..{(label.classes or 0) - 1}'}",
     )
-    has_GC = spread(label, np.bincount(rows[good], minlength=len(counts)), values[good].astype(np.int64))
+    has_GC = multi_hot_from_counts(label, np.bincount(rows[good], minlength=len(counts)), values[good].astype(np.int64))
     faults.add(has_GC.sum(axis=1) < counts, f"{label.name} lists a class twice")
     return has_GC
 
@@ -212,7 +214,7 @@ def _extra(name: str, leaf: Leaf, arrays: Mapping[str, Any], faults: Faults) -> 
 
 
 def _dense(array: Any, sizes: tuple[int, ...], leaf: Leaf) -> tuple[Array, Mask]:
-    """Return the values `[G, *sizes]` of lists, and which rows have all of theirs; those of the others are zeros."""
+    """Return the values `[G, *sizes]` of lists, and which rows are complete; the others are zeros."""
     if not sizes:
         return leaf(array)
     size, inside = sizes[0], sizes[1:]
@@ -225,14 +227,14 @@ def _dense(array: Any, sizes: tuple[int, ...], leaf: Leaf) -> tuple[Array, Mask]
     whole = np.asarray(whole.reshape(len(kept), size).all(axis=1))
     if kept is array:
         return values, whole
-    spread = np.zeros((len(good), *sizes), values.dtype)
-    spread[good] = values
+    dense = np.zeros((len(good), *sizes), values.dtype)
+    dense[good] = values
     good[good] = whole
-    return spread, good
+    return dense, good
 
 
 def _numbers(dtype: np.dtype[Any]) -> Leaf:
-    """Return what makes numbers of this dtype; null, and a whole number that does not fit, is none."""
+    """Return a leaf that converts to this dtype; null and integers out of its range are invalid."""
 
     def leaf(array: Any) -> tuple[Array, Mask]:
         good = _present(array)
@@ -267,7 +269,7 @@ def _hashed(array: Any) -> tuple[Array, Mask]:
 
 
 def _coded(array: Any) -> tuple[list[Any], NDArray[np.int32], Mask]:
-    """Return the W distinct words (strings or whole numbers), the index of each row's, and which rows have one."""
+    """Return the W distinct words (strings or integers), the word index of each row, and which rows have one."""
     if types.is_null(array.type):
         array = array.cast(pa.string())
     coded = array if types.is_dictionary(array.type) else array.dictionary_encode()
@@ -281,7 +283,7 @@ def _coded(array: Any) -> tuple[list[Any], NDArray[np.int32], Mask]:
 
 def _present(array: Any) -> Mask:
     if types.is_dictionary(array.type):
-        # A null is an index that is none, or one of a word that is none.
+        # A null is either a null index, or the index of a null word.
         words = np.append(_present(array.dictionary), np.True_)
         return _present(array.indices) & words[_filled(array.indices).astype(np.int32)]
     if not array.null_count:

@@ -1,7 +1,8 @@
-"""What an Arrow IPC stream says that it holds, read from its metadata before anything is made of it.
+"""Reads from an Arrow IPC stream's metadata how much it holds, before anything is allocated.
 
-A reader allocates what compressed buffers claim, copies a dictionary at each delta, and takes a column of nulls of any
-length, so that a small message could ask for any memory. The metadata are flatbuffers (Arrow columnar format, IPC).
+A reader allocates what compressed buffers claim, copies a dictionary at each delta, and accepts a column of nulls of
+any length: a small message could allocate any amount of memory. The metadata are flatbuffers (Arrow columnar format,
+IPC).
 """
 
 import struct
@@ -21,13 +22,13 @@ class UnfitError(ValueError):
 
 
 class Claims(NamedTuple):
-    """What a stream says of itself."""
+    """The sizes that a stream's metadata give."""
 
     schema: bytes
-    """Its first part: streams that begin alike have the same schema."""
+    """The first part of the stream: streams with equal first parts have the same schema."""
     rows: int
     inflated_bytes: int
-    """What its compressed buffers hold once they are decompressed."""
+    """Bytes of the compressed buffers once they are decompressed."""
 
 
 class _Part(NamedTuple):
@@ -89,37 +90,37 @@ def _parts(stream: bytes) -> Iterator[tuple[int, _Part, int]]:
 
 @lru_cache(16)
 def _part(metadata: bytes) -> _Part:
-    """Read the metadata of a part; those of small messages are mostly the same."""
+    """Read the metadata of a part; cached, since small messages mostly have equal metadata."""
     message = _Table(metadata, _offset(metadata, 0))
-    kind, place, body_bytes = message.byte(1), message.place(2), message.long(3)
+    kind, offset, body_bytes = message.byte(1), message.offset(2), message.long(3)
     if message.short(0) != _VERSION_5:
         raise UnfitError("it was written in the format of Arrow before 1.0")
     if kind not in (_SCHEMA, _DICTIONARY, _RECORDS):
         raise UnfitError("an Arrow IPC stream is a schema, dictionaries and record batches")
     if kind == _SCHEMA:
         return _Part(kind, _natural(body_bytes), 0, ())
-    batch = _Table(metadata, place + _offset(metadata, place))
+    batch = _Table(metadata, offset + _offset(metadata, offset))
     if kind == _DICTIONARY:
         if batch.byte(2):
             raise UnfitError("dictionary deltas are not taken; write each dictionary whole")
-        place = batch.place(1)
-        batch = _Table(metadata, place + _offset(metadata, place))
+        offset = batch.offset(1)
+        batch = _Table(metadata, offset + _offset(metadata, offset))
     rows = _natural(batch.long(0)) if kind == _RECORDS else 0
-    compressed = _buffers(metadata, batch.place(2)) if batch.place(3) else ()
+    compressed = _buffers(metadata, batch.offset(2)) if batch.offset(3) else ()
     return _Part(kind, _natural(body_bytes), rows, compressed)
 
 
-def _buffers(metadata: bytes, place: int) -> tuple[tuple[int, int], ...]:
-    """Return where each buffer lies in the body, and its length."""
-    vector = place + _offset(metadata, place)
+def _buffers(metadata: bytes, offset: int) -> tuple[tuple[int, int], ...]:
+    """Return the offset in the body and the length of each buffer."""
+    vector = offset + _offset(metadata, offset)
     begin, end = vector + 4, vector + 4 + 16 * _offset(metadata, vector)
-    if not place or end > len(metadata):
+    if not offset or end > len(metadata):
         raise UnfitError(_MALFORMED)
     return tuple(struct.iter_unpack("<qq", metadata[begin:end]))
 
 
 def _inflated(stream: bytes, body: int, buffers: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """Yield the size of each compressed buffer, which stands before it; -1 says that it is not compressed."""
+    """Yield the decompressed size of each buffer, from the 8 bytes before it; -1 there means not compressed."""
     for start, length in buffers:
         if length:
             if not 0 <= start < len(stream):
@@ -137,20 +138,20 @@ def _natural(number: int) -> int:
 class _Table:
     """A flatbuffers table; fields that it leaves out are 0. Reading beyond the data is a struct.error."""
 
-    def __init__(self, data: bytes, place: int) -> None:
-        (back,) = struct.unpack_from("<i", data, place)
-        self._data, self._place, self._fields = data, place, place - back
+    def __init__(self, data: bytes, offset: int) -> None:
+        (back,) = struct.unpack_from("<i", data, offset)
+        self._data, self._begin, self._fields = data, offset, offset - back
         if self._fields < 0:
             raise UnfitError(_MALFORMED)
         (self._size,) = struct.unpack_from("<H", data, self._fields)
 
-    def place(self, field: int) -> int:
-        """Where the field lies, or 0."""
+    def offset(self, field: int) -> int:
+        """Return the offset of a field, or 0 if it is left out."""
         at = 4 + 2 * field
         if at + 2 > self._size:
             return 0
         (offset,) = struct.unpack_from("<H", self._data, self._fields + at)
-        return self._place + int(offset) if offset else 0
+        return self._begin + int(offset) if offset else 0
 
     def byte(self, field: int) -> int:
         return self._number("<B", field)
@@ -162,9 +163,9 @@ class _Table:
         return self._number("<q", field)
 
     def _number(self, kind: str, field: int) -> int:
-        place = self.place(field)
-        return int(struct.unpack_from(kind, self._data, place)[0]) if place else 0
+        offset = self.offset(field)
+        return int(struct.unpack_from(kind, self._data, offset)[0]) if offset else 0
 
 
-def _offset(data: bytes, place: int) -> int:
-    return int(struct.unpack_from("<I", data, place)[0])
+def _offset(data: bytes, offset: int) -> int:
+    return int(struct.unpack_from("<I", data, offset)[0])

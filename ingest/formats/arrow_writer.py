@@ -32,7 +32,7 @@ def pack_batch(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _types(schema: Schema) -> dict[str, Any]:
-    """Return the Arrow type of each field; None where its values tell."""
+    """Return the Arrow type of each field; None where its values decide."""
     kinds: dict[str, Any] = {}
     for feature in schema.features:
         kind = pa.string() if feature.is_string else pa.from_numpy_dtype(feature.dtype)

@@ -1,4 +1,4 @@
-"""What a message format makes of messages: columns of usable events, and a reason for each that is not usable.
+"""The result of decoding messages: columns of usable events, and a reason for each event that is not.
 
 Legend: M messages in, N usable events out.
 """
@@ -17,7 +17,7 @@ WHOLE_MESSAGE = -1
 
 
 class Reject(NamedTuple):
-    """One event that cannot be used; `row` is WHOLE_MESSAGE when that goes for its whole message."""
+    """An event that cannot be used; `row` is WHOLE_MESSAGE if its message has no usable event."""
 
     message: int
     row: int
@@ -30,7 +30,7 @@ class Decoded:
 
     Attributes:
         message: int32 `[N]`, index of each event's message.
-        row: int32 `[N]`, its place in the message.
+        row: int32 `[N]`, its index in the message.
         columns: the schema's payload, and `key_hash` and `group_hash` uint64 `[N]`.
         rejects: events that cannot be used, in the order of (message, row).
         unknown_fields: messages with fields that the schema does not know.
@@ -42,10 +42,10 @@ class Decoded:
     rejects: Sequence[Reject]
     unknown_fields: int = 0
 
-    def at(self, places: NDArray[np.int32]) -> "Decoded":
-        """Return the same with the messages counted anew: message i is the one at `places[i]`, in ascending order."""
-        rejects = [Reject(int(places[each.message]), each.row, each.reason) for each in self.rejects]
-        return Decoded(places[self.message], self.row, self.columns, rejects, self.unknown_fields)
+    def at(self, indexes: NDArray[np.int32]) -> "Decoded":
+        """Return the same with other message indexes: message i becomes `indexes[i]`, in ascending order."""
+        rejects = [Reject(int(indexes[each.message]), each.row, each.reason) for each in self.rejects]
+        return Decoded(indexes[self.message], self.row, self.columns, rejects, self.unknown_fields)
 
     def without(self, bad: NDArray[np.bool_], reason: str) -> "Decoded":
         """Return the same with the events of the mask `[N]` rejected for `reason`."""
@@ -61,7 +61,7 @@ class Decoded:
 
 
 def joined(parts: Sequence[Decoded]) -> Decoded:
-    """Return one or more parts, whose messages may be interleaved, as one."""
+    """Join one or more parts, whose messages may be interleaved."""
     if len(parts) == 1:
         return parts[0]
     message = np.concatenate([part.message for part in parts])
@@ -73,7 +73,7 @@ def joined(parts: Sequence[Decoded]) -> Decoded:
 
 
 class Format(Protocol):
-    """Decodes whole batches of messages. Raises nothing for a bad message: it is a reject."""
+    """Decodes batches of messages. A bad message raises nothing: it becomes a reject."""
 
     def decode(self, values: Sequence[bytes]) -> Decoded:
         """Decode M message values."""
@@ -81,7 +81,7 @@ class Format(Protocol):
 
 
 def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
-    """Reject events with NaN or infinity, a number out of range or a negative weight: what all formats check.
+    """Reject events with NaN or infinity, a number out of range or a negative weight, in every format.
 
     A missing label is no fault; its value in the column is `schema.label.missing`.
     """
@@ -103,8 +103,8 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
         return decoded
     label, labelled = decoded.columns["label"], decoded.columns["labelled"].astype(np.bool_)
     if schema.label.classes is None:
-        bad, wanted = labelled & ~np.isfinite(label.astype(np.float64)), "finite"
+        bad, expected = labelled & ~np.isfinite(label.astype(np.float64)), "finite"
     else:
         bad = labelled & (np.less(label, 0) | np.greater_equal(label, schema.label.classes))
-        wanted = f"in 0..{schema.label.classes - 1}"
-    return decoded.without(bad, f"{schema.label.name} is not {wanted}") if bad.any() else decoded
+        expected = f"in 0..{schema.label.classes - 1}"
+    return decoded.without(bad, f"{schema.label.name} is not {expected}") if bad.any() else decoded

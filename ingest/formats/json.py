@@ -23,7 +23,7 @@ _LARGEST_BOUND = 2**63 - 1
 """msgspec compares integers with bounds of at most 64 bits."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What a message can make the parser raise: malformed or unfit, not UTF-8, nested without end."""
+"""Errors of the parser for a bad message: malformed or unfit, not UTF-8, nested too deeply."""
 
 
 class JsonFormat:
@@ -66,7 +66,7 @@ class JsonFormat:
         return reject_unusable_numbers(decoded, self._schema)
 
     def _decode_one_by_one(self, values: Sequence[bytes]) -> Decoded:
-        """Find the messages with an integer beyond 64 bits, which only the making of a column notices."""
+        """Find the messages with an integer beyond 64 bits, which only raise when a column is built."""
         fits: list[int] = []
         too_large: list[Reject] = []
         for index, value in enumerate(values):
@@ -84,8 +84,8 @@ class JsonFormat:
     def _columns(self, events: list[Any]) -> dict[str, Array]:
         schema, n = self._schema, len(events)
         columns: dict[str, Array] = {}
-        for place, feature in enumerate(schema.features):
-            columns[f"feature.{feature.name}"] = _feature_column(feature, [getattr(e, f"f{place}") for e in events])
+        for index, feature in enumerate(schema.features):
+            columns[f"feature.{feature.name}"] = _feature_column(feature, [getattr(e, f"f{index}") for e in events])
         columns.update(_label_columns(schema.label, [event.label for event in events]))
         weights = [event.weight for event in events] if schema.weight else np.ones(n)
         columns["weight"] = _numbers(weights, np.dtype(np.float32), n)
@@ -105,8 +105,8 @@ def _event_type(schema: Schema, *, forbid_unknown: bool) -> type[msgspec.Struct]
         names[attribute] = name
         fields.append((attribute, kind | UnsetType, UNSET) if optional else (attribute, kind))
 
-    for place, feature in enumerate(schema.features):
-        add(f"f{place}", feature.name, _feature_type(feature), optional=feature.default is not None)
+    for index, feature in enumerate(schema.features):
+        add(f"f{index}", feature.name, _feature_type(feature), optional=feature.default is not None)
     add("label", schema.label.name, _label_type(schema.label) | None, optional=True)
     for attribute, name, kind in (
         ("key", schema.key, str | int),
@@ -149,7 +149,7 @@ def _label_type(label: Label) -> Any:
 
 
 def _feature_column(feature: Feature, values: list[Any]) -> Array:
-    missing = [place for place, value in enumerate(values) if value is UNSET] if feature.default is not None else []
+    missing = [index for index, value in enumerate(values) if value is UNSET] if feature.default is not None else []
     if missing:
         filler = np.full(feature.shape, "" if feature.is_string else 0).tolist()
         values = [filler if value is UNSET else value for value in values]
@@ -181,7 +181,7 @@ def _label_columns(label: Label, values: list[Any]) -> dict[str, Array]:
     if label.multi:
         return {"label": multi_hot(label, list(map(_classes, values))), "labelled": labelled}
     if label.names is not None:
-        ids = {name: place for place, name in enumerate(label.names)}
+        ids = {name: index for index, name in enumerate(label.names)}
         values = [ids.get(value, -1) if present else -1 for value, present in zip(values, labelled, strict=True)]
     elif not labelled.all():
         values = [value if present else label.missing for value, present in zip(values, labelled, strict=True)]

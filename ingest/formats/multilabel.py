@@ -18,12 +18,12 @@ def multi_hot(label: Label, classes: Sequence[Sequence[Any]]) -> NDArray[np.bool
     """Return which classes each event has, bool `[N, C]`; they are given by name where the schema names them."""
     flat = list(chain.from_iterable(classes))
     if label.names is not None:
-        ids = {name: place for place, name in enumerate(label.names)}
+        ids = {name: index for index, name in enumerate(label.names)}
         flat = [ids[name] for name in flat]
-    return spread(label, np.array(list(map(len, classes)), np.int64), np.array(flat, np.int64))
+    return multi_hot_from_counts(label, np.array(list(map(len, classes)), np.int64), np.array(flat, np.int64))
 
 
-def spread(label: Label, counts: NDArray[np.int64], flat: NDArray[np.int64]) -> NDArray[np.bool_]:
+def multi_hot_from_counts(label: Label, counts: NDArray[np.int64], flat: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which classes each event has, bool `[N, C]`: `counts` `[N]` of the class numbers in `flat`, in turn."""
     has_NC = np.zeros((len(counts), *label.shape), np.bool_)
     has_NC[np.repeat(np.arange(len(counts)), counts), flat] = True

@@ -50,7 +50,7 @@ def pack_rows(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
     """
     rows = np.zeros(len(events), row_dtype(schema))
     label = schema.label
-    for place, event in enumerate(events):
+    for index, event in enumerate(events):
         for name in rows.dtype.names or ():
             value = event.get(name, label.missing if name == label.name else None)
             if label.multi and name == label.name:
@@ -60,16 +60,16 @@ def pack_rows(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
             try:
                 if value is None:
                     raise ValueError("it is missing")
-                rows[place][name] = value
+                rows[index][name] = value
             except (ValueError, TypeError, OverflowError) as exc:
-                raise SettingsError(f"event {place}: {name} = {event.get(name)!r} does not fit its row: {exc}") from exc
+                raise SettingsError(f"event {index}: {name} = {event.get(name)!r} does not fit its row: {exc}") from exc
     return rows.tobytes()
 
 
 def _multi_hot(label: Label, classes: Any) -> NDArray[np.int64] | None:
-    """Return 0 or 1 for each class by a list of those that an event has; None where it lists what is none.
+    """Return 0 or 1 for each class, from the list of an event's classes; None if an entry is no class.
 
-    Where there is no label it is -1 for each, which an unsigned dtype cannot say.
+    Without a label it is -1 for each class, which an unsigned dtype cannot hold.
     """
     if classes is None:
         return np.full(label.shape, -1) if label.wire.kind == "i" else None
@@ -99,8 +99,8 @@ class RowsFormat:
         counts = lengths[good] // size
         rows = np.frombuffer(b"".join(values if fits.all() else [values[i] for i in good.tolist()]), self._dtype)
         message = np.repeat(good, counts).astype(np.int32)
-        place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        decoded = Decoded(message, place.astype(np.int32), self._columns(rows), rejects)
+        index = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        decoded = Decoded(message, index.astype(np.int32), self._columns(rows), rejects)
         if self._schema.label.multi:
             raw = rows[self._schema.label.name]
             odd = ((raw != 0) & (raw != 1)).any(axis=1) & decoded.columns["labelled"].astype(np.bool_)

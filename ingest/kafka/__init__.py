@@ -1,1 +1,1 @@
-"""Kafka clients behind one contract, the producer, and what is asked about topics."""
+"""Kafka clients behind one contract, the producer, and the inspector of topics."""

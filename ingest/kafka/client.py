@@ -14,9 +14,9 @@ from ingest.events.partition import TopicPartition
 from ingest.kafka_properties import DEFAULTS
 
 _INFLATED = 4
-"""So many times what is fetched at once may come out of one compressed batch."""
+"""A compressed batch may hold this many times the bytes that are fetched at once."""
 CORRUPT_SECONDS = 30.0
-"""For so long a batch with a wrong checksum is fetched again, before it is passed over."""
+"""How long a batch with a wrong checksum is fetched again before it is skipped."""
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ class Messages:
     headers: Sequence[Sequence[tuple[str, bytes]]]
     end: int
     removed: int = 0
-    """Offsets before the first message that retention took before they were read."""
+    """Offsets before the first message that retention removed before they were read."""
     faults: Mapping[int, str] = field(default_factory=dict)
-    """Why messages cannot be used as the client found them, by their place; what it could not read of them is None."""
+    """Why messages cannot be used, by index; the fields that could not be read are None."""
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -55,7 +55,7 @@ class Messages:
             self.headers[begin:end],
             self.end if last else self.offsets[end],
             self.removed if begin == 0 else 0,
-            {place - begin: why for place, why in self.faults.items() if begin <= place < end},
+            {index - begin: why for index, why in self.faults.items() if begin <= index < end},
         )
 
 
@@ -75,9 +75,9 @@ def most_inflated(settings: StreamSettings) -> int:
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A message that cannot be used, as it came, and the headers that are added to it.
+    """A message that cannot be used, unchanged, and the headers that are added to it.
 
-    They are kept apart, since a message may carry headers with the names of those that are added.
+    Added headers are separate, since a message may have headers of the same names.
     """
 
     key: bytes | None
@@ -89,14 +89,14 @@ class DeadLetter:
 def sanitize(letter: DeadLetter) -> DeadLetter:
     """Return the letter as kafka-python can send it: no header without a value, and a key or a value.
 
-    The added headers come last, so that they are what a reader finds by name.
+    The added headers come last, so that a reader finds them by name.
     """
     headers = [(name, value if value is not None else b"") for name, value in (*letter.headers, *letter.added)]
     return DeadLetter(b"" if letter.key is None and letter.value is None else letter.key, letter.value, headers)
 
 
 def shrink(letter: DeadLetter) -> Iterator[DeadLetter]:
-    """Yield what to send in place of a letter that the broker finds too large: less, and at last nothing of it."""
+    """Yield what to send instead of a letter that is too large for the broker: less, and at last no contents."""
     yield replace(letter, value=None, added=[*letter.added, ("anabranch-truncated", b"value")])
     yield DeadLetter(None, None, (), [*letter.added, ("anabranch-truncated", b"key, value and headers")])
     short = [header for header in letter.added if header[0] != "anabranch-rows"]
@@ -106,7 +106,7 @@ def shrink(letter: DeadLetter) -> Iterator[DeadLetter]:
 
 @dataclass
 class Lag:
-    """How far the broker is: the end offset of each partition, and what is wrong with reaching it."""
+    """The end offset of each partition, and the problem with reaching the broker, if any."""
 
     ends: dict[TopicPartition, int] = field(default_factory=dict)
     problem: str | None = None
@@ -119,7 +119,7 @@ class Client(Protocol):
 
     @property
     def letters_dropped(self) -> int:
-        """Dead letters so far that the broker refuses in each of their forms, and that were left out for that."""
+        """Dead letters so far that were dropped, since the broker refuses each of their forms."""
         ...
 
     def open(self) -> None:
@@ -156,14 +156,14 @@ class Client(Protocol):
 
         Raises:
             GapError: offsets to be read are gone, and `on_gap` is `fail`.
-            RecreatedError: the topic is another one of the same name; TruncatedError where the client says that it is
-                the same, and lost the end of its log.
+            RecreatedError: the topic is another one of the same name; TruncatedError where the client reports that it
+                is the same and lost the end of its log.
             BrokerError: the topic or the right to read it is gone.
         """
         ...
 
     def lag(self, *, log_starts: bool = False) -> Lag:
-        """Ask the broker how far it is, and how far back it goes; never raises for a broker that is away."""
+        """Ask the broker for end offsets, and with `log_starts` for first ones; never raises when it is away."""
         ...
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:

@@ -1,4 +1,4 @@
-"""The client `confluent`: librdkafka, which fetches and parses in threads of its own, without Python's lock."""
+"""The client `confluent`: librdkafka, which fetches and parses in its own threads, without the GIL."""
 
 import base64
 import contextlib
@@ -51,10 +51,10 @@ class ConfluentClient:
     """
 
     def __init__(self, settings: StreamSettings, patience: timedelta = _PATIENCE) -> None:
-        """With `patience` to reach a broker when it is opened."""
+        """`patience` is how long `open` tries to reach a broker."""
         self._settings = settings
         self._patience = patience.total_seconds()
-        self._heard: list[KafkaError] = []
+        self._errors: list[KafkaError] = []
         self._consumer: Any = None
         self._admin: Any = None
         self._letters: LetterProducer | None = None
@@ -64,10 +64,10 @@ class ConfluentClient:
         self._recreated = False
         self._most = most_inflated(settings)
         self._corrupt: dict[TopicPartition, float] = {}
-        """Since when batches that cannot be read come of a partition."""
+        """When a partition first returned a batch that cannot be read."""
 
     def open(self) -> None:
-        """Connect and see that every topic is there."""
+        """Connect, and check that every topic exists."""
         settings = self._settings
         self._consumer = make(
             Consumer,
@@ -82,7 +82,7 @@ class ConfluentClient:
                 "allow.auto.create.topics": False,
                 # What was fetched and not yet polled; one more answer of a broker may be under way.
                 "queued.max.messages.kbytes": 16_384,
-                "error_cb": self._heard.append,
+                "error_cb": self._errors.append,
             },
         )
         self._admin = make(AdminClient, settings, {})
@@ -96,9 +96,9 @@ class ConfluentClient:
                 raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
 
     def partitions(self) -> list[TopicPartition]:
-        """All partitions of the topics, and while the broker is away those that were there before."""
+        """All partitions of the topics; while the broker is away, those that existed before."""
         with contextlib.suppress(KafkaException, BrokerError):
-            self._notice(self._described(_REQUEST_SECONDS))
+            self._update_metadata(self._described(_REQUEST_SECONDS))
         return [
             TopicPartition(topic, partition.id)
             for topic in self._settings.topics
@@ -106,7 +106,7 @@ class ConfluentClient:
         ]
 
     def topic_ids(self) -> dict[str, str]:
-        """The topics' ids, as last heard."""
+        """The topics' ids, as last received."""
         self._recreated = False
         ids = {topic: str(self._topics[topic].topic_id) for topic in self._settings.topics}
         found = {topic: base64.urlsafe_b64decode(f"{each}==").hex() for topic, each in ids.items()}
@@ -126,7 +126,7 @@ class ConfluentClient:
         return {partition: ends[partition] if offset < 0 else offset for partition, offset in found.items()}
 
     def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        """Ask whatever the isolation level of the consumer is."""
+        """Ask independently of the consumer's isolation level."""
         try:
             return self._offsets(partitions, OffsetSpec.latest(), "read_uncommitted")
         except KafkaException as exc:
@@ -146,11 +146,11 @@ class ConfluentClient:
             polled = self._consumer.consume(limit, timeout.total_seconds())
         except KafkaException as exc:
             raise BrokerError(f"cannot read the topics: {brief(exc)}") from exc
-        self._heard.clear()
+        self._errors.clear()
         try:
             return self._taken(polled, limit)
         except BrokerError:
-            # What was polled together with the error has to come again.
+            # The messages that were polled together with the error must be fetched again.
             self.assign(self._positions)
             raise
 
@@ -161,7 +161,7 @@ class ConfluentClient:
         """
         servers = self._settings.bootstrap_servers
         try:
-            self._notice(self._described(_REQUEST_SECONDS))
+            self._update_metadata(self._described(_REQUEST_SECONDS))
             ends = self._offsets(list(self._positions), OffsetSpec.latest())
             starts = self._offsets(list(self._positions), OffsetSpec.earliest()) if log_starts else {}
         except KafkaException as exc:
@@ -169,8 +169,8 @@ class ConfluentClient:
         except BrokerError as exc:
             return Lag({}, str(exc))
         # A broker may report less than it has already delivered, so what was delivered counts as well.
-        told = {partition: max(end, self._positions[partition]) for partition, end in ends.items()}
-        return Lag(told, log_starts=starts)
+        ends_of = {partition: max(end, self._positions[partition]) for partition, end in ends.items()}
+        return Lag(ends_of, log_starts=starts)
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:
         """Commit in the background, for lag tools."""
@@ -181,7 +181,7 @@ class ConfluentClient:
             log.debug("positions were not committed for lag tools: %s", brief(exc))
 
     def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
-        """Send and wait, by a producer that is made when the first is needed."""
+        """Send and wait, with a producer that is created with the first letter."""
         if self._letters is None:
             self._letters = LetterProducer(self._settings)
         return self._letters.send(letters, timeout)
@@ -197,15 +197,15 @@ class ConfluentClient:
             self._consumer.close()
 
     def _reach(self) -> None:
-        """Wait until a broker answers, or raise BrokerError with what was said instead."""
+        """Wait until a broker answers, or raise BrokerError with the error that came instead."""
         deadline = time.monotonic() + self._patience
         servers = self._settings.bootstrap_servers
         while True:
             try:
                 self._consumer.list_topics(self._settings.topics[0], timeout=0.5)
             except KafkaException as exc:
-                self._consumer.poll(0)  # has the errors told
-                codes = {error.code() for error in self._heard}
+                self._consumer.poll(0)  # calls back with the errors
+                codes = {error.code() for error in self._errors}
                 hopeless = KafkaError._ALL_BROKERS_DOWN in codes and unreachable(servers)
                 if KafkaError._AUTHENTICATION in codes or hopeless or time.monotonic() > deadline:
                     raise self._explained(exc) from exc
@@ -214,14 +214,14 @@ class ConfluentClient:
 
     def _explained(self, exc: KafkaException) -> BrokerError:
         servers = self._settings.bootstrap_servers
-        for error in self._heard:
+        for error in self._errors:
             if error.code() == KafkaError._AUTHENTICATION:
                 return auth_error(servers, mechanism="mechanism" in error.str())
-        said = self._heard[-1].str() if self._heard else brief(exc)
-        return BrokerError(unreachable(servers) or not_a_broker_message(servers, said))
+        sentence = self._errors[-1].str() if self._errors else brief(exc)
+        return BrokerError(unreachable(servers) or not_a_broker_message(servers, sentence))
 
     def _described(self, seconds: float) -> dict[str, Any]:
-        """Return what the broker says of those of the topics that exist."""
+        """Return the broker's descriptions of the topics that exist."""
         names = list(dict.fromkeys(map(str, (*self._settings.topics, self._settings.dead_letter_topic))))
         futures = self._admin.describe_topics(TopicCollection(names), request_timeout=seconds)
         found = {}
@@ -233,8 +233,8 @@ class ConfluentClient:
                     raise
         return found
 
-    def _notice(self, found: Mapping[str, Any]) -> None:
-        """Take up what the broker says of the topics now; raises BrokerError when one is gone."""
+    def _update_metadata(self, found: Mapping[str, Any]) -> None:
+        """Update partitions and ids from the broker's descriptions; raises BrokerError when a topic is gone."""
         for topic in self._settings.topics:
             if topic not in found:
                 raise BrokerError(gone_topic(topic, self._settings.bootstrap_servers))
@@ -264,7 +264,7 @@ class ConfluentClient:
             partition = self._partitions.get((message.topic(), message.partition()))
             error = message.error()
             if partition in bad:
-                continue  # librdkafka goes on after a batch with a wrong checksum as if it were not there
+                continue  # librdkafka silently continues after a batch with a wrong checksum
             if error is None and partition is not None:
                 batches.setdefault(partition, []).append(message)
             elif error is not None and error.code() == KafkaError._PARTITION_EOF and partition is not None:
@@ -273,11 +273,11 @@ class ConfluentClient:
                 bad[partition] = message
             elif error is not None and error.code() in _REMOVED and partition is not None:
                 stopped = True
-                # A hole after messages is told once more when these are done with.
+                # A gap after messages is reported again once they are handled.
                 if partition not in batches and partition not in ends:
                     removed[partition] = self._pass_gap(partition)
             elif error is not None:
-                self._judge(error)
+                self._raise_if_fatal(error)
         reached = dict.fromkeys((*batches, *ends, *removed))
         found = [self._messages(p, batches.get(p, ()), ends.get(p, -1), removed.get(p, 0)) for p in reached]
         found += self._unread({p: message for p, message in bad.items() if p not in reached}, limit)
@@ -285,14 +285,14 @@ class ConfluentClient:
             message = next(iter(bad.values()))
             raise BrokerError(f"cannot read {message.topic()}[{message.partition()}]: {message.error().str()}")
         if stopped or bad:
-            # A partition with such an error has stopped, and takes no seek.
+            # A partition with such an error has stopped, and ignores a seek.
             self.assign(self._positions)
         return found
 
     def _unread(self, bad: Mapping[TopicPartition, Any], limit: int) -> list[Messages]:
-        """Pass over what is given up, of partitions of which nothing else was polled."""
+        """Skip batches that are given up, of partitions of which nothing else was polled."""
         return [
-            self._passed_over(partition, message.error(), message.offset(), limit)
+            self._skip_unreadable(partition, message.error(), message.offset(), limit)
             for partition, message in bad.items()
             if self._given_up(partition, message.error())
         ]
@@ -306,12 +306,12 @@ class ConfluentClient:
         return earliest - position
 
     def _given_up(self, partition: TopicPartition, error: KafkaError) -> bool:
-        """Whether what cannot be read of a partition would come again as it is, as far as can be told."""
+        """Whether to give up an unreadable batch, since fetching it again would most likely return the same."""
         first = self._corrupt.setdefault(partition, time.monotonic())
         return error.code() == KafkaError._BAD_COMPRESSION or time.monotonic() - first >= CORRUPT_SECONDS
 
-    def _passed_over(self, partition: TopicPartition, error: KafkaError, base: int, limit: int) -> Messages:
-        """Go on after a batch that cannot be read, or after the first `limit` offsets of it."""
+    def _skip_unreadable(self, partition: TopicPartition, error: KafkaError, base: int, limit: int) -> Messages:
+        """Skip a batch that cannot be read, or the first `limit` offsets of it."""
         begin = max(self._positions[partition], base)
         end = min(begin + limit, self._batch_end(partition, begin, base))
         compressed = error.code() == KafkaError._BAD_COMPRESSION
@@ -321,10 +321,10 @@ class ConfluentClient:
         return unreadable(partition, range(begin, end), int(time.time() * 1000), reason)
 
     def _batch_end(self, partition: TopicPartition, begin: int, base: int) -> int:
-        """Return the first offset after the batch at `base`, which librdkafka does not tell.
+        """Return the first offset after the batch at `base`, which librdkafka does not report.
 
-        A batch comes whole, whichever of its offsets is asked for: its end is searched for in steps that double, and
-        then in halves. After some seconds the search ends with an offset that is known to be in the batch.
+        A broker returns the whole batch for any of its offsets: the end is found by a galloping, then a binary search.
+        After some seconds the search ends with an offset that is known to be in the batch.
         """
         deadline = time.monotonic() + _SEARCH_SECONDS
         inside, beyond = begin, self._offsets([partition], OffsetSpec.latest())[partition]
@@ -339,9 +339,9 @@ class ConfluentClient:
         return inside + 1
 
     def _is_of(self, partition: TopicPartition, offset: int, base: int) -> bool:
-        """Whether an offset is of the unreadable batch at `base`; raises BrokerError when no broker answers in time."""
+        """Whether an offset is in the unreadable batch at `base`; raises BrokerError when no broker answers in time."""
         self._consumer.assign([KafkaPartition(partition.topic, partition.partition, offset)])
-        deadline, heard = time.monotonic() + _SEARCH_SECONDS, "no answer"
+        deadline, answer = time.monotonic() + _SEARCH_SECONDS, "no answer"
         while (left := deadline - time.monotonic()) > 0:
             for message in self._consumer.consume(1, left):
                 error = message.error()
@@ -349,16 +349,16 @@ class ConfluentClient:
                     return False
                 if error.code() in _UNREADABLE:
                     return bool(message.offset() == base)
-                heard = error.str()
+                answer = error.str()
                 if error.code() in _REMOVED:
                     deadline = 0.0
                 else:
-                    self._judge(error)
+                    self._raise_if_fatal(error)
         name = f"{partition.topic}[{partition.partition}]@{base}"
-        raise BrokerError(f"cannot read {name}, nor tell where it ends: {heard}")
+        raise BrokerError(f"cannot read {name}, nor find where it ends: {answer}")
 
-    def _judge(self, error: KafkaError) -> None:
-        """Raise for what ends the reading; librdkafka itself tries again after all else."""
+    def _raise_if_fatal(self, error: KafkaError) -> None:
+        """Raise for errors that end the reading; librdkafka itself retries after all others."""
         if error.code() == KafkaError._LOG_TRUNCATION:
             raise TruncatedError(TRUNCATED)
         if error.fatal() or error.code() in _FORBIDDEN:
@@ -372,7 +372,7 @@ class ConfluentClient:
             self._corrupt.pop(partition, None)
         headers, faults = headers_of(records)
         if max(map(len, records), default=0) > self._most:
-            faults |= {place: too_large(self._most) for place, each in enumerate(records) if len(each) > self._most}
+            faults |= {index: too_large(self._most) for index, each in enumerate(records) if len(each) > self._most}
         return Messages(
             partition=partition,
             offsets=[record.offset() for record in records],

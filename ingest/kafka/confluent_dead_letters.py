@@ -1,4 +1,4 @@
-"""What the client `confluent` is made of: clients with `[stream.properties]`, and the producer of dead letters."""
+"""Clients of librdkafka with `[stream.properties]`, and the producer of dead letters."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ from ingest.kafka_properties import DEFAULTS, PROPERTIES
 _LARGEST_LETTER = 100_000_000
 _LETTER_MS = 10_000
 _REFUSED_LETTERS = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_RECORD)
-"""What a broker answers for the letter's own sake: it would answer the same for ever."""
+"""Errors that the letter itself causes: sending it again gives the same."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def make(kind: Any, settings: StreamSettings, ours: Mapping[str, Any]) -> Any:
 
 
 def brief(exc: KafkaException) -> str:
-    """Return what librdkafka says in words."""
+    """Return the sentence of an error of librdkafka."""
     return str(exc.args[0].str())
 
 
@@ -50,20 +50,20 @@ _HEADERS = methodcaller("headers")
 
 
 def headers_of(records: Sequence[Any]) -> tuple[list[Sequence[tuple[str, bytes]]], dict[int, str]]:
-    """Return the headers of records, and by their place the faults of those where a name is not UTF-8.
+    """Return the headers of records, and by index the fault of each record with a name that is not UTF-8.
 
-    Each record is asked once: confluent-kafka raises where it cannot make a name, and would then return what is half
-    made. It is asked through `methodcaller`: where the interpreter calls the method itself it does not look whether an
-    error is set, which then comes up at a record after it.
+    Each record is asked once: confluent-kafka raises where it cannot decode a name, and a second call would return an
+    incomplete list. `methodcaller` is needed: where the interpreter calls the method itself, it does not check whether
+    an error is set, which then appears at a later record.
     """
     headers: list[Sequence[tuple[str, bytes]]] = []
     faults: dict[int, str] = {}
-    for place, record in enumerate(records):
+    for index, record in enumerate(records):
         try:
             headers.append(_HEADERS(record) or ())
         except (UnicodeDecodeError, SystemError):
             headers.append(())
-            faults[place] = BAD_HEADER
+            faults[index] = BAD_HEADER
     return headers, faults
 
 
@@ -87,7 +87,7 @@ class LetterProducer:
         )
 
     def send(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
-        """Send and wait; a letter that is refused goes again with less in it, at last with nothing, or is dropped."""
+        """Send and wait; a refused letter is sent again with less in it, at last with nothing, or dropped."""
         deadline = time.monotonic() + timeout.total_seconds()
         errors = self._delivered(letters, deadline)
         for done, (letter, error) in enumerate(zip(letters, errors, strict=True)):
@@ -109,28 +109,30 @@ class LetterProducer:
         """Send letters, and return the error of each, or None when the broker has acknowledged it."""
         errors: list[KafkaError | None] = [KafkaError(KafkaError._TIMED_OUT)] * len(letters)
 
-        def told(place: int) -> Any:
-            def tell(error: KafkaError | None, _: Any) -> None:
-                errors[place] = error
+        def on_delivery(index: int) -> Any:
+            def set_error(error: KafkaError | None, _: Any) -> None:
+                errors[index] = error
 
-            return tell
+            return set_error
 
-        for place, letter in enumerate(letters):
+        for index, letter in enumerate(letters):
             try:
-                self._produce(sanitize(letter), told(place), deadline)
+                self._produce(sanitize(letter), on_delivery(index), deadline)
             except KafkaException as exc:
-                errors[place] = exc.args[0]
+                errors[index] = exc.args[0]
             except BufferError:
                 break
         if self._producer.flush(max(0.0, deadline - time.monotonic())):
-            # Those that wait are sent again by whoever asked; two of one letter are allowed, an endless queue is not.
+            # The caller sends unacknowledged letters again; duplicates are allowed, an endless queue is not.
             self._producer.purge()
         return errors
 
-    def _produce(self, letter: DeadLetter, tell: Any, deadline: float) -> None:
+    def _produce(self, letter: DeadLetter, on_delivery: Any, deadline: float) -> None:
         while True:
             try:
-                self._producer.produce(self._topic, letter.value, letter.key, headers=letter.headers, on_delivery=tell)
+                self._producer.produce(
+                    self._topic, letter.value, letter.key, headers=letter.headers, on_delivery=on_delivery
+                )
             except BufferError:
                 if time.monotonic() > deadline:
                     raise
@@ -140,7 +142,7 @@ class LetterProducer:
 
 
 def _without_secrets(exc: KafkaException, settings: StreamSettings) -> str:
-    said = brief(exc)
+    sentence = brief(exc)
     for secret in settings.properties.values():
-        said = said.replace(secret.get_secret_value() or "\n", "...")
-    return said
+        sentence = sentence.replace(secret.get_secret_value() or "\n", "...")
+    return sentence

@@ -13,7 +13,7 @@ _XERIAL_HEADER_BYTES = 16
 
 
 class InflatedTooLargeError(Exception):
-    """More than the bound comes out."""
+    """The decompressed size exceeds the limit."""
 
 
 def inflate(compression_type: int, data: bytes, most: int) -> bytearray:
@@ -21,7 +21,7 @@ def inflate(compression_type: int, data: bytes, most: int) -> bytearray:
 
     Raises:
         InflatedTooLargeError: it is more than `most` bytes.
-        Exception: the data are damaged; each codec has errors of its own.
+        Exception: the data are damaged; each codec raises its own errors.
     """
     return _CODECS[compression_type](data, most)
 
@@ -72,10 +72,10 @@ def _snappy_blocks(data: bytes) -> Iterator[bytes]:
 
 
 def _snappy_length(block: bytes) -> int:
-    """Return how long a block says that it is: a varint of 32 bits at its beginning, which snappy checks."""
+    """Return the decompressed size in a block's head, a varint of 32 bits, which snappy checks."""
     length = 0
-    for place, byte in enumerate(block[:5]):
-        length |= (byte & 0x7F) << (7 * place)
+    for index, byte in enumerate(block[:5]):
+        length |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             break
     return length

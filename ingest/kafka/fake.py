@@ -1,4 +1,4 @@
-"""Ingest without Kafka: topics as lists in memory, faults on demand, and blocks out of nothing. For tests."""
+"""Ingest without Kafka: topics as lists in memory, faults on demand, and made-up blocks. For tests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class FakePartition:
     messages: dict[int, bytes | None] = field(default_factory=dict)
     end: int = 0
     start: int = 0
-    """The first offset that is still there."""
+    """The first offset that is not removed."""
 
     def append(self, value: bytes | None) -> int:
         """Add a message and return its offset."""
@@ -57,11 +57,11 @@ class FakeClient:
         self._reach()
 
     def partitions(self) -> list[TopicPartition]:
-        """All topics that there are."""
+        """Return the partitions of all topics."""
         return list(self.topics)
 
     def topic_ids(self) -> dict[str, str]:
-        """What `ids` says."""
+        """Return `ids`."""
         return dict(self.ids)
 
     def first_offsets(
@@ -94,11 +94,11 @@ class FakeClient:
         return Lag({p: self._of(p).end for p in self._positions}, log_starts=starts)
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Remember the positions."""
+        """Store the positions."""
         self.committed.update(positions)
 
     def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
-        """Keep the letters, but for those that are to be refused once."""
+        """Store the letters, except `refused_letters` of them, which are refused once."""
         del timeout
         taken = max(0, len(letters) - self.refused_letters)
         self.refused_letters = 0
@@ -108,7 +108,7 @@ class FakeClient:
         return taken
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no connection."""
 
     def _reach(self) -> None:
         if self.away:

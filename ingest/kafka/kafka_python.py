@@ -34,11 +34,11 @@ from ingest.kafka.kafka_records import ReplacedNames, UnreadableError, bound
 from ingest.kafka_properties import DEFAULTS, check, kafka_python_options
 
 PATIENCE = timedelta(seconds=8)
-"""How long a broker is tried to be reached."""
+"""How long to try to reach a broker."""
 _REQUEST_MS = 2_000
 _LARGEST_LETTER = 100_000_000
 _CODECS = {"snappy": "python-snappy", "lz4": "lz4", "zstd": "zstandard"}
-"""The packages that kafka-python needs beside gzip, which is Python's own."""
+"""The packages that kafka-python needs, except for gzip, which is in Python."""
 _REFUSALS = (kafka_errors.SaslAuthenticationFailedError, kafka_errors.UnsupportedSaslMechanismError)
 
 _REFUSED_LETTERS = (
@@ -46,16 +46,16 @@ _REFUSED_LETTERS = (
     kafka_errors.RecordListTooLargeError,
     kafka_errors.InvalidRecordError,
 )
-"""What a broker answers for the letter's own sake: it would answer the same for ever."""
+"""Errors that the letter itself causes: sending it again gives the same."""
 
 log = logging.getLogger(__name__)
 
 
 class KafkaPythonClient:
-    """Reads with kafka-python's consumer and writes dead letters with its producer, made when the first is needed."""
+    """Reads with kafka-python's consumer and writes dead letters with its producer, created with the first letter."""
 
     def __init__(self, settings: StreamSettings, patience: timedelta = PATIENCE) -> None:
-        """With `patience` to reach a broker when it is opened."""
+        """`patience` is how long `open` tries to reach a broker."""
         self._settings = settings
         self._patience = patience
         self._connections = contextlib.ExitStack()
@@ -66,17 +66,17 @@ class KafkaPythonClient:
         self._incarnations: dict[tuple[str, int], TopicPartition] = {}
         self._positions: dict[Any, int] = {}
         self._behind: list[Any] = []
-        self._still: set[Any] = set()
-        """Those of them that have not moved between the last two looks at the lag."""
+        self._unmoved: set[Any] = set()
+        """Those of `_behind` whose position did not change between the last two calls of `lag`."""
         self._before: dict[Any, int] = {}
         self._topic_ids: dict[str, str] = {}
         self._undecodable: CodecError | None = None
         self._corrupt: dict[Any, float] = {}
-        """Since when batches with a wrong checksum come of a partition."""
+        """When a partition first returned a batch with a wrong checksum."""
         self.letters_dropped = 0
 
     def open(self) -> None:
-        """Connect and see that every topic is there."""
+        """Connect, and check that every topic exists."""
         settings = self._settings
         self._consumer = connect(
             KafkaConsumer,
@@ -125,7 +125,7 @@ class KafkaPythonClient:
         return {theirs[tp]: int(offset) for tp, offset in offsets.items()}
 
     def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        """Ask by an admin client, since the consumer asks by its isolation level."""
+        """Ask with an admin client, since the consumer applies its isolation level."""
         theirs = {_theirs(partition): partition for partition in partitions}
         with _translated("cannot look up the ends of partitions"):
             admin = connect(KafkaAdminClient, self._settings)
@@ -144,14 +144,14 @@ class KafkaPythonClient:
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return at most `limit` messages."""
         if self._undecodable is not None:
-            # kafka-python itself tells of it once, and then returns nothing, as if nothing came.
+            # kafka-python itself raises it once, and then returns nothing, as if no message had come.
             raise self._undecodable
         removed: dict[Any, int] = {}
         try:
             with _translated("cannot read the topics"):
                 batches = self._polled(int(timeout.total_seconds() * 1000), limit)
         except UnreadableError as exc:
-            return [self._passed_over(exc, limit)]
+            return [self._skip_unreadable(exc, limit)]
         except CodecError as exc:
             self._undecodable = exc
             raise
@@ -163,7 +163,7 @@ class KafkaPythonClient:
             # Markers and aborted records at the end of a partition move its position without a record. Asking for a
             # position costs 0.4 ms, so that only partitions are asked for that lag while nothing comes, or of which
             # nothing came for a second.
-            asked = [tp for tp in self._behind if not batches or (tp in self._still and tp not in batches)]
+            asked = [tp for tp in self._behind if not batches or (tp in self._unmoved and tp not in batches)]
             batches |= {tp: [] for tp in asked if self._position(tp) != self._positions[tp]}
             self._behind = []
         return [self._messages(tp, records, removed.get(tp, 0)) for tp, records in batches.items()]
@@ -172,7 +172,7 @@ class KafkaPythonClient:
         try:
             polled: dict[Any, list[Any]] = self._consumer.poll(timeout_ms, max_records=limit)
         except UnreadableError as exc:
-            # The client keeps what it has fetched, and would look for a good record in it for ever.
+            # The client keeps the fetched records, and would search them for a good one for ever.
             self._consumer._fetcher.close()
             if exc.end is None and not self._given_up(exc):
                 raise kafka_errors.CorruptRecordError(str(exc)) from exc
@@ -184,8 +184,8 @@ class KafkaPythonClient:
         first = self._corrupt.setdefault(exc.partition, time.monotonic())
         return time.monotonic() - first >= CORRUPT_SECONDS
 
-    def _passed_over(self, exc: UnreadableError, limit: int) -> Messages:
-        """Go on after what cannot be read, at most `limit` offsets of it, or only one where nothing tells its end."""
+    def _skip_unreadable(self, exc: UnreadableError, limit: int) -> Messages:
+        """Skip at most `limit` unreadable offsets, or a single one where their end is unknown."""
         tp, begin = exc.partition, exc.begin
         end = begin + 1 if exc.end is None else max(begin, min(exc.end, begin + limit))
         log.debug("%s[%d]: offsets %d to %d are passed over: %s", tp.topic, tp.partition, begin, end - 1, exc.reason)
@@ -206,14 +206,14 @@ class KafkaPythonClient:
             gone = [topic for topic in self._settings.topics if not self._consumer.partitions_for_topic(topic)]
             return Lag({}, gone_topic(gone[0], servers) if gone else unresponsive_message(servers, _brief(exc)))
         self._behind = [tp for tp, end in ends.items() if end > self._positions[tp]]
-        self._still = {tp for tp in self._behind if self._positions[tp] == self._before.get(tp)}
+        self._unmoved = {tp for tp in self._behind if self._positions[tp] == self._before.get(tp)}
         self._before = dict(self._positions)
         # A broker may report less than it has already delivered, so what was delivered counts as well.
-        told = {p: max(int(ends[_theirs(p)]), self._positions[_theirs(p)]) for p in partitions}
-        return Lag(told, log_starts={p: int(starts[_theirs(p)]) for p in partitions if _theirs(p) in starts})
+        ends_of = {p: max(int(ends[_theirs(p)]), self._positions[_theirs(p)]) for p in partitions}
+        return Lag(ends_of, log_starts={p: int(starts[_theirs(p)]) for p in partitions if _theirs(p) in starts})
 
     def commit(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Commit in a thread of its own, for lag tools; skipped while the commit before is not done.
+        """Commit in a separate thread, for lag tools; does nothing while the previous commit is not done.
 
         The consumer itself belongs to no group: a coordinator that is away, or a missing right to the group, must not
         keep events from being read.
@@ -233,7 +233,7 @@ class KafkaPythonClient:
             log.debug("positions were not committed for lag tools: %s", _brief(exc))
 
     def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
-        """Send and wait; a letter that the broker finds too large goes with less in it, or is dropped."""
+        """Send and wait; a letter that is too large for the broker is sent with less in it, or dropped."""
         deadline = time.monotonic() + timeout.total_seconds()
         try:
             futures = [self._send(letter) for letter in letters]
@@ -246,14 +246,14 @@ class KafkaPythonClient:
         return len(letters)
 
     def close(self) -> None:
-        """Disconnect, once the last commit is done or has had a second."""
+        """Disconnect, once the last commit is done or a second is over."""
         if self._committing is not None:
             self._committing.join(1)
         with contextlib.suppress(kafka_errors.KafkaError):
             self._connections.close()
 
     def _refuse_recreated(self) -> None:
-        """Raise RecreatedError when the metadata, at most some seconds old, tell of another topic of the name.
+        """Raise RecreatedError when the metadata, a few seconds old at most, have another topic of the name.
 
         A broker hands out the new one's records by name and offset, as if nothing had happened.
         """
@@ -267,17 +267,17 @@ class KafkaPythonClient:
         return {topic: each.hex for topic, each in found.items() if each is not None and each.int}
 
     def _pass_gap(self, offsets: Mapping[Any, int]) -> dict[Any, int]:
-        """Go on from the earliest offset where the next one to read is gone, or raise."""
+        """Continue from the earliest offset where the next one to read is gone, or raise."""
         with _translated("cannot look up the earliest offsets"):
             earliest = self._consumer.beginning_offsets(list(offsets))
         removed = {tp: int(earliest[tp]) - offset for tp, offset in offsets.items()}
-        for tp, hole in removed.items():
-            check_gap(f"{tp.topic}[{tp.partition}]@{offsets[tp]}", hole, self._settings.on_gap)
+        for tp, missing in removed.items():
+            check_gap(f"{tp.topic}[{tp.partition}]@{offsets[tp]}", missing, self._settings.on_gap)
             self._consumer.seek(tp, earliest[tp])
         return removed
 
     def _position(self, tp: Any) -> int:
-        with _translated(f"cannot tell the position of {tp.topic}[{tp.partition}]"):
+        with _translated(f"cannot find the position of {tp.topic}[{tp.partition}]"):
             position = self._consumer.position(tp, timeout_ms=_REQUEST_MS)
         return self._positions[tp] if position is None else int(position)
 
@@ -318,7 +318,7 @@ class KafkaPythonClient:
             return exc
 
     def _acknowledged(self, letter: DeadLetter, sent: Any, deadline: float) -> bool:
-        """Wait for a letter; one that is refused goes again with less in it, at last with nothing, or is dropped."""
+        """Wait for a letter; a refused one is sent again with less in it, at last with nothing, or dropped."""
         less = shrink(letter)
         while True:
             try:
@@ -357,16 +357,14 @@ def client_options(kind: Any, settings: StreamSettings, patience: timedelta = PA
 
 
 def connect(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE, **options: Any) -> Any:
-    """Make a kafka-python client of the given class, or raise BrokerError with the reason why that failed.
+    """Return a kafka-python client of the given class, or raise BrokerError with the reason.
 
-    A broker is tried to be reached for as long as `patience` lasts.
-
-    kafka-python itself says only that it could not bootstrap; what the broker answered stands in its log, so the log of
-    the attempt is read.
+    Tries to reach a broker for up to `patience`. kafka-python itself only raises that it could not bootstrap. The
+    broker's answer is in its log, so the log of the attempt is read.
     """
     error: Exception | None = None
-    with _overheard() as heard:
-        # A broker may hang up before its refusal is read, so that a second attempt can tell more than the first.
+    with _logged_errors() as logged:
+        # A broker may close the connection before its refusal is read: a second attempt may find the reason.
         for _ in range(2 if "sasl.username" in settings.properties else 1):
             try:
                 return kind(**client_options(kind, settings, patience, **options))
@@ -374,29 +372,29 @@ def connect(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE,
                 error = exc
             except (OSError, ValueError, AssertionError) as exc:
                 raise BrokerError(f"stream.properties do not make a Kafka client: {exc}") from exc
-            if any(isinstance(cause, _REFUSALS) for cause in heard):
+            if any(isinstance(cause, _REFUSALS) for cause in logged):
                 break
     assert error is not None
-    raise _explained(settings.bootstrap_servers, settings.properties, error, heard) from error
+    raise _explained(settings.bootstrap_servers, settings.properties, error, logged) from error
 
 
 def _explained(
-    servers: str, properties: Container[str], error: Exception, heard: Sequence[BaseException]
+    servers: str, properties: Container[str], error: Exception, logged: Sequence[BaseException]
 ) -> BrokerError:
-    for cause in heard:
+    for cause in logged:
         if isinstance(cause, _REFUSALS):
             return auth_error(servers, mechanism=isinstance(cause, kafka_errors.UnsupportedSaslMechanismError))
     # kafka-python throws a refusal away when it reads it together with the end of the connection.
-    if "sasl.username" in properties and any("socket disconnected" in str(cause) for cause in heard):
+    if "sasl.username" in properties and any("socket disconnected" in str(cause) for cause in logged):
         return CredentialsError(
             f"the Kafka broker at {servers} hangs up: it seems that it refuses the credentials, or the sasl.mechanism, "
             "in stream.properties"
         )
-    return BrokerError(unreachable(servers) or not_a_broker_message(servers, _brief(heard[-1] if heard else error)))
+    return BrokerError(unreachable(servers) or not_a_broker_message(servers, _brief(logged[-1] if logged else error)))
 
 
 @contextlib.contextmanager
-def _overheard() -> Iterator[list[BaseException]]:
+def _logged_errors() -> Iterator[list[BaseException]]:
     """Collect the errors that kafka-python logs."""
     causes: list[BaseException] = []
 
@@ -437,7 +435,7 @@ def _translated(what: str) -> Iterator[None]:
 
 
 def undecodable(error: kafka_errors.UnsupportedCodecError) -> CodecError:
-    """Say which package kafka-python needs for the codec that an error of its tells of."""
+    """Return the error that names the package that kafka-python needs for a codec."""
     codec = next((name for name in _CODECS if name in str(error)), None)
     if codec is None:
         return CodecError(f"messages are compressed in a way that kafka-python does not know ({error})")

@@ -1,6 +1,6 @@
-"""What kafka-python makes of what it fetched, with bounds, and with errors that tell which offsets they are about.
+"""Parses the records that kafka-python fetched, with size limits, and with errors that name the offsets.
 
-kafka-python itself decompresses without a bound, raises whatever a codec raises, and comes to the same record again for
+kafka-python itself decompresses without a limit, raises whatever a codec raises, and returns to the same record for
 ever.
 """
 
@@ -21,11 +21,11 @@ from ingest.kafka.diagnostics import damaged, too_large
 class UnreadableError(CorruptRecordError):  # type: ignore[misc]
     """Records that cannot be read: those from `begin` on and before `end`.
 
-    Where `end` is None, the batch has another checksum than its contents, and may be whole when it is fetched again.
+    Where `end` is None, the batch has another checksum than its contents, and may be good when it is fetched again.
     """
 
-    def __init__(self, said: str, partition: Any, begin: int, end: int | None, time_ms: int, reason: str) -> None:
-        super().__init__(said)
+    def __init__(self, sentence: str, partition: Any, begin: int, end: int | None, time_ms: int, reason: str) -> None:
+        super().__init__(sentence)
         self.partition = partition
         self.begin = begin
         self.end = end
@@ -38,7 +38,7 @@ class ReplacedNames(list[tuple[str, bytes]]):
 
 
 def bound(consumer: Any, most: int) -> None:
-    """Let a kafka-python consumer decompress no batch to more than `most` bytes; it raises UnreadableError then."""
+    """Limit each batch of a kafka-python consumer to `most` decompressed bytes; a larger one raises UnreadableError."""
     consumer._fetcher.PartitionRecords = functools.partial(_Records, most)
 
 
@@ -59,14 +59,14 @@ class _Records(Fetcher.PartitionRecords):  # type: ignore[misc]
             raise self._unreadable(batches.last, exc) from exc
 
     def _unreadable(self, batch: "_Batch | None", exc: Exception) -> UnreadableError:
-        said = f"{type(exc).__name__}: {exc}"
+        sentence = f"{type(exc).__name__}: {exc}"
         begin, end, time_ms = max(self.fetch_offset, self.next_fetch_offset), None, int(time.time() * 1000)
-        reason = too_large(self._most) if isinstance(exc, InflatedTooLargeError) else damaged(said)
+        reason = too_large(self._most) if isinstance(exc, InflatedTooLargeError) else damaged(sentence)
         if batch is not None and (batch.sound or not self.check_crcs) and batch.end >= begin:
             end = batch.end
             # Compaction may have left fewer records than the batch has offsets.
             begin, time_ms = max(begin, end - batch.left), batch.time_ms
-        return UnreadableError(said, self.topic_partition, begin, end, time_ms, reason)
+        return UnreadableError(sentence, self.topic_partition, begin, end, time_ms, reason)
 
 
 class _Batches:
@@ -76,7 +76,7 @@ class _Batches:
         self._theirs = theirs
         self._most = most
         self.last: _Batch | None = None
-        """The one that is read at the moment."""
+        """The batch that is being read."""
 
     def next_batch(self) -> "_Batch | None":
         self.last = None
@@ -86,7 +86,7 @@ class _Batches:
 
 
 class _Batch:
-    """One of kafka-python's batches, in place of it."""
+    """Replaces a batch of kafka-python."""
 
     def __init__(self, theirs: Any, most: int) -> None:
         self._theirs = theirs
@@ -128,7 +128,7 @@ class _Batch:
 
     @property
     def time_ms(self) -> int:
-        """The newest record's timestamp, as the batch says."""
+        """The newest record's timestamp, by the header of the batch."""
         return int(self._theirs.max_timestamp if self._theirs.magic == 2 else self._theirs._timestamp or 0)
 
     def validate_crc(self) -> bool:
@@ -144,7 +144,7 @@ class _Batch:
                 theirs._buffer, theirs._pos = inflate(theirs.compression_type, data, self._most), 0
                 theirs._decompressed = True
         else:
-            # Of the old formats, which current brokers do not write, only the size is looked at beforehand.
+            # Of the old formats, which current brokers do not write, only the size is checked beforehand.
             key, value = theirs._read_key_value(theirs.KEY_OFFSET_V1 if theirs.magic else theirs.KEY_OFFSET_V0)
             del key
             if theirs.magic or theirs.compression_type != theirs.CODEC_LZ4:

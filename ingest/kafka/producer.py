@@ -1,4 +1,4 @@
-"""Events into a topic, and topics made and removed: what the command line and the demo need beside reading."""
+"""Sends events to a topic, and creates and deletes topics, for the command line and the demo."""
 
 import contextlib
 import threading
@@ -26,7 +26,7 @@ OnAcknowledged = Callable[[int, int], None]
 class EventProducer:
     """Sends events to the partitions of one topic in turn, so that they are read in about the order they were sent.
 
-    Used by one thread. What is sent is idempotent within one producer: a retry makes no second event.
+    Used by one thread. Idempotent within one producer: a retry makes no second event.
     """
 
     def __init__(self, settings: StreamSettings, topic: str, patience: timedelta = timedelta(seconds=30)) -> None:
@@ -44,7 +44,7 @@ class EventProducer:
 
     @property
     def acknowledged(self) -> int:
-        """Events that the broker has."""
+        """Events that the broker has acknowledged."""
         return self._acknowledged
 
     @property
@@ -78,7 +78,7 @@ class EventProducer:
         )
 
     def send(self, value: bytes, on_acknowledged: OnAcknowledged | None = None, *, key: bytes | None = None) -> None:
-        """Send one event; waits while too many bytes are on their way. A key decides its partition, as everywhere.
+        """Send one event; waits while too many bytes are in flight. With a key, its hash decides the partition.
 
         Raises:
             BrokerError, SettingsError: this event or an earlier one was not taken.
@@ -114,12 +114,12 @@ class EventProducer:
             self._raise_error()
 
     def close(self) -> None:
-        """Disconnect; events that are still on their way may be lost, which `flush` before it prevents."""
+        """Disconnect; events in flight may be lost unless `flush` was called."""
         if self._client is not None:
             try:
                 self._client.close(timeout=1)
             except kafka_errors.KafkaError:
-                # It is still there, and waits for what is on its way: that is given up first.
+                # The producer would wait for events in flight: give them up first.
                 self._client._sender.force_close()
                 with contextlib.suppress(kafka_errors.KafkaError):
                     self._client.close(timeout=1)
@@ -171,28 +171,28 @@ def partition_counts(settings: StreamSettings, topics: Iterable[str], patience: 
 
 
 def create_topics(settings: StreamSettings, partitions: Mapping[str, int]) -> list[str]:
-    """Make those of the topics that do not exist, with so many partitions each, and return their names.
+    """Create the topics that do not exist, with their number of partitions, and return their names.
 
     Raises:
         BrokerError: the broker cannot be reached, or refuses.
     """
     there = partition_counts(settings, partitions)
-    wanted = {name: {"num_partitions": count} for name, count in partitions.items() if name not in there}
-    if not wanted:
+    missing = {name: {"num_partitions": count} for name, count in partitions.items() if name not in there}
+    if not missing:
         return []
     with connect(KafkaAdminClient, settings) as admin:
         try:
-            # Another may be making the same topics at this moment.
+            # Another process may be creating the same topics.
             with contextlib.suppress(kafka_errors.TopicAlreadyExistsError):
-                admin.create_topics(wanted)
-            admin.wait_for_topics(list(wanted))
+                admin.create_topics(missing)
+            admin.wait_for_topics(list(missing))
         except kafka_errors.KafkaError as exc:
-            raise BrokerError(f"cannot create {', '.join(wanted)}: {_brief(exc)}") from exc
-    return list(wanted)
+            raise BrokerError(f"cannot create {', '.join(missing)}: {_brief(exc)}") from exc
+    return list(missing)
 
 
 def delete_topics(settings: StreamSettings, topics: Iterable[str]) -> None:
-    """Remove topics; raises BrokerError."""
+    """Delete topics; raises BrokerError."""
     with connect(KafkaAdminClient, settings) as admin:
         try:
             admin.delete_topics(list(topics))

@@ -1,4 +1,4 @@
-"""The Kafka clients by name; each is imported when it is wanted, since one is an extra."""
+"""The Kafka clients by name; each is imported when it is needed, since one is an extra."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A look at topics that changes nothing: no topic is made, no group joined, no offset committed."""
+"""Reads topics and changes nothing: creates no topic, joins no group, commits no offset."""
 
 import contextlib
 import time
@@ -20,25 +20,25 @@ from ingest.kafka.kafka_python import connect, undecodable
 
 _DENIED = kafka_errors.TopicAuthorizationFailedError.errno
 _STEPS_BACK = (1, 100, 10_000)
-"""How far before the end to look for the newest record: markers and compaction leave offsets without one."""
+"""How far before the end to search for the newest record: markers and compaction leave offsets without one."""
 _PATIENCE_SECONDS = 2.0
-"""How long to wait for more: to ask for a position instead costs milliseconds, and that for each partition."""
+"""How long to wait for more records: to ask for a position instead costs milliseconds for each partition."""
 _POLL_MS = 100
 
 
 @dataclass(frozen=True)
 class Topic:
-    """What the broker tells of a topic."""
+    """The broker's description of a topic."""
 
     partitions: int
     rights: frozenset[str] | None
-    """What this user may do, such as READ and WRITE; None where the broker does not tell."""
+    """Operations that are allowed to this user, for example READ and WRITE; None if unknown."""
     retention: timedelta | None
-    """None when it is without bound, or not told."""
+    """None if unlimited or unknown."""
 
 
 class Inspector:
-    """Used by one thread, as a context manager."""
+    """Describes topics. Used by one thread, as a context manager."""
 
     def __init__(self, settings: StreamSettings) -> None:
         self._settings = settings
@@ -54,7 +54,7 @@ class Inspector:
         self._stack.close()
 
     def topic(self, name: str) -> Topic | None:
-        """Return what is told of a topic; None when there is none that this user may see. Raises BrokerError."""
+        """Return the description of a topic; None if this user can see no such topic. Raises BrokerError."""
         try:
             (found,) = self._admin.describe_topics([name])
             if found["error_code"] == _DENIED:
@@ -99,7 +99,7 @@ class Inspector:
         )
 
     def _last_of_each(self, partitions: Sequence[Any]) -> list[Any]:
-        """Return the last record of each partition that has any within the last so many offsets."""
+        """Return the last record of each partition that has one within the last 10,000 offsets."""
         begins, ends = self._consumer.beginning_offsets(partitions), self._consumer.end_offsets(partitions)
         left = [tp for tp in partitions if ends[tp] > begins[tp]]
         found: dict[Any, Any] = {}
@@ -109,7 +109,7 @@ class Inspector:
         return list(found.values())
 
     def _last_from(self, starts: Mapping[Any, int], ends: Mapping[Any, int]) -> dict[Any, Any]:
-        """Read all these partitions at once up to their ends, as long as something comes."""
+        """Read all these partitions up to their ends; stop when no record comes in time."""
         self._consumer.assign(list(starts))
         for tp, offset in starts.items():
             self._consumer.seek(tp, offset)
@@ -124,9 +124,9 @@ class Inspector:
         return last
 
     def _retention(self, name: str) -> timedelta | None:
-        wanted = ConfigResource(ConfigResourceType.TOPIC, name, {"retention.ms": None})
+        resource = ConfigResource(ConfigResourceType.TOPIC, name, {"retention.ms": None})
         try:
-            found = self._admin.describe_configs([wanted], config_filter="all")
+            found = self._admin.describe_configs([resource], config_filter="all")
             milliseconds = int(found["topic"][name]["retention.ms"]["value"])
         except (kafka_errors.KafkaError, KeyError, TypeError, ValueError):  # without the right to ask, for one
             return None

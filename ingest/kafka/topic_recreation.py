@@ -1,7 +1,7 @@
-"""Whether a topic is still the one that was read: deleted and created again, or truncated, it repeats its offsets.
+"""Finds topics that are not those that were read: one that was created again or truncated repeats its offsets.
 
-The broker's id of a topic tells, where there is one; the last record that was read tells also of a log that was
-truncated and has grown again.
+The broker's id of a topic shows that it was created again. The last record that was read shows it too, and also shows
+a log that was truncated and has grown again.
 """
 
 import hashlib
@@ -21,39 +21,39 @@ _READ_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-def fingerprint(messages: Messages, place: int) -> Fingerprint:
-    """Return that of one message."""
+def fingerprint(messages: Messages, index: int) -> Fingerprint:
+    """Return the fingerprint of the message at `index`."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (messages.keys[place], messages.values[place]):
+    for part in (messages.keys[index], messages.values[index]):
         digest.update(b"-" if part is None else b"+%d:" % len(part) + part)
-    return Fingerprint(messages.offsets[place], messages.times_ms[place], digest.hexdigest())
+    return Fingerprint(messages.offsets[index], messages.times_ms[index], digest.hexdigest())
 
 
 @dataclass(frozen=True)
 class Changed:
-    """Partitions that are not what they were."""
+    """Partitions that were recreated or truncated."""
 
     recreated: list[TopicPartition]
-    """Of a topic that was deleted and created again."""
+    """Their topic was deleted and created again."""
     truncated: dict[TopicPartition, int]
-    """Of the same topic, whose log lost its end, as it may when its leader is lost: where it goes on."""
+    """Their log lost its end, as it may when its leader is lost: the offset at which it continues."""
     overwritten: list[TopicPartition]
-    """Those of them whose log has grown again: records took the place of some that were read, and were not read."""
+    """Truncated partitions whose log has grown again: offsets that were read hold records that were not."""
 
 
 def compare(client: Client, known: Mapping[TopicPartition, tuple[PartitionFingerprint, int]]) -> Changed:
-    """Find the partitions that are not what they were, which ends what the client is assigned.
+    """Return the partitions that were recreated or truncated; ends the client's assignment.
 
-    A log that is shorter than what was read of it was truncated where the broker's id says that it is the same topic;
-    without an id it counts as recreated.
+    A log shorter than the offset read to was truncated if the topic's id is the same; without an id it counts as
+    recreated.
 
     Args:
-        client: that is open.
-        known: the mark of each partition that was read, and the next offset to read. A last record that retention or
-            compaction has taken since tells nothing.
+        client: an open client.
+        known: fingerprint and next offset of each partition that was read. A last record that retention or compaction
+            has removed since is no evidence.
     """
-    there, now = set(client.partitions()), client.topic_ids()
-    here = {p: mark for p, (mark, _) in known.items() if TopicPartition(p.topic, p.partition) in there}
+    existing, now = set(client.partitions()), client.topic_ids()
+    here = {p: mark for p, (mark, _) in known.items() if TopicPartition(p.topic, p.partition) in existing}
     other = {p for p, mark in here.items() if mark.topic_id and now.get(p.topic, mark.topic_id) != mark.topic_id}
     same = {p for p, mark in here.items() if mark.topic_id and now.get(p.topic) == mark.topic_id}
     asked = {p: mark.last for p, mark in here.items() if mark.last is not None and p not in other}
@@ -75,17 +75,17 @@ def compare(client: Client, known: Mapping[TopicPartition, tuple[PartitionFinger
     )
 
 
-def _read(client: Client, places: Mapping[TopicPartition, int]) -> dict[TopicPartition, Fingerprint]:
-    """Return the first record of each partition at an offset or after it, as far as they come in time."""
+def _read(client: Client, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, Fingerprint]:
+    """Return the first record of each partition at its offset or after it, where it comes in time."""
     found: dict[TopicPartition, Fingerprint] = {}
     deadline = time.monotonic() + _READ_SECONDS
-    if places:
-        client.assign(places)
-    while len(found) < len(places):
-        for messages in client.poll(_POLL, len(places)):
+    if offsets:
+        client.assign(offsets)
+    while len(found) < len(offsets):
+        for messages in client.poll(_POLL, len(offsets)):
             if len(messages):
                 found.setdefault(messages.partition, fingerprint(messages, 0))
         if time.monotonic() > deadline:
-            log.warning("the last records of %d partitions were not found again", len(places) - len(found))
+            log.warning("the last records of %d partitions were not found again", len(offsets) - len(found))
             break
     return found

@@ -15,8 +15,9 @@ from ingest.events.block import Block
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
 from ingest.reader.assignment import far_off, share_out
+from ingest.reader.cursors import Partition
 from ingest.reader.failover import PATIENCE, FailedReaders, Received
-from ingest.reader.reader import BlockReader, Partition
+from ingest.reader.reader import BlockReader
 
 _NOW = timedelta(0)
 _REST_SECONDS = 0.05
@@ -25,17 +26,17 @@ log = logging.getLogger(__name__)
 
 
 class MultiHostReader:
-    """A source of which other hosts read a part. Used by one thread, as a source is.
+    """Reads a stream with readers on several hosts. Used by one thread, like a `BlockReader`.
 
-    The one of this host finds partitions, and reads those that are not dealt to others. Where that of another host
-    ends, its partitions are dealt anew to those that are left, and again once it reads. Partitions keep their index, so
-    that blocks and positions are the same whoever reads.
+    The reader of this host finds partitions, and reads those that are not assigned to other hosts. When another reader
+    fails, its partitions are assigned to the remaining ones, and back once it recovers. Partitions keep their index:
+    blocks and positions are the same whichever host reads.
     """
 
     def __init__(
         self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, addresses: Sequence[str]
     ) -> None:
-        """Take the addresses of ingest processes on other hosts."""
+        """`addresses` are those of the ingest processes on other hosts."""
         self._stream = stream
         self._first = BlockReader(stream, schema, hold_out)
         self._others = [BlockReader(stream, schema, hold_out, address) for address in addresses]
@@ -43,13 +44,13 @@ class MultiHostReader:
         self._shares: list[int] = []
         self._stop: threading.Event | None = None
         self._opened = False
-        self._absent = FailedReaders()
+        self._failed_readers = FailedReaders()
         self._turn = 0
         self._joined: list[Partition] = []
         self._joined_of: list[object] = []
-        """What `_joined` was made of, so that it is the same list until a partition changes."""
+        """The inputs of `_joined`, which stays the same list until one of them changes."""
         self.rates: Sequence[float] = ()
-        """Of the partitions that are known from before, as `look` was told last."""
+        """Events a second of each known partition, as last passed to `rebalance`."""
 
     def open(
         self,
@@ -57,26 +58,26 @@ class MultiHostReader:
         stop: threading.Event,
         marks: Mapping[TopicPartition, PartitionFingerprint],
     ) -> None:
-        """Start reading, each partition where `rates` have it; raises what the source of this host raises."""
+        """Start reading, with partitions assigned by `rates`; raises what `BlockReader.open` raises."""
         self._stop = stop
         self._begin({name: (position, marks[name]) for name, position in positions.items()})
 
     @property
     def partitions(self) -> Sequence[Partition]:
         """All partitions, in the order of the index that blocks carry."""
-        told = [reader.partitions for reader in self._readers]
-        parts: list[object] = [self._shares, *told]
+        partitions = [reader.partitions for reader in self._readers]
+        parts: list[object] = [self._shares, *partitions]
         if len(parts) != len(self._joined_of) or any(a is not b for a, b in zip(parts, self._joined_of, strict=True)):
-            found = list(self._first.partitions)
-            for place, reader in enumerate(self._shares):
+            joined = list(self._first.partitions)
+            for index, reader in enumerate(self._shares):
                 if reader:
-                    theirs = told[reader][place]
-                    found[place] = replace(found[place], end=theirs.end, log_start=theirs.log_start)
-            self._joined, self._joined_of = found, parts
+                    theirs = partitions[reader][index]
+                    joined[index] = replace(joined[index], end=theirs.end, log_start=theirs.log_start)
+            self._joined, self._joined_of = joined, parts
         return self._joined
 
     def poll(self, timeout: timedelta) -> Block | None:
-        """Return the next block of any of them, in turn, or None when none comes in time; raises as a source does."""
+        """Return the next block of any reader, in turn, or None when none comes in time; raises as one reader does."""
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             busy = [self._readers[number] for number in sorted({*self._shares} - {0})]
@@ -100,29 +101,29 @@ class MultiHostReader:
                 return None
 
     def receive(self) -> None:
-        """Receive what all that read have sent by now, without waiting."""
+        """Receive what all processes have sent by now, without waiting."""
         for each in self._readers:
             each.receive()
 
     def release(self, block: Block) -> None:
-        """Give a block's slot back; its columns must not be looked at any more."""
+        """Give a block's slot back; its columns must not be read any more."""
         for each in self._readers:
             each.release(block)
 
-    def look(self, rates: Sequence[float]) -> None:
-        """Deal the partitions anew when a host reads again, or it is far better by rates measured since the last look.
+    def rebalance(self, rates: Sequence[float]) -> None:
+        """Assign the partitions again when a host recovers, or when the rates are far from balanced.
 
-        Not while the broker is away: nobody would read the sooner.
+        Does nothing while the broker is away: that would speed up no host.
         """
         if self._first.problem or (self._stop and self._stop.is_set()):
             return
-        back = self._absent.back(self._received)
-        if back is None and (rates is self.rates or not self._others):
+        recovered = self._failed_readers.poll_recovered(self._received)
+        if recovered is None and (rates is self.rates or not self._others):
             return
         self.rates = rates
-        if back is not None:
+        if recovered is not None:
             received = self._end()
-            self._others.append(back)
+            self._others.append(recovered)
             self._begin(received)
             return
         shares = [*self._shares, *[0] * (len(rates) - len(self._shares))]
@@ -130,55 +131,55 @@ class MultiHostReader:
             self._begin(self._end())
 
     def pass_over(self) -> None:
-        """Go on at the end of every partition; blocks tell what was passed."""
+        """Continue at the end of every partition; blocks cover the skipped offsets."""
         for each in self._readers:
             each.pass_over()
 
     def commit(self, offsets: dict[int, int]) -> None:
         """Write positions, by index of the partition, for lag tools; best effort.
 
-        Each reader those of its own share: one that hears nothing stops telling how the broker is.
+        Each reader writes those of its own partitions. One that receives no message stops its lag reports.
         """
         shares: dict[int, dict[int, int]] = {number: {} for number in range(len(self._readers))}
-        for place, offset in offsets.items():
-            shares[self._shares[place] if place < len(self._shares) else 0][place] = offset
+        for index, offset in offsets.items():
+            shares[self._shares[index] if index < len(self._shares) else 0][index] = offset
         for number, reader in enumerate(self._readers):
             reader.commit(shares[number])
 
     def close(self) -> None:
-        """End all that read."""
-        self._absent.close()
+        """End all processes."""
+        self._failed_readers.close()
         self._close()
 
     @property
     def problem(self) -> str | None:
         """One sentence when the broker cannot be reached, or an ingest process is gone."""
-        return next((each.problem for each in self._readers if each.problem), self._absent.problem)
+        return next((each.problem for each in self._readers if each.problem), self._failed_readers.problem)
 
     @property
     def told(self) -> float | None:
-        """When the broker was last asked for ends that it told to any of those that read, by `time.monotonic`."""
+        """When the newest of the broker's ends that are known were asked for, by `time.monotonic`."""
         return max((each.told for each in self._busy() if each.told is not None), default=None)
 
     @property
     def oldest_told(self) -> float | None:
-        """The same of the one that has waited longest for it; None while one has heard of none."""
-        told = [each.told for each in self._busy()]
-        return None if None in told else min((each for each in told if each is not None), default=None)
+        """The same of the reader whose ends are oldest; None while a reader has received none."""
+        times = [each.told for each in self._busy()]
+        return None if None in times else min((each for each in times if each is not None), default=None)
 
     @property
     def unknown_fields(self) -> int:
         """Messages so far with fields that the schema does not know."""
-        return sum(each.unknown_fields for each in (self._first, *self._others)) + self._absent.unknown_fields
+        return sum(each.unknown_fields for each in (self._first, *self._others)) + self._failed_readers.unknown_fields
 
     @property
     def letters_dropped(self) -> Counter[str]:
         """Dead letters so far that were not written, by reason."""
         readers = (self._first, *self._others)
-        return sum((each.letters_dropped for each in readers), self._absent.letters_dropped)
+        return sum((each.letters_dropped for each in readers), self._failed_readers.letters_dropped)
 
     def _busy(self) -> list[BlockReader]:
-        """Return those that have partitions; such as were added are the first one's."""
+        """Return the readers that have partitions; added partitions are read by the reader of this host."""
         added = len(self._first.partitions) > len(self._shares)
         return [self._readers[number] for number in sorted({*self._shares, *([0] if added else [])})]
 
@@ -188,19 +189,19 @@ class MultiHostReader:
         except RecreatedError as exc:
             if reader is self._first or self._ends_reading(exc):
                 raise
-        self._read_alone(self._end())
+        self._read_from_this_host(self._end())
         return None
 
     def _ends_reading(self, exc: RecreatedError) -> bool:
-        """Whether the reading ends with what another host tells of a topic, or this one takes it up."""
+        """Whether an error of another host ends the reading; else this host reads the recreated topic."""
         return self._stream.on_gap == "fail" and not isinstance(exc, TruncatedError)
 
-    def _read_alone(self, received: Received) -> None:
-        """Have that of this host read the whole topic, as it has to where it was made anew, to take that up."""
+    def _read_from_this_host(self, received: Received) -> None:
+        """Let this host read all partitions: only its reader owns the partitions of a recreated topic."""
         self._open(received, [0] * len(received))
 
     def _begin(self, received: Received) -> None:
-        """Deal the partitions, and start all that have some."""
+        """Assign the partitions, and start each reader that has some."""
         while True:
             rates = [*self.rates, *[0.0] * (len(received) - len(self.rates))]
             lost = self._open(received, share_out(rates, 1 + len(self._others)))
@@ -211,31 +212,31 @@ class MultiHostReader:
                 log.info("partitions that each host reads: %s", ", ".join(map(str, counts)))
                 return
             self._close()
-            self._leave_out(*lost)
+            self._remove_failed(*lost)
 
     def _open(self, received: Received, shares: list[int]) -> tuple[BlockReader, str] | None:
-        """Start that of this host, and all others that have partitions; return one that does not start, and why."""
+        """Start the readers of this host and of `shares`; return one that does not start, and why."""
         assert self._stop is not None
         self._shares, self._readers, self._turn = shares, [self._first, *self._others], 0
         positions = {name: position for name, (position, _) in received.items()}
         marks = {name: mark for name, (_, mark) in received.items()}
-        elsewhere = [place for place, number in enumerate(shares) if number]
+        excluded_partitions = [index for index, number in enumerate(shares) if number]
         if self._opened:
-            self._first.go_on(positions, marks, elsewhere)
+            self._first.go_on(positions, marks, excluded_partitions)
         else:
-            self._first.open(positions, self._stop, marks=marks, elsewhere=elsewhere)
+            self._first.open(positions, self._stop, marks=marks, excluded_partitions=excluded_partitions)
             self._opened = True
         for number, reader in enumerate(self._others, 1):
-            elsewhere = [place for place, other in enumerate(shares) if other != number]
-            if len(elsewhere) == len(shares):
+            excluded_partitions = [index for index, other in enumerate(shares) if other != number]
+            if len(excluded_partitions) == len(shares):
                 continue
             try:
-                reader.open(positions, self._stop, PATIENCE, marks, elsewhere, alone=False)
+                reader.open(positions, self._stop, PATIENCE, marks, excluded_partitions, owns_new_partitions=False)
             except RecreatedError as exc:
                 if self._ends_reading(exc):
                     raise
                 self._close()
-                self._read_alone(received)
+                self._read_from_this_host(received)
                 return None
             except BrokerError as exc:
                 return reader, str(exc)
@@ -244,26 +245,26 @@ class MultiHostReader:
     def _go_on_without(self, dead: Sequence[BlockReader]) -> None:
         received = self._end()
         for each in dead:
-            self._leave_out(each, str(each.problem))
+            self._remove_failed(each, str(each.problem))
         self._begin(received)
 
-    def _leave_out(self, reader: BlockReader, why: str) -> None:
+    def _remove_failed(self, reader: BlockReader, why: str) -> None:
         self._others.remove(reader)
-        self._absent.add(reader, why)
+        self._failed_readers.add(reader, why)
 
     def _end(self) -> Received:
-        """End all that read, and return where to go on."""
+        """End all processes, and return where to continue."""
         received = self._received()
         self._close()
         self._readers = [self._first]
         return received
 
     def _received(self) -> Received:
-        """Where each partition is read to, by whoever reads it."""
-        told = [reader.received for reader in self._readers]
-        names = list(told[0])
+        """Return where each partition is read to, and its fingerprint."""
+        received = [reader.received for reader in self._readers]
+        names = list(received[0])
         shares = [*self._shares, *[0] * (len(names) - len(self._shares))]
-        return {name: told[reader][name] for name, reader in zip(names, shares, strict=True)}
+        return {name: received[reader][name] for name, reader in zip(names, shares, strict=True)}
 
     def _close(self) -> None:
         for each in reversed(self._readers):

@@ -1,4 +1,4 @@
-"""What the learner and its ingest process say to each other, as msgpack over a socket."""
+"""The messages between the learner and its ingest process, as msgpack over a socket."""
 
 from multiprocessing.connection import Connection
 
@@ -18,24 +18,24 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     hold_out: str
     positions: list[tuple[TopicPartition, Position]]
     marks: list[PartitionFingerprint]
-    elsewhere: list[int] = []
+    excluded_partitions: list[int] = []
     """Indexes of partitions that another process reads."""
-    alone: bool = True
-    """Whether partitions that are added, or made anew, are this process' to take up."""
+    owns_new_partitions: bool = True
+    """Whether this process reads partitions that are added or recreated."""
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """The learner has done with a slot."""
+    """The learner no longer reads a slot."""
 
     slot: int
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
-    """Read no further."""
+    """Stop reading until `Resume`."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """Read on."""
+    """Continue reading."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
@@ -45,8 +45,7 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
 
 class SkipToEnd(msgspec.Struct, frozen=True, tag=True):
-    """Go on at the end of every partition; a block without rows tells what was passed, and `SkippedToEnd` follows
-    it."""
+    """Continue at the end of every partition; a block without rows covers the skipped offsets, then `SkippedToEnd`."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -54,8 +53,10 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class PartitionsOpened(msgspec.Struct, frozen=True, tag=True):
-    """Partitions in the order of their index, where each begins, and the id of its topic; sent again when partitions
-    were added. One that comes after another of its topic and number has taken that one's place."""
+    """Partitions in the order of their index, where each begins, and the id of its topic.
+
+    Sent again when partitions were added. Of those with one topic and number, the last is the latest incarnation.
+    """
 
     partitions: list[TopicPartition]
     starts: list[int]
@@ -70,22 +71,22 @@ class BlockReady(msgspec.Struct, frozen=True, tag=True):
     coverage: tuple[Coverage, ...]
     unknown_fields: int
     letters_dropped: dict[str, int] = {}
-    """Dead letters that were not written, by reason, since the block before."""
+    """Dead letters that were not written, by reason, since the previous block."""
 
 
 class LagReport(msgspec.Struct, frozen=True, tag=True):
-    """How far the broker is, by index of the partition, and what is wrong with reaching it."""
+    """The broker's end offsets, by index of the partition, and the problem with reaching it, if any."""
 
     ends: list[tuple[int, int]]
     problem: str | None
     time: float
-    """When the broker was asked, by `time.monotonic` of the host on which the learner is."""
+    """When the broker was asked, by `time.monotonic` of the learner's host."""
     log_starts: list[tuple[int, int]] = []
-    """The first offset that the broker still has, by index of the partition; told every ten minutes."""
+    """The first offset that the broker still has, by index of the partition; sent every ten minutes."""
 
 
 class SkippedToEnd(msgspec.Struct, frozen=True, tag=True):
-    """What `SkipToEnd` asked for is done."""
+    """The process has skipped to the end of every partition."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -108,18 +109,18 @@ def send(connection: Connection, message: ToIngest | FromIngest) -> None:
 
 
 def receive_in_ingest(connection: Connection, longest: int | None = None) -> ToIngest:
-    """Receive what the learner says; raises EOFError when it is gone, OSError when it says more than `longest`."""
+    """Receive a message of the learner; raises EOFError when it is gone, OSError beyond `longest` bytes."""
     message: ToIngest = _to_ingest.decode(connection.recv_bytes(longest))
     return message
 
 
 def receive_in_learner(connection: Connection) -> FromIngest:
-    """Receive what the ingest process says; raises EOFError when it is gone."""
+    """Receive a message of the ingest process; raises EOFError when it is gone."""
     return from_ingest(connection.recv_bytes())
 
 
 def from_ingest(message: bytes) -> FromIngest:
-    """Decode what the ingest process says."""
+    """Decode a message of the ingest process."""
     decoded: FromIngest = _from_ingest.decode(message)
     return decoded
 
@@ -137,17 +138,17 @@ def begin(
     hold_out: HoldOut,
     positions: list[tuple[TopicPartition, Position]],
     marks: list[PartitionFingerprint],
-    elsewhere: list[int],
+    excluded_partitions: list[int],
     *,
-    alone: bool,
+    owns_new_partitions: bool,
 ) -> Begin:
-    """Write the settings into the first message."""
+    """Return the first message, with the settings as JSON."""
     return Begin(
         stream=revealed(stream),
         schema=schema.model_dump_json(),
         hold_out=hold_out.model_dump_json(),
         positions=positions,
         marks=marks,
-        elsewhere=elsewhere,
-        alone=alone,
+        excluded_partitions=excluded_partitions,
+        owns_new_partitions=owns_new_partitions,
     )

@@ -1,8 +1,8 @@
 """Slots of shared memory between the ingest process and the learner.
 
-The memory has no name: it is a file that exists only as open descriptors, so nothing is left behind by a kill -9, and a
-container's small /dev/shm is no bound. Which slots are free is known to the writer alone; messages on the connection
-pass slots to and fro, so there is nothing to lock.
+The memory has no name: it is a file that exists only as open descriptors, so a kill -9 leaves nothing behind, and a
+container's small /dev/shm is no limit. Only the writer knows which slots are free. Messages on the connection pass
+slots in both directions, so there is nothing to lock.
 """
 
 import mmap
@@ -25,7 +25,7 @@ class SharedRing:
     """`slots` slots with room for `rows` events each, in `slots * slot_bytes` bytes."""
 
     def __init__(self, layout: BlockLayout, buffer_bytes: int, descriptor: int | None = None) -> None:
-        """Make the memory, or map what another process made when its descriptor is given."""
+        """Create the memory, or map that of another process when its descriptor is given."""
         self.rows = _rows_of_a_slot(layout, buffer_bytes)
         self.slots = max(2, buffer_bytes // layout.slot_bytes(self.rows))
         self._slot_bytes = layout.slot_bytes(self.rows)
@@ -34,7 +34,7 @@ class SharedRing:
         self._memory = mmap.mmap(self.descriptor, self.slots * self._slot_bytes)
         self._views: dict[int, dict[str, Array]] = {}
         self._written: dict[int, int] = {}
-        """Rows of each slot that hold what was written here."""
+        """Rows of each slot that hold data written by this process."""
 
     def views(self, slot: int, rows: int) -> dict[str, Array]:
         """Return the columns of a slot's first `rows` events as views of the shared memory."""
@@ -50,17 +50,17 @@ class SharedRing:
         self._written[slot] = max(self._written.get(slot, 0), end - begin)
 
     def clear_one(self, free: Iterable[int]) -> None:
-        """Overwrite with zeros what was written into one of the free slots, if any holds something."""
+        """Overwrite one free slot with zeros, if any still holds data."""
         slot = next((slot for slot in free if slot in self._written), None)
         if slot is not None:
             for view in self.views(slot, self._written.pop(slot)).values():
                 view[...] = 0
 
     def carry(self, connection: Connection, slot: int, rows: int) -> None:
-        """Bring a slot's rows to the other side, which shares the memory: nothing is to be done."""
+        """Send a slot's rows to the other side; does nothing here, since it shares the memory."""
 
     def close(self) -> None:
-        """Close the descriptor; the memory itself goes when the last view of it does."""
+        """Close the descriptor; the memory is freed with the last view of it."""
         os.close(self.descriptor)
 
 

@@ -1,7 +1,8 @@
-"""An ingest process on another host: what it reads comes over TCP, and is the learner's as if it were read here.
+"""An ingest process on another host sends what it reads over TCP.
 
-There it listens, and serves one learner at a time. Here a process of its own stands in for it: to the learner it is an
-ingest process, with a ring of the same form, into which it puts the rows that come. Neither side unpickles anything.
+That process listens, and serves one learner at a time. On the learner's host a relay process takes its part: to the
+learner it is an ingest process with a ring, and it writes the rows that it receives into the ring. Neither side
+unpickles anything.
 """
 
 import logging
@@ -35,24 +36,24 @@ from ingest.transport.shared_ring import SharedRing
 _CONNECT_SECONDS = 5.0
 _LONGEST_MESSAGE = 100_000_000
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""Seconds without a word, between questions after that, and how many of them."""
+"""Seconds without traffic before the first probe, seconds between probes, and how many of them."""
 _AGAIN_SECONDS = 5.0
-"""A process that dies over and over is started no more often than that."""
+"""The shortest time between two starts of a process that dies again and again."""
 
 log = logging.getLogger(__name__)
 
 
 def set_options(connected: socket.socket) -> None:
-    """Send at once, and notice within a minute a host that lost power or network while nothing is sent to it."""
+    """Send without delay, and notice within a minute that an idle peer lost power or network."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # of Linux; elsewhere the system's own times hold
+        if hasattr(socket, name):  # of Linux; other systems keep their own times
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class CarryingRing(SharedRing):
-    """A ring whose other side is on another host: what a slot holds follows the message that says so."""
+    """A ring whose other side is on another host: the rows of a slot follow the message `BlockReady`."""
 
     def carry(self, connection: Connection, slot: int, rows: int) -> None:
         """Send a slot's rows, column by column."""
@@ -62,16 +63,16 @@ class CarryingRing(SharedRing):
 
 
 def learners(descriptor: int, patience: float = _CONNECT_SECONDS) -> Iterator[tuple[Connection, Begin]]:
-    """Yield who connects to a listening socket and says at once what to read, one after the other.
+    """Yield each learner that connects to a listening socket, with its first message; one after the other.
 
-    Whoever has not said it after `patience` in seconds is let go.
+    A connection without that message after `patience` in seconds is closed.
     """
     with socket.socket(fileno=descriptor) as listening:
         while True:
             connected, _ = listening.accept()
             set_options(connected)
             with connected, Connection(os.dup(connected.fileno())) as connection:
-                # Whoever sends half a message, or a byte now and then, keeps nobody else waiting.
+                # A peer that sends half a message, or a byte now and then, must not block the others.
                 hang_up = threading.Timer(patience, connected.shutdown, [socket.SHUT_RDWR])
                 hang_up.start()
                 try:
@@ -81,7 +82,7 @@ def learners(descriptor: int, patience: float = _CONNECT_SECONDS) -> Iterator[tu
                     SchemaSettings.model_validate_json(begin.schema)
                     HoldOut.model_validate_json(begin.hold_out)
                 except (EOFError, OSError, msgspec.MsgspecError, ValueError):
-                    log.warning("what has connected is no learner, and is let go")
+                    log.warning("a connection was closed: its first message is not a learner's")
                     continue
                 finally:
                     hang_up.cancel()
@@ -89,9 +90,9 @@ def learners(descriptor: int, patience: float = _CONNECT_SECONDS) -> Iterator[tu
 
 
 def relay(address: str, learner: Connection, ring: SharedRing, begin: Begin) -> None:
-    """Pass on what learner and ingest process say, and put the rows into the ring, until either is gone.
+    """Forward messages between learner and ingest process, and rows into the ring, until either is gone.
 
-    The other host has the settings of the stream itself, so that no secret goes there.
+    The other host has its own settings of the stream: no secret is sent there.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -110,13 +111,13 @@ def relay(address: str, learner: Connection, ring: SharedRing, begin: Begin) -> 
                     other.send_bytes(learner.recv_bytes())
                     continue
                 message = other.recv_bytes(_LONGEST_MESSAGE)
-                said = from_ingest(message)
-                if isinstance(said, BlockReady):
-                    for column in ring.views(said.slot, said.rows).values():
+                decoded = from_ingest(message)
+                if isinstance(decoded, BlockReady):
+                    for column in ring.views(decoded.slot, decoded.rows).values():
                         if column.nbytes:
                             other.recv_bytes_into(column.reshape(-1).view(np.uint8).data)
-                if isinstance(said, LagReport):  # the clock of the other host is not this one's
-                    send(learner, msgspec.structs.replace(said, time=time.monotonic()))
+                if isinstance(decoded, LagReport):  # the clock of the other host is not this one's
+                    send(learner, msgspec.structs.replace(decoded, time=time.monotonic()))
                 else:
                     learner.send_bytes(message)
     except (EOFError, OSError):
@@ -124,10 +125,10 @@ def relay(address: str, learner: Connection, ring: SharedRing, begin: Begin) -> 
 
 
 class Remote:
-    """An ingest process for a learner on another host, which lives no longer than this object's."""
+    """An ingest process for a learner on another host; it ends when this process does."""
 
     def __init__(self, stream: StreamSettings, host: str) -> None:
-        """Start it, to listen on a free port of that one address of this host."""
+        """Start the process; it listens on a free port of this address of this host."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, 0), family=family)
         self.address = f"{host}:{self._listening.getsockname()[1]}"
@@ -135,14 +136,14 @@ class Remote:
         self._start()
 
     def keep(self) -> None:
-        """Start another one, at the same address, where it has died; called often."""
+        """Start another process at the same address if the process has died; called often."""
         if self._process.poll() is not None and time.monotonic() - self._started > _AGAIN_SECONDS:
             log.warning("the ingest process for the learner of host 0 died; another one is started")
             self._close_stdin()
             self._start()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._listening.close()
         self._process.kill()
         self._process.wait()
@@ -150,7 +151,7 @@ class Remote:
 
     def _start(self) -> None:
         descriptor = self._listening.fileno()
-        # -P: a folder named ingest where the user stands must not take this package's place.
+        # -P: a folder named ingest in the working directory must not be imported instead of this package.
         command = [sys.executable, "-P", "-m", "ingest", "--listen", str(descriptor)]
         self._process = subprocess.Popen(command, pass_fds=(descriptor,), stdin=subprocess.PIPE, env=without_settings())
         self._started = time.monotonic()
@@ -161,14 +162,3 @@ class Remote:
     def _close_stdin(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-
-
-def end_with_parent() -> None:
-    """End this process when its stdin does."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

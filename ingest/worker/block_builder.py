@@ -1,4 +1,4 @@
-"""From messages to rows of a block, each with its outcome as far as ingest decides it.
+"""Turns messages into rows of a block, each with its outcome as far as ingest decides it.
 
 Legend: K rows of the block.
 """
@@ -25,19 +25,19 @@ from ingest.kafka.client import DeadLetter, Messages
 
 _LONGEST_REASON = 500
 _LONGEST_ROWS = 4_000
-"""Bytes of the header that names rows: a letter has to fit where its message did not need any."""
+"""Bytes of the header that names rows: a dead letter must fit where its message did."""
 _MOST_LETTERED = 3
-"""A message that was a dead letter so often already goes round: pipelines read each other's dead letters."""
+"""A message that was a dead letter this often is in a loop: pipelines read each other's dead letters."""
 _SOURCE = "anabranch-source"
 _MOST_AHEAD_MS = 86_400_000
-"""A record time that is further ahead of the clock is a mistake, such as microseconds."""
+"""A record time further ahead of the clock is a mistake, for example microseconds."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """What came of one partition: the index of the partition, and where what has no outcome yet begins in it."""
+    """Messages of one partition, its index, and the position of its first event without an outcome."""
 
     messages: Messages
     partition: int
@@ -46,9 +46,9 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Assembled:
-    """K rows, partition after partition as they came in and each in the order of (offset, row), and the dead letters.
+    """K rows, partition after partition in the order of arrival, each sorted by (offset, row), and the dead letters.
 
-    `rows` counts those of each partition, `looped` the messages that get no letter, since they were letters often.
+    `rows` counts the rows of each partition; `looped` counts messages without a dead letter, being in a loop.
     """
 
     columns: dict[str, Array]
@@ -57,14 +57,14 @@ class Assembled:
     looped: int
     unknown_fields: int
     fault: str | None
-    """What the decoder raised, which is a bug in it; the messages it cannot decode are among the letters."""
+    """What the decoder raised, which is a bug in it; messages that it cannot decode are among the letters."""
 
     def __len__(self) -> int:
         return len(self.columns["offset"])
 
 
 class BlockBuilder:
-    """Decodes, rejects, holds out; keeps no state between calls."""
+    """Decodes messages, rejects bad ones, holds events out; keeps no state between calls."""
 
     def __init__(self, schema: Schema, stream: StreamSettings, hold_out: HoldOut) -> None:
         self._format = FORMATS[stream.format](schema)
@@ -75,9 +75,9 @@ class BlockBuilder:
         self._keyed = schema.key is not None
 
     def assemble(self, incoming: Sequence[Incoming]) -> Assembled:
-        """Make the rows of messages; those before their partition's `begin` have an outcome already and are left out.
+        """Return the rows of messages, without those before their partition's `begin`, which have an outcome already.
 
-        The messages of all partitions are decoded together: many with little each cost no more than one with much.
+        The messages of all partitions are decoded together: many small partitions cost no more than a large one.
         """
         lengths = [len(each.messages) for each in incoming]
         part = np.repeat(np.arange(len(incoming)), lengths)
@@ -90,14 +90,14 @@ class BlockBuilder:
         decoded, fault = self._decode([value for each in incoming for value in each.messages.values], faults)
         columns, message = self._rows(decoded, incoming)
         tombstones = self._tombstones(incoming) if self._keyed else {}
-        _bury(columns, message, tombstones)
-        self._settle(columns, incoming, part[message])
+        _mark_tombstones(columns, message, tombstones)
+        self._assign_outcomes(columns, incoming, part[message])
         letters, looped = [], 0
         for rejects in _by_message(decoded.rejects):
             if rejects[0].message in tombstones:
                 continue
-            place = int(part[rejects[0].message])
-            letter = _letter(incoming[place].messages, rejects[0].message - firsts[place], rejects)
+            index = int(part[rejects[0].message])
+            letter = _letter(incoming[index].messages, rejects[0].message - firsts[index], rejects)
             if [name for name, _ in letter.headers].count(_SOURCE) >= _MOST_LETTERED:
                 looped += 1
             else:
@@ -113,43 +113,43 @@ class BlockBuilder:
     def _tombstones(self, incoming: Sequence[Incoming]) -> dict[int, bytes]:
         """Return the keys of messages with a key and a null value, by the index of the message among all."""
         pairs = chain.from_iterable(zip(each.messages.keys, each.messages.values, strict=True) for each in incoming)
-        return {place: key for place, (key, value) in enumerate(pairs) if value is None and key is not None}
+        return {index: key for index, (key, value) in enumerate(pairs) if value is None and key is not None}
 
     def _decode(self, values: Sequence[bytes | None], faults: Mapping[int, str]) -> tuple[Decoded, str | None]:
-        """Decode the messages that have a value of a fair size; the others are rejects. Also tell what was raised.
+        """Decode the messages with a value of allowed size; reject the others. Also return what the decoder raised.
 
-        `faults` are reasons of rejects by the place of the message, known before it is decoded.
+        `faults` are reasons to reject messages, by index, that are known before decoding.
         """
         refused = [
-            Reject(place, WHOLE_MESSAGE, faults.get(place) or _unfit(value))
-            for place, value in enumerate(values)
-            if value is None or len(value) > self._most_bytes or place in faults
+            Reject(index, WHOLE_MESSAGE, faults.get(index) or _unfit(value))
+            for index, value in enumerate(values)
+            if value is None or len(value) > self._most_bytes or index in faults
         ]
         if not refused:
             return self._decode_fair([value for value in values if value is not None])
         out = {reject.message for reject in refused}
-        places = np.array([place for place in range(len(values)) if place not in out], np.int32)
-        fair = [value for place in places.tolist() if (value := values[place]) is not None]
+        indexes = np.array([index for index in range(len(values)) if index not in out], np.int32)
+        fair = [value for index in indexes.tolist() if (value := values[index]) is not None]
         decoded, fault = self._decode_fair(fair)
-        return joined([decoded.at(places), self._only(refused)]), fault
+        return joined([decoded.at(indexes), self._only(refused)]), fault
 
     def _decode_fair(self, values: Sequence[bytes]) -> tuple[Decoded, str | None]:
-        """Decode messages, and when that raises what it should not, each by itself."""
+        """Decode messages together; if the decoder raises, decode each alone."""
         try:
             return self._format.decode(values), None
         except MemoryError:
-            raise  # no fault of a message
+            raise  # not caused by a message
         except Exception as exc:
             log.exception("a bug in decoding: the messages are decoded one by one, those that raise are dead-lettered")
-            places = np.arange(len(values), dtype=np.int32)[:, None]
-            return joined([self._decode_one(value).at(places[i]) for i, value in enumerate(values)]), _named(exc)
+            indexes = np.arange(len(values), dtype=np.int32)[:, None]
+            return joined([self._decode_one(value).at(indexes[i]) for i, value in enumerate(values)]), _named(exc)
 
     def _decode_one(self, value: bytes) -> Decoded:
         try:
             return self._format.decode([value])
         except MemoryError:
             raise
-        except Exception as exc:  # noqa: BLE001 logged for the batch, and told by the dead letter
+        except Exception as exc:  # noqa: BLE001 logged for the batch, and named in the dead letter
             return self._only([Reject(0, WHOLE_MESSAGE, f"internal: {_named(exc)}")])
 
     def _only(self, rejects: Sequence[Reject]) -> Decoded:
@@ -178,10 +178,10 @@ class BlockBuilder:
         columns["outcome"] = np.where(usable, Outcome.PENDING, Outcome.DEAD_LETTERED).astype(np.uint8)
         return columns, message
 
-    def _settle(self, columns: dict[str, Array], incoming: Sequence[Incoming], part: NDArray[np.intp]) -> None:
-        """Skip events without a label, if so set, and hold some of the labelled ones out.
+    def _assign_outcomes(self, columns: dict[str, Array], incoming: Sequence[Incoming], part: NDArray[np.intp]) -> None:
+        """Skip events without a label, if so configured, and hold out a part of the labelled events.
 
-        `part` is int `[K]`, the place of each row's partition in `incoming`.
+        `part` is int `[K]`, the index in `incoming` of each row's partition.
         """
         pending = columns["outcome"] == Outcome.PENDING
         labelled = columns["labelled"].astype(np.bool_)
@@ -195,7 +195,7 @@ class BlockBuilder:
             columns["outcome"][held_out] = np.uint8(Outcome.HELD_OUT)
 
     def _holdout_hash(self, columns: dict[str, Array], base: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Hash by group, else by key, else by identity, so that what belongs together is held out together."""
+        """Hash by group, else by key, else by identity: events of one group or key are held out together."""
         seed = self._hold_out.seed
         own = identity_hash(base, columns["offset"].astype(np.int64), columns["row"].astype(np.int32), seed)
         key, group = columns["key_hash"].astype(np.uint64), columns["group_hash"].astype(np.uint64)
@@ -206,8 +206,8 @@ class BlockBuilder:
         return np.uint64(int(self._hold_out.fraction * 2**64))
 
 
-def _bury(columns: dict[str, Array], message: NDArray[np.int32], tombstones: Mapping[int, bytes]) -> None:
-    """Settle the rows of tombstones, and give them the hash of their key: whoever reads them knows what to erase."""
+def _mark_tombstones(columns: dict[str, Array], message: NDArray[np.int32], tombstones: Mapping[int, bytes]) -> None:
+    """Skip the rows of tombstones, and write the hash of their key, by which the learner erases events."""
     if tombstones:
         rows = np.flatnonzero(np.isin(message, list(tombstones)))
         columns["outcome"][rows] = np.uint8(Outcome.SKIPPED)
@@ -220,7 +220,7 @@ def _of_all(numbers: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 def _believable(times_ms: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Take record times of the far future for now: were one believed, all that is real would be of long ago."""
+    """Replace record times of the far future by now: with one of them, all real events would count as old."""
     now = int(time.time() * 1000)
     return np.where(times_ms > now + _MOST_AHEAD_MS, now, times_ms)
 
@@ -243,22 +243,22 @@ def _by_message(rejects: Sequence[Reject]) -> list[list[Reject]]:
     return groups
 
 
-def _letter(messages: Messages, place: int, rejects: Sequence[Reject]) -> DeadLetter:
-    """Return the message at `place` as it came, with the headers that tell why and from where it came."""
+def _letter(messages: Messages, index: int, rejects: Sequence[Reject]) -> DeadLetter:
+    """Return the message at `index` unchanged, with headers for the reason, its source and its time."""
     partition = messages.partition
-    source = f"{partition.topic}[{partition.partition}]@{messages.offsets[place]}"
+    source = f"{partition.topic}[{partition.partition}]@{messages.offsets[index]}"
     added = [
         ("anabranch-error", rejects[0].reason[:_LONGEST_REASON].encode()),
         (_SOURCE, source.encode()),
-        ("anabranch-time", str(messages.times_ms[place]).encode()),
+        ("anabranch-time", str(messages.times_ms[index]).encode()),
     ]
     if rejects[0].row != WHOLE_MESSAGE:
         added.append(("anabranch-rows", _ranges([reject.row for reject in rejects]).encode()))
-    return DeadLetter(messages.keys[place], messages.values[place], messages.headers[place], added)
+    return DeadLetter(messages.keys[index], messages.values[index], messages.headers[index], added)
 
 
 def _ranges(rows: Sequence[int]) -> str:
-    """Write ascending rows as `3,17,20..31`; what is too long ends with `,...` in place of the later ones."""
+    """Write ascending rows as `3,17,20..31`; a text that is too long ends with `,...`."""
     edges = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2, append=rows[-1] + 2) != 1)
     written: list[str] = []
     length = 0

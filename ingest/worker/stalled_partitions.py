@@ -1,4 +1,4 @@
-"""Partitions that stand still: the position in one does not move, although the topic goes on beyond it."""
+"""Stalled partitions: the position in one does not advance, although its log has records beyond it."""
 
 import logging
 from collections.abc import Mapping
@@ -8,59 +8,59 @@ from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 
 STALLED_SECONDS = 20.0
-"""With what it takes to look and to report this is told within 30 s."""
-_AT_ONCE_SECONDS = 2.0
-"""Between two looks no more counts: in the rest of it the broker was away, or this process suspended."""
+"""With the intervals of checks and reports, a stall is reported within 30 s."""
+_MOST_PER_CHECK_SECONDS = 2.0
+"""Time between two checks counts up to this: beyond it the broker was away, or this process suspended."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Still:
+class _Unmoved:
     position: Position
     seconds: float = 0.0
 
 
-class Stalls:
-    """How long each partition has not moved while it was read. Looked at about once a second."""
+class StallDetector:
+    """Counts how long each partition has not advanced while it was read. Checked about once a second."""
 
     def __init__(self) -> None:
-        self._still: dict[TopicPartition, _Still] = {}
-        self._told: list[TopicPartition] = []
+        self._unmoved: dict[TopicPartition, _Unmoved] = {}
+        self._reported: list[TopicPartition] = []
 
-    def look(
+    def check(
         self, positions: Mapping[TopicPartition, Position], ends: Mapping[TopicPartition, int], seconds: float
     ) -> str | None:
-        """Return one sentence if a partition stands still; it names the one that has done so longest.
+        """Return one sentence if a partition is stalled; it names the one that is stalled longest.
 
         Args:
             positions: the next event of each partition that is read.
-            ends: of those that are known.
-            seconds: how long they were read since the last look; time in which the learner took nothing is none.
+            ends: the end of each partition, where it is known.
+            seconds: how long partitions were read since the last check, without the time spent waiting for the learner.
         """
-        before, self._still = self._still, {}
+        before, self._unmoved = self._unmoved, {}
         for partition, position in positions.items():
             end = ends.get(partition)
             if end is not None and position.offset < end:
-                still = before.get(partition)
-                known = still is not None and still.position == position
-                self._still[partition] = still if known and still is not None else _Still(position)
-                self._still[partition].seconds += min(seconds, _AT_ONCE_SECONDS) if known else 0.0
-        stalled = [p for p, still in self._still.items() if still.seconds >= STALLED_SECONDS]
-        stalled.sort(key=lambda partition: -self._still[partition].seconds)
+                unmoved = before.get(partition)
+                known = unmoved is not None and unmoved.position == position
+                self._unmoved[partition] = unmoved if known and unmoved is not None else _Unmoved(position)
+                self._unmoved[partition].seconds += min(seconds, _MOST_PER_CHECK_SECONDS) if known else 0.0
+        stalled = [p for p, unmoved in self._unmoved.items() if unmoved.seconds >= STALLED_SECONDS]
+        stalled.sort(key=lambda partition: -self._unmoved[partition].seconds)
         sentence = self._sentence(stalled, ends) if stalled else None
-        if sentence is not None and stalled != self._told:
+        if sentence is not None and stalled != self._reported:
             log.warning("%s", sentence)
-        elif self._told and not stalled:
-            log.info("no partition stands still any more")
-        self._told = stalled
+        elif self._reported and not stalled:
+            log.info("no partition is stalled any more")
+        self._reported = stalled
         return sentence
 
     def _sentence(self, stalled: list[TopicPartition], ends: Mapping[TopicPartition, int]) -> str:
         partition, others = stalled[0], len(stalled) - 1
-        still = self._still[partition]
+        unmoved = self._unmoved[partition]
         more = f"; {others} more partition{'' if others == 1 else 's'} likewise" if others else ""
         return (
-            f"{partition.topic}[{partition.partition}] stands still at offset {still.position.offset}, while it ends "
-            f"at {ends[partition]}: the broker has returned nothing from there for {still.seconds:.0f} s{more}"
+            f"{partition.topic}[{partition.partition}] is stalled at offset {unmoved.position.offset}, while it ends "
+            f"at {ends[partition]}: the broker has returned nothing from there for {unmoved.seconds:.0f} s{more}"
         )

@@ -1,7 +1,7 @@
 """The ingest process: reads partitions, writes blocks into the ring, sends dead letters.
 
-It has no state of its own that matters: positions come from the learner, and when it dies the learner starts another
-from the last block it received.
+It keeps no state that would be lost: the learner sends it positions, and when it dies, the learner starts another one
+after the last block that was received.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from anabranch.core.backoff import jittered
+from anabranch.core.backoff import Backoff
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, GapError, RecreatedError, TruncatedError
 from ingest.events.block import Coverage
@@ -37,38 +37,39 @@ from ingest.transport.protocol import (
 )
 from ingest.transport.shared_ring import SharedRing
 from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming
-from ingest.worker.stalled_partitions import Stalls
+from ingest.worker.stalled_partitions import StallDetector
 
 _PAUSE_SECONDS = 0.01
-"""Pause after a poll that brought little: a thin stream costs at most a hundred polls and blocks a second."""
+"""Pause after a poll that returned few rows: a slow stream costs at most a hundred polls and blocks a second."""
 _LITTLE = 8
-"""A poll that brings less than one in so many of a slot's rows has brought little."""
+"""A poll that returns less than this fraction, 1 / `_LITTLE`, of a slot's rows returned few rows."""
 _LETTER_TIMEOUT = timedelta(seconds=10)
 _LAG_SECONDS = 1.0
 _LOG_STARTS_SECONDS = 600.0
-"""A broker that crashes may forget the removals of its last minute: only what is removed this long is told."""
+"""A broker that crashes may lose the removals of its last minute: only older removals are reported."""
 _PARTITIONS_SECONDS = 5.0
 _BUSY_SHARE = 0.1
-"""How much time counts towards a stall while all that is read comes in plenty: partitions may have to take turns."""
-_MOST_UNHEARD = 8
-"""Reports that are sent to a learner that says nothing: a connection that is full would block both sides for good."""
-_LONGEST_BACKOFF_SECONDS = 10.0
+"""The part of the time that counts towards a stall while every poll is full: partitions may have to take turns."""
+_MOST_UNANSWERED = 8
+"""Reports sent to a learner that sends nothing back: a full connection would block both sides for good."""
+_FIRST_BACKOFF = timedelta(seconds=0.1)
+_LONGEST_BACKOFF = timedelta(seconds=10)
 _PORTION_BYTES = 2_000_000
-"""Values that are decoded together: they may take many times as much once decoded."""
+"""Bytes of values that are decoded together; decoded values may take many times as much memory."""
 _LOG_SECONDS = 10.0
-"""Time between two lines of the log that tell of dead letters which were not written."""
+"""Time between two log lines about dead letters that were not written."""
 _FAULT_SECONDS = 60.0
-"""How long a bug in decoding is told as an illness."""
+"""How long a bug in decoding is reported as a problem."""
 
 log = logging.getLogger(__name__)
 
 
 class StoppedError(Exception):
-    """The learner said stop, or is gone."""
+    """The learner sent `Stop`, or has closed the connection."""
 
 
 class IngestWorker:
-    """One loop: listen to the learner, poll the broker, hand over blocks."""
+    """One loop: handle the learner's messages, poll the broker, send blocks."""
 
     def __init__(
         self,
@@ -77,13 +78,13 @@ class IngestWorker:
         assembler: BlockBuilder,
         ring: SharedRing,
         connection: Connection,
-        elsewhere: Sequence[int] = (),
+        excluded_partitions: Sequence[int] = (),
         *,
-        alone: bool = True,
+        owns_new_partitions: bool = True,
     ) -> None:
-        """Leave the partitions `elsewhere` to others, and those that are added too unless `alone`."""
-        self._elsewhere = frozenset(elsewhere)
-        self._alone = alone
+        """Leave `excluded_partitions` to other readers, and new partitions too unless `owns_new_partitions`."""
+        self._excluded_partitions = frozenset(excluded_partitions)
+        self._owns_new_partitions = owns_new_partitions
         self._stream = stream
         self._client = client
         self._assembler = assembler
@@ -91,7 +92,7 @@ class IngestWorker:
         self._connection = connection
         self._free = list(range(ring.slots))
         self._paused = False
-        self._passing = False
+        self._is_skipping = False
         self._table: list[TopicPartition] = []
         self._next: list[Position] = []
         self._marks: list[PartitionFingerprint] = []
@@ -102,82 +103,83 @@ class IngestWorker:
         self._fault_until = 0.0
         self._next_lag = self._next_log_starts = 0.0
         self._log_starts: dict[TopicPartition, int] = {}
-        """The first offset of each partition when that was last asked for."""
-        self._stalls = Stalls()
+        """The first offset of each partition when the broker was last asked for it."""
+        self._stall_detector = StallDetector()
         self._stall: str | None = None
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self._waited = 0.0
-        """Seconds since the last look at stalls in which the learner was waited for."""
-        self._brought_little = False
-        """Whether a poll since then brought little: no partition then waits for its turn behind others."""
+        """Seconds since the last check for stalls in which this process waited for the learner."""
+        self._had_few_rows = False
+        """Whether a poll since then returned few rows: then no partition waits for its turn behind others."""
         self._dropped: Counter[str] = Counter()
-        """Dead letters that were not written, by reason, and that no block has told of yet."""
+        """Dead letters that were not written, by reason, and that no block has reported yet."""
         self._dropped_log = 0.0
-        self._unheard = 0
+        self._unanswered_reports = 0
 
     def run(
         self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[PartitionFingerprint] = ()
     ) -> None:
-        """Read from `positions` on, and where there are none from `stream.start`, until the learner says stop.
+        """Read from `positions` on, and if there are none, from `stream.start`, until the learner sends `Stop`.
 
         Args:
             positions: in the order of the index.
-            marks: what each partition is known again by, likewise; none at all where that is not known.
+            marks: the fingerprint of each partition, in the same order; empty if unknown.
 
         Raises:
             StoppedError: always at the end.
             BrokerError, GapError: as the client does.
         """
         self._client.open()
-        # Beside known partitions, those that are new are read whole: only a first start begins where it is told to.
+        # With known partitions, new ones are read from their beginning: `stream.start` is for a first start alone.
         self._table = [partition for partition, _ in positions]
         self._next = [position for _, position in positions]
         self._marks = list(marks) or [PartitionFingerprint()] * len(self._table)
-        self._take_up("earliest" if positions else self._stream.start, due=True)
-        next_partitions, backoff = time.monotonic() + _PARTITIONS_SECONDS, 0.0
+        self._refresh_assignment("earliest" if positions else self._stream.start, due=True)
+        next_partitions = time.monotonic() + _PARTITIONS_SECONDS
+        backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         while True:
             while self._paused or not self._free:
                 self._wait_for_learner()
-            self._listen(wait=False)
+            self._receive(wait=False)
             try:
-                if self._passing:
-                    self._pass_over()
+                if self._is_skipping:
+                    self._skip_to_end()
                     continue
                 fetched = self._client.poll(timedelta(0), self._ring.rows)
-                backoff = 0.0
+                backoff.reset()
             except BrokerError as exc:
-                self._brought_little = True
-                backoff = self._back_off(backoff, str(exc))
+                self._had_few_rows = True
+                self._back_off(backoff, str(exc))
                 continue
             except RecreatedError as exc:
-                if not self._take_up("earliest", due=True):
+                if not self._refresh_assignment("earliest", due=True):
                     if not isinstance(exc, TruncatedError):
                         raise
-                    backoff = self._back_off(backoff, str(exc))  # nothing that was read is lost
+                    self._back_off(backoff, str(exc))  # nothing that was read is lost
                 continue
-            self._take(fetched)
-            brought_little = sum(map(len, fetched)) * _LITTLE < self._ring.rows
-            self._brought_little |= brought_little
+            self._process(fetched)
+            few_rows = sum(map(len, fetched)) * _LITTLE < self._ring.rows
+            self._had_few_rows |= few_rows
             self._report_lag_if_due()
-            if brought_little:
+            if few_rows:
                 self._ring.clear_one(self._free)  # on a thin stream nothing else would overwrite old events for long
                 time.sleep(_PAUSE_SECONDS)
             if time.monotonic() >= next_partitions and not self._problem:
-                self._take_up("earliest")
+                self._refresh_assignment("earliest")
                 next_partitions = time.monotonic() + _PARTITIONS_SECONDS
 
-    def _take(self, fetched: Sequence[Messages]) -> None:
-        """Take portion after portion, until all are taken or what is left is to be passed over."""
+    def _process(self, fetched: Sequence[Messages]) -> None:
+        """Make blocks of one portion after another; stop when the learner asks to skip the rest."""
         for portion in _portions(fetched):
-            self._listen(wait=False)
-            if self._passing:
+            self._receive(wait=False)
+            if self._is_skipping:
                 return
-            self._take_portion(portion)
+            self._process_portion(portion)
 
-    def _take_portion(self, portion: Sequence[Messages]) -> None:
-        """Make blocks of messages, once the dead letters among them are safe."""
-        places = [self._index[messages.partition] for messages in portion]
-        incoming = [Incoming(each, place, self._next[place]) for each, place in zip(portion, places, strict=True)]
+    def _process_portion(self, portion: Sequence[Messages]) -> None:
+        """Make blocks of messages, once their dead letters are written."""
+        indexes = [self._index[messages.partition] for messages in portion]
+        incoming = [Incoming(each, index, self._next[index]) for each, index in zip(portion, indexes, strict=True)]
         assembled = self._assembler.assemble(incoming)
         if assembled.fault is not None:
             self._fault = f"a bug in decoding: {assembled.fault}; see the log of ingest and the dead letters"
@@ -185,117 +187,119 @@ class IngestWorker:
         self._dropped["loop"] += assembled.looped
         self._send_letters(assembled.letters)
         self._log_dropped()
-        self._hand_over(incoming, assembled)
+        self._send_blocks(incoming, assembled)
 
-    def _take_up(self, start: str, *, due: bool = False) -> bool:
-        """Assign the known partitions, those that the broker has beside them, and those that were made anew.
+    def _refresh_assignment(self, start: str, *, due: bool = False) -> bool:
+        """Assign known, added and recreated partitions; return whether there are more than before.
 
-        Whether some were is looked up when partitions were added, or `due`. Return whether there are more than before.
+        Checks for recreated partitions when partitions were added, or `due`.
         """
-        there, known = self._client.partitions(), latest_incarnations(self._table)
-        added = [p for p in there if (p.topic, p.partition) not in known and self._alone]
+        available, known = self._client.partitions(), latest_incarnations(self._table)
+        added = [p for p in available if (p.topic, p.partition) not in known and self._owns_new_partitions]
         if not added and not due:
             return False
-        anew = self._made_anew()
-        recreated = [partition for partition, start in anew.items() if start is None]
+        recreated_starts = self._find_recreated()
+        recreated = [partition for partition, start in recreated_starts.items() if start is None]
         moment = self._stream.start_time if start == self._stream.start else None
         offsets = self._client.first_offsets(added, start, moment) if added else {}
         offsets |= self._client.first_offsets(recreated, "earliest", None) if recreated else {}
-        offsets |= {partition: start for partition, start in anew.items() if start is not None}
-        self._table = [*self._table, *added, *anew]
-        self._next += [Position(offsets[partition]) for partition in (*added, *anew)]
-        self._marks += [PartitionFingerprint()] * len([*added, *anew])
-        self._index = {partition: place for place, partition in enumerate(self._table)}
-        # A topic that was taken out of the settings keeps its index, but is not read, nor is a partition that is gone
-        # from a topic that was made anew.
-        topics, names = {each.topic for each in there}, {(each.topic, each.partition) for each in there}
+        offsets |= {partition: start for partition, start in recreated_starts.items() if start is not None}
+        self._table = [*self._table, *added, *recreated_starts]
+        self._next += [Position(offsets[partition]) for partition in (*added, *recreated_starts)]
+        self._marks += [PartitionFingerprint()] * len([*added, *recreated_starts])
+        self._index = {partition: index for index, partition in enumerate(self._table)}
+        # The partitions of a topic that was removed from the settings keep their index, and are not read. Nor is a
+        # partition that a recreated topic no longer has.
+        topics, names = {each.topic for each in available}, {(each.topic, each.partition) for each in available}
         self._read = [
-            place
-            for name, place in latest_incarnations(self._table).items()
+            index
+            for name, index in latest_incarnations(self._table).items()
             if name[0] in self._stream.topics
             and (name[0] not in topics or name in names)
-            and place not in self._elsewhere
+            and index not in self._excluded_partitions
         ]
         ids = self._client.topic_ids()
-        for place in self._read:
-            mark = self._marks[place]
-            self._marks[place] = PartitionFingerprint(mark.topic_id or ids.get(self._table[place].topic), mark.last)
-        self._client.assign({self._table[place]: self._next[place].offset for place in self._read})
+        for index in self._read:
+            mark = self._marks[index]
+            self._marks[index] = PartitionFingerprint(mark.topic_id or ids.get(self._table[index].topic), mark.last)
+        self._client.assign({self._table[index]: self._next[index].offset for index in self._read})
         starts = [position.offset for position in self._next]
         send(self._connection, PartitionsOpened(self._table, starts, [mark.topic_id for mark in self._marks]))
-        return bool(added or anew)
+        return bool(added or recreated_starts)
 
-    def _made_anew(self) -> dict[TopicPartition, int | None]:
-        """Return the partitions that have taken the place of others that were read, and where to begin, if known.
+    def _find_recreated(self) -> dict[TopicPartition, int | None]:
+        """Return the next incarnation of each partition that was recreated, and where to begin in it, if known.
 
-        One whose log lost its end is such a one from there on: its offsets come again, with other records.
+        A partition whose log lost its end is recreated from there on: its offsets come again, with other records.
 
         Raises:
-            RecreatedError: a topic was created again, and `stream.on_gap` is `fail`, or another one takes it up.
-            TruncatedError: a log lost its end, and another one takes that up.
-            GapError: records below where a log goes on were not read, and `stream.on_gap` is `fail`.
+            RecreatedError: a topic was created again, and `stream.on_gap` is `fail`, or another reader owns it.
+            TruncatedError: a log lost its end, and another reader owns new partitions.
+            GapError: records below the new end of a log were not read, and `stream.on_gap` is `fail`.
         """
-        places = [
-            place
-            for name, place in latest_incarnations(self._table).items()
-            if name[0] in self._stream.topics and (self._alone or place not in self._elsewhere)
+        indexes = [
+            index
+            for name, index in latest_incarnations(self._table).items()
+            if name[0] in self._stream.topics and (self._owns_new_partitions or index not in self._excluded_partitions)
         ]
         changed = compare(
-            self._client, {self._table[place]: (self._marks[place], self._next[place].offset) for place in places}
+            self._client, {self._table[index]: (self._marks[index], self._next[index].offset) for index in indexes}
         )
         for partition in changed.recreated:
             name = f"{partition.topic}[{partition.partition}]"
-            if self._stream.on_gap == "fail" or not self._alone:
+            if self._stream.on_gap == "fail" or not self._owns_new_partitions:
                 raise RecreatedError(f"{name}: {RECREATED}")
-            log.warning("%s is not what was read: it is read anew", name)
+            log.warning("%s was created again: it is read from its beginning", name)
         for partition, start in changed.truncated.items():
             name = f"{partition.topic}[{partition.partition}]@{start}"
             if partition in changed.overwritten and self._stream.on_gap == "fail":
                 raise GapError(overwritten(name))
-            if not self._alone:
+            if not self._owns_new_partitions:
                 raise TruncatedError(f"{name}: {TRUNCATED}")
             read_to = self._next[self._table.index(partition)].offset
             log.warning(
-                "%s: the log lost its end, %d offsets after it were read; reading goes on", name, read_to - start
+                "%s: the log lost its end, %d offsets after it were read; reading continues", name, read_to - start
             )
-        return {p.anew: None for p in changed.recreated} | {p.anew: start for p, start in changed.truncated.items()}
+        return {p.next_incarnation: None for p in changed.recreated} | {
+            p.next_incarnation: start for p, start in changed.truncated.items()
+        }
 
-    def _pass_over(self) -> None:
-        """Go on at the end of each partition, and tell what that leaves unread; a torn message is read to its end."""
+    def _skip_to_end(self) -> None:
+        """Skip to the end of each partition, and report the skipped offsets; finish a message that was begun."""
         read = self._read
-        whole = [place for place in read if not self._next[place].row]
-        ends = self._client.first_offsets([self._table[place] for place in whole], "latest", None)
+        whole = [index for index in read if not self._next[index].row]
+        ends = self._client.first_offsets([self._table[index] for index in whole], "latest", None)
         passed = [
-            Coverage(place, self._next[place].offset, end, passed=end - self._next[place].offset)
-            for place in whole
-            if (end := ends[self._table[place]]) > self._next[place].offset
+            Coverage(index, self._next[index].offset, end, passed=end - self._next[index].offset)
+            for index in whole
+            if (end := ends[self._table[index]]) > self._next[index].offset
         ]
         for cover in passed:
             self._next[cover.partition] = Position(cover.end)
-        # Always: what was fetched and not handed over comes again where it is not passed.
-        self._client.assign({self._table[place]: self._next[place].offset for place in read})
+        # Always: fetched messages that are not in a block yet and not skipped must be fetched again.
+        self._client.assign({self._table[index]: self._next[index].offset for index in read})
         if passed:
             send(self._connection, BlockReady(self._free.pop(), 0, tuple(passed), 0))
         send(self._connection, SkippedToEnd())
-        self._passing = False
+        self._is_skipping = False
 
     def _wait_for_learner(self) -> None:
         began = time.monotonic()
-        self._listen(wait=True)
+        self._receive(wait=True)
         self._waited += time.monotonic() - began
         self._report_lag_if_due()
 
-    def _listen(self, *, wait: bool) -> None:
-        """Hear what the learner says; with `wait`, until it says something, or for a second."""
+    def _receive(self, *, wait: bool) -> None:
+        """Handle the messages that the learner has sent; with `wait`, wait for one up to a second."""
         while self._connection.poll(_LAG_SECONDS if wait else 0):
             try:
-                self._obey(receive_in_ingest(self._connection))
+                self._handle(receive_in_ingest(self._connection))
             except (EOFError, OSError) as exc:
                 raise StoppedError from exc
             wait = self._paused or not self._free
 
-    def _obey(self, message: ToIngest) -> None:
-        self._unheard = 0
+    def _handle(self, message: ToIngest) -> None:
+        self._unanswered_reports = 0
         match message:
             case Release(slot):
                 self._free.append(slot)
@@ -304,7 +308,7 @@ class IngestWorker:
             case Resume():
                 self._paused = False
             case SkipToEnd():
-                self._passing = True
+                self._is_skipping = True
             case Commit(positions):
                 read = set(latest_incarnations(self._table).values())
                 self._client.commit({self._table[index]: offset for index, offset in positions if index in read})
@@ -314,13 +318,14 @@ class IngestWorker:
                 raise AssertionError(message)
 
     def _send_letters(self, letters: Sequence[DeadLetter]) -> None:
-        """Send until all are acknowledged: no block is handed over before its dead letters are safe."""
+        """Send until all are acknowledged: no block is sent before its dead letters are written."""
         dropped = self._client.letters_dropped
-        backoff, problem = 0.0, f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
+        backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
+        problem = f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
         while letters:
             letters = letters[self._client.send_dead_letters(letters, _LETTER_TIMEOUT) :]
             if letters:
-                backoff = self._back_off(backoff, problem)
+                self._back_off(backoff, problem)
             elif self._problem == problem:
                 self._report(Lag())
         self._dropped["refused"] += self._client.letters_dropped - dropped
@@ -337,10 +342,10 @@ class IngestWorker:
             )
             self._dropped_log = time.monotonic() + _LOG_SECONDS
 
-    def _hand_over(self, incoming: Sequence[Incoming], assembled: Assembled) -> None:
-        """Write rows into slots, as many as it takes; waits for free ones."""
+    def _send_blocks(self, incoming: Sequence[Incoming], assembled: Assembled) -> None:
+        """Write rows into as many slots as they fill, and send each as a block; wait for free slots."""
         total, unknown = len(assembled), assembled.unknown_fields
-        if not total and not any(each.messages.removed or self._moves(each) for each in incoming):
+        if not total and not any(each.messages.removed or self._advances(each) for each in incoming):
             return
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
@@ -353,18 +358,18 @@ class IngestWorker:
             self._ring.carry(self._connection, slot, end - begin)
             unknown = 0
 
-    def _moves(self, each: Incoming) -> bool:
+    def _advances(self, each: Incoming) -> bool:
         return each.messages.end > self._next[each.partition].offset
 
     def _cover(
         self, incoming: Sequence[Incoming], assembled: Assembled, begin: int, end: int, *, last: bool
     ) -> Iterator[Coverage]:
-        """Tell what rows `[begin, end)` cover of each partition, and move on."""
+        """Yield what rows `[begin, end)` cover of each partition, and advance its position."""
         columns, low = assembled.columns, 0
         for each, rows in zip(incoming, assembled.rows, strict=True):
             high = low + rows
             first = begin <= low < end or (low == end and last)
-            if (first or (low < end and high > begin)) and (rows or each.messages.removed or self._moves(each)):
+            if (first or (low < end and high > begin)) and (rows or each.messages.removed or self._advances(each)):
                 here = self._next[each.partition]
                 done = high <= end
                 stop = each.messages.end if done else int(columns["offset"][end])
@@ -378,18 +383,16 @@ class IngestWorker:
                 self._next[each.partition] = Position(stop, row)
             low = high
 
-    def _back_off(self, seconds: float, problem: str) -> float:
-        """Say what is unhealthy, wait while listening to the learner, and return the next waiting time."""
-        seconds = min(_LONGEST_BACKOFF_SECONDS, max(0.1, seconds * 2))
-        until = time.monotonic() + jittered(seconds)
+    def _back_off(self, backoff: Backoff, problem: str) -> None:
+        """Report a problem, and handle the learner's messages until the back-off's next delay is over."""
+        until = time.monotonic() + backoff.next()
         while (left := until - time.monotonic()) > 0:
             self._report(Lag(problem=problem))
             if self._connection.poll(min(left, _LAG_SECONDS)):
-                self._listen(wait=False)
-        return seconds
+                self._receive(wait=False)
 
     def _report_lag_if_due(self) -> None:
-        """Lag is told also while nothing is read: that is when it grows."""
+        """Report the lag, also while nothing is read: that is when it grows."""
         if time.monotonic() >= self._next_lag:
             asked = time.monotonic()
             lag = self._client.lag(log_starts=asked >= self._next_log_starts)
@@ -403,13 +406,15 @@ class IngestWorker:
             self._next_lag = time.monotonic() + _LAG_SECONDS
 
     def _stalled(self, ends: Mapping[TopicPartition, int]) -> str | None:
-        """Return one sentence if a partition that is read stands still."""
+        """Return one sentence if a partition that is read is stalled."""
         now = time.monotonic()
-        seconds = max(0.0, now - self._looked - self._waited)
-        if not self._brought_little:
+        seconds = max(0.0, now - self._checked_at - self._waited)
+        if not self._had_few_rows:
             seconds *= _BUSY_SHARE
-        self._looked, self._waited, self._brought_little = now, 0.0, False
-        return self._stalls.look({self._table[place]: self._next[place] for place in self._read}, ends, seconds)
+        self._checked_at, self._waited, self._had_few_rows = now, 0.0, False
+        return self._stall_detector.check(
+            {self._table[index]: self._next[index] for index in self._read}, ends, seconds
+        )
 
     def _report(self, lag: Lag, asked: float | None = None) -> None:
         if lag.problem != self._problem and lag.problem is None:
@@ -417,9 +422,9 @@ class IngestWorker:
         elif lag.problem != self._problem:
             log.warning("%s", lag.problem)
         self._problem = lag.problem
-        if self._unheard >= _MOST_UNHEARD:
+        if self._unanswered_reports >= _MOST_UNANSWERED:
             return
-        self._unheard += 1
+        self._unanswered_reports += 1
         ends = [(index, lag.ends[partition]) for index, partition in enumerate(self._table) if partition in lag.ends]
         starts = [(index, lag.log_starts[name]) for index, name in enumerate(self._table) if name in lag.log_starts]
         fault = self._fault if time.monotonic() < self._fault_until else None
@@ -430,7 +435,7 @@ class IngestWorker:
 
 
 def _portions(fetched: Sequence[Messages]) -> Iterator[list[Messages]]:
-    """Split messages, in their order, into portions that end with the first message that makes them large."""
+    """Split messages, in order, into portions that each end with the message that reaches `_PORTION_BYTES`."""
     portion: list[Messages] = []
     size = 0
     for messages in fetched:
@@ -447,6 +452,6 @@ def _portions(fetched: Sequence[Messages]) -> Iterator[list[Messages]]:
 
 
 def _pieces(total: int, size: int) -> Iterator[tuple[int, int]]:
-    """Split `[0, total)` into ranges of at most `size`; nothing is one empty range."""
+    """Split `[0, total)` into ranges of at most `size`; a total of 0 gives one empty range."""
     for begin in range(0, max(total, 1), size):
         yield begin, min(total, begin + size)

@@ -17,7 +17,7 @@ from anabranch.core.errors import DependencyError
 from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.identity import partition_base, partition_name
 from ingest.events.partition import TopicPartition, latest_incarnations
-from ingest.reader.reader import Partition
+from ingest.reader.cursors import Partition
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.tombstones import Positions, Tombstones

@@ -17,7 +17,7 @@ from pathlib import Path
 from anabranch.core.atomic_files import replace_file
 from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.core.failures import state_errors
-from ingest.errors import SecondLearnerError, StateBusyError
+from learner.errors import SecondLearnerError, StateBusyError
 
 LOCK = "learner.lock"
 GENERATION = "generation"

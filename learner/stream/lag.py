@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ingest.config import LagPolicySettings
 from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.identity import identity_hash, partition_base
-from ingest.reader.reader import Partition
+from ingest.reader.cursors import Partition
 from learner.stream.ledger import PartitionLedger
 
 _MOST_MARKS = 64

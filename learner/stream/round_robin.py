@@ -10,7 +10,7 @@ import numpy as np
 
 from anabranch.core.errors import SettingsError
 from ingest.events.block import Block, Outcome, SkipReason
-from ingest.reader.reader import Partition
+from ingest.reader.cursors import Partition
 from learner.stream.batches import PATIENCE, PENDING, Batch, BatchBuilder, Blocks
 
 _DEAD_LETTERED, _SKIPPED = np.uint8(Outcome.DEAD_LETTERED), np.uint8(Outcome.SKIPPED)

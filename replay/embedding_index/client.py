@@ -10,10 +10,11 @@ import importlib.util
 import logging
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 
-from anabranch.core.backoff import jittered
+from anabranch.core.backoff import Backoff
 from anabranch.core.errors import SettingsError
 from replay.embedding_index.link import GoneError, IndexLink
 from replay.embedding_index.protocol import Ids, IndexFigures, IndexMessage, IndexSettings, MessageType, Vectors
@@ -28,7 +29,8 @@ _MOST_REMOVALS = 1 << 16
 _REPORT_SECONDS = 1.0
 _STALE_SECONDS = 0.25
 """Pause after a reply that no embedding is stale."""
-_LONGEST_BACKOFF_SECONDS = 10.0
+_FIRST_BACKOFF = timedelta(seconds=0.2)
+_LONGEST_BACKOFF = timedelta(seconds=10)
 _STEADY_SECONDS = 10.0
 """A process that has lived so long was well: the next one is started at once."""
 _SILENT_SECONDS = 60.0
@@ -112,7 +114,8 @@ class NeighbourClient:
         self._declined = {"add": 0, "ask": 0, "remove": 0}
         self._answer_seconds = 0.0
         self._restarts = 0
-        self._restart_at = self._backoff = 0.0
+        self._restart_at = 0.0
+        self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF, retry_at_once=True)
         self._centroids: Centroids | None = None
         self._fresh: Centroids | None = None
         self._piece = batch // 2
@@ -342,7 +345,7 @@ class NeighbourClient:
         now = time.monotonic()
         if self._link is not None:
             if now - self._link.since > _STEADY_SECONDS:
-                self._backoff = 0.0
+                self._backoff.reset()
             self._link.close(0)
             self._link = None
             self._restarts += 1
@@ -352,5 +355,4 @@ class NeighbourClient:
         if why != self.problem:
             log.warning("%s", why)
         self.problem = why
-        self._restart_at = now + jittered(self._backoff)
-        self._backoff = min(_LONGEST_BACKOFF_SECONDS, max(0.2, 2 * self._backoff))
+        self._restart_at = now + self._backoff.next()

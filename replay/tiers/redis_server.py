@@ -12,6 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import redis
@@ -19,12 +20,12 @@ from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError
 from redis.retry import Retry
 
-from anabranch.core.backoff import jittered
+from anabranch.core.backoff import Backoff
 from anabranch.core.errors import DependencyError, SettingsError
 
 _TIMEOUT_SECONDS = 0.25
-_FIRST_DELAY_SECONDS = 0.1
-_LONGEST_DELAY_SECONDS = 5.0
+_FIRST_BACKOFF = timedelta(seconds=0.1)
+_LONGEST_BACKOFF = timedelta(seconds=5)
 _MOST_AT_ONCE = 256
 """Keys of one command, and ..."""
 _MOST_BYTES = 1_000_000
@@ -126,7 +127,7 @@ class RedisServer:
         """Where it is, without user and password."""
         self._away: str | None = None
         self._refusal: str | None = None
-        self._delay = _FIRST_DELAY_SECONDS
+        self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         self._back_at = 0.0
         self._sweeps: collections.deque[Sweep] = collections.deque()
         self._changed = threading.Condition()
@@ -267,8 +268,8 @@ class RedisServer:
         """Note that it is away; one that was back for a moment only is tried less and less often."""
         with self._changed:
             if self._away is None:
-                if time.monotonic() - self._back_at > _LONGEST_DELAY_SECONDS:
-                    self._delay = _FIRST_DELAY_SECONDS
+                if time.monotonic() - self._back_at > _LONGEST_BACKOFF.total_seconds():
+                    self._backoff.reset()
                 self._away = f"replay.redis: {self.address} does not answer ({exc}); the store goes on without it"
                 log.warning("%s", self._away)
                 self._changed.notify()
@@ -278,8 +279,7 @@ class RedisServer:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._away is not None or bool(self._sweeps))
-            pause = jittered(self._delay)
-            if self._closes_within(pause if self._away is not None else _SWEEP_PAUSE_SECONDS):
+            if self._closes_within(self._backoff.next() if self._away is not None else _SWEEP_PAUSE_SECONDS):
                 return
             if self._away is not None:
                 self._try_again()
@@ -296,10 +296,8 @@ class RedisServer:
         except redis.ResponseError:
             pass  # it answers
         except redis.RedisError:
-            self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS)
             return
         log.info("replay.redis: %s answers again", self.address)
-        self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS)
         self._back_at, self._away = time.monotonic(), None
 
     def _probe(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from anabranch.core.backoff import jittered
+from anabranch.core.backoff import Backoff
 from anabranch.core.failures import Failure, failure_of
 
 _FIRST = timedelta(seconds=1)
@@ -17,7 +17,7 @@ _LONGEST = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class _Failed:
-    times: int
+    backoff: Backoff
     due: float
     reason: str
 
@@ -63,8 +63,9 @@ class Retries:
 
     def failed(self, number: int, reason: str) -> None:
         """Count a failure, and set when the version is to be tried again."""
-        times = self._failed[number].times + 1 if number in self._failed else 1
-        self._failed[number] = _Failed(times, self._clock() + _delay(times), reason)
+        before = self._failed.get(number)
+        backoff = Backoff(_FIRST, _LONGEST, retry_at_once=True) if before is None else before.backoff
+        self._failed[number] = _Failed(backoff, self._clock() + backoff.next(), reason)
 
     def drop(self, number: int) -> None:
         """Forget a version: it was loaded, or refused."""
@@ -77,10 +78,3 @@ class Retries:
     def keep(self, wanted: Callable[[int], bool]) -> None:
         """Forget all versions but those that are wanted."""
         self._failed = {number: each for number, each in self._failed.items() if wanted(number)}
-
-
-def _delay(times: int) -> float:
-    """Return how many seconds to wait after this many failures in a row."""
-    if times <= 1:
-        return 0.0
-    return jittered(min(_LONGEST.total_seconds(), _FIRST.total_seconds() * 2.0 ** min(times - 2, 30)))

@@ -19,7 +19,7 @@ import psutil
 
 from anabranch.config.loader import load_config
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
-from anabranch.runtime.supervisor import Backoff, Supervisor, pipeline_parts
+from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
 from ingest.config import StreamSettings
 from ingest.kafka.producer import EventProducer, create_topics
 from learner.state_dir.report import LearnerReport, read_report
@@ -133,7 +133,7 @@ class Supervised:
             if part.name in parts
         ]
         # Whoever kills it again and again means it: it is started at once each time.
-        self.supervisor = Supervisor(chosen, Backoff(lasting=timedelta(0)))
+        self.supervisor = Supervisor(chosen, RestartPolicy(lasting=timedelta(0)))
         self._thread = threading.Thread(target=self._run)
         self.exit: object = None
         """What the supervisor ended with."""

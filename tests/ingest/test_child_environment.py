@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import ingest.reader.reader
+import ingest.reader.ingest_process
 from ingest.child_environment import without_settings
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.reader.reader import BlockReader
@@ -30,7 +30,7 @@ def test_the_process_is_started_without_them(monkeypatch: pytest.MonkeyPatch) ->
         return actually(["sleep", "60"], env=env, **options)
 
     monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "secret")
-    monkeypatch.setattr(ingest.reader.reader.subprocess, "Popen", start)
+    monkeypatch.setattr(ingest.reader.ingest_process.subprocess, "Popen", start)
     schema = SchemaSettings.model_validate(
         {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}}
     )

@@ -54,7 +54,7 @@ def test_compressed_messages_are_read(kafka: Any, compressed: Callable[[str], st
 
 
 @pytest.mark.parametrize("codec", ["lz4", "snappy", "zstd"])
-def test_a_client_without_the_package_says_what_to_install(
+def test_a_client_without_the_package_names_what_to_install(
     kafka: Any, compressed: Callable[[str], str], codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = compressed(codec)
@@ -63,7 +63,7 @@ def test_a_client_without_the_package_says_what_to_install(
         read(kafka, topic, "kafka-python")
 
 
-def test_what_cannot_be_undone_is_told_at_each_poll_and_never_passed_over(
+def test_messages_without_a_decompressor_raise_at_each_poll_and_are_never_skipped(
     kafka: Any, compressed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = compressed("gzip")

@@ -230,7 +230,7 @@ def test_an_integer_that_is_out_of_its_bounds_is_a_fault_of_its_event(name: str,
     ]
 
 
-def test_a_number_that_is_none_is_told_by_the_name_of_its_field(name: str, make_schema: MakeSchema) -> None:
+def test_a_value_that_is_no_number_is_rejected_by_the_name_of_its_field(name: str, make_schema: MakeSchema) -> None:
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, weight={"name": "importance"})
     too_large = math.inf if name == "rows" else 1e39
     (reject,) = decode(name, schema, {"x": 1, "y": 1, "importance": too_large}).rejects
@@ -484,7 +484,7 @@ class TestArrow:
         assert decoded.columns["feature.x"].reshape(2, 6).tolist() == [rows[1], rows[0]]
 
     @pytest.mark.parametrize("text", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
-    def test_strings_are_encoded_wherever_they_stand(self, words: Schema, text: Any) -> None:
+    def test_strings_are_encoded_at_any_depth(self, words: Schema, text: Any) -> None:
         batch = {
             "c": pa.array(["b", "?", None, "a"], text),
             "d": pa.array([["a", "b"], None, ["a", "a"], ["?", "a"]], pa.list_(text)),

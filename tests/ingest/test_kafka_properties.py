@@ -41,15 +41,15 @@ def sample(name: str) -> str:
 
 @pytest.mark.parametrize("name", sorted(PROPERTIES))
 def test_librdkafka_knows_every_name(name: str) -> None:
-    said = ""
+    message = ""
     try:
         confluent_kafka.Consumer({"group.id": "g", name: sample(name)}, logger=logging.getLogger("unheard")).close()
     except confluent_kafka.KafkaException as exc:
-        said = str(exc)  # such as a file that is not there
-    assert "No such configuration property" not in said
+        message = str(exc)  # for example a missing file
+    assert "No such configuration property" not in message
 
 
-@pytest.mark.parametrize("name", sorted(name for name, wanted in PROPERTIES.items() if wanted.kafka_python))
+@pytest.mark.parametrize("name", sorted(name for name, known in PROPERTIES.items() if known.kafka_python))
 def test_kafka_python_gets_its_own_option(name: str) -> None:
     option = PROPERTIES[name].kafka_python
     stream = settings(**{name: sample(name)})
@@ -59,7 +59,7 @@ def test_kafka_python_gets_its_own_option(name: str) -> None:
         assert client_options(kind, stream).keys() <= kind.DEFAULT_CONFIG.keys()
 
 
-def test_values_become_what_kafka_python_takes() -> None:
+def test_values_are_converted_for_kafka_python() -> None:
     stream = settings(
         **{
             "security.protocol": "sasl_ssl",
@@ -84,8 +84,8 @@ def test_a_name_that_would_break_a_promise_is_refused(name: str) -> None:
     assert name not in PROPERTIES
 
 
-@pytest.mark.parametrize("name", sorted(name for name, wanted in PROPERTIES.items() if not wanted.kafka_python))
-def test_what_kafka_python_cannot_do_is_said(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(name for name, known in PROPERTIES.items() if not known.kafka_python))
+def test_a_property_that_kafka_python_does_not_support_is_named(name: str) -> None:
     with pytest.raises(ValidationError, match=f'kafka-python cannot do {re.escape(name)}; set stream.client = "conf'):
         settings(**{name: sample(name)})
     stream = settings("confluent", **{name: sample(name)})
@@ -103,9 +103,9 @@ def test_an_unknown_name_names_the_nearest() -> None:
         settings(sasl__pasword="x")
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("fetch.min.bytes", "a whole number"), ("check.crcs", "true or false")])
-def test_a_value_of_the_wrong_kind_is_named_and_not_shown(name: str, wanted: str) -> None:
-    with pytest.raises(ValidationError, match=f"{re.escape(name)} is not {wanted}"):
+@pytest.mark.parametrize(("name", "kind"), [("fetch.min.bytes", "a whole number"), ("check.crcs", "true or false")])
+def test_a_value_of_the_wrong_kind_is_named_and_not_shown(name: str, kind: str) -> None:
+    with pytest.raises(ValidationError, match=f"{re.escape(name)} is not {kind}"):
         settings(**{name: "x"})
 
 

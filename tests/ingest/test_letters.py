@@ -127,7 +127,7 @@ def test_no_letter_is_dropped_while_the_broker_is_away(make: Make, monkeypatch: 
     assert client.send_dead_letters(letters, TEN) == 2
 
 
-def test_a_letter_that_the_producer_itself_finds_too_large_goes_without_its_value(
+def test_a_letter_that_is_too_large_for_the_producer_is_sent_without_its_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broker = Broker(1000)

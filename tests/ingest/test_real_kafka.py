@@ -112,7 +112,7 @@ def test_all_that_an_idempotent_producer_writes_comes_once_and_what_has_no_value
 
 
 @pytest.mark.parametrize("client", ["confluent", "kafka-python"])
-def test_events_come_over_scram_and_tls_and_a_wrong_password_is_said(
+def test_events_come_over_scram_and_tls_and_a_wrong_password_is_named(
     guarded_kafka: Any, create_topic: Callable[..., None], produce: Callable[..., list[int]], client: str
 ) -> None:
     create_topic(guarded_kafka.plain, "events")

@@ -1,6 +1,5 @@
-"""What the learner knows of the broker's ends: as ingest fetched them last, however many blocks wait."""
+"""Lag reports take effect before the blocks that were received earlier."""
 
-import select
 import socket
 import time
 from datetime import timedelta
@@ -12,6 +11,7 @@ from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import BlockLayout, Coverage
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
+from ingest.reader.ingest_process import IngestProcess
 from ingest.reader.reader import BlockReader
 from ingest.transport.protocol import BlockReady, LagReport, PartitionsOpened, SkippedToEnd, send
 from ingest.transport.shared_ring import SharedRing
@@ -21,54 +21,58 @@ P0 = TopicPartition("events", 0)
 NOW = timedelta(0)
 
 
-class Played(BlockReader):
-    """A source whose process is played by the test, through `there`."""
+class FakeProcess(IngestProcess):
+    """A process whose messages the test sends, through `there`."""
 
     there: Connection
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
-        self.there, self._connection = Connection(theirs.detach()), Connection(ours.detach())
-        self._ring = SharedRing(BlockLayout(Schema(SCHEMA)), 1_000_000)
-        self._readable = select.poll()
-        self._readable.register(self._connection, select.POLLIN)
+        self.there = Connection(theirs.detach())
+        self.connect(Connection(ours.detach()), SharedRing(BlockLayout(Schema(SCHEMA)), 1_000_000))
         send(self.there, PartitionsOpened([P0], [0], [None]))
 
 
 @pytest.fixture
-def source():
+def process():
+    return FakeProcess(BlockLayout(Schema(SCHEMA)), 1_000_000)
+
+
+@pytest.fixture
+def source(process, monkeypatch):
     stream = StreamSettings.model_validate({"topics": ["events"]}).resolved("test")
-    played = Played(stream, SCHEMA, HoldOut(fraction=0, seed=0))
-    played.open()
-    yield played
-    played.close()
+    reader = BlockReader(stream, SCHEMA, HoldOut(fraction=0, seed=0))
+    monkeypatch.setattr(reader, "_process", process)
+    reader.open()
+    yield reader
+    reader.close()
 
 
-def fill(source, slot, begin, end):
-    source._ring.views(slot, 1)["offset"][:] = end - 1
-    send(source.there, BlockReady(slot, 1, (Coverage(0, begin, end),), 0))
+def fill(process, slot, begin, end):
+    process.ring.views(slot, 1)["offset"][:] = end - 1
+    send(process.there, BlockReady(slot, 1, (Coverage(0, begin, end),), 0))
 
 
-def test_an_end_is_known_while_blocks_that_came_before_it_wait(source):
-    fill(source, 0, 0, 100)
-    fill(source, 1, 100, 200)
+def test_an_end_is_known_while_earlier_blocks_are_not_handled_yet(source, process):
+    fill(process, 0, 0, 100)
+    fill(process, 1, 100, 200)
     asked = time.monotonic()
-    send(source.there, LagReport([(0, 8000)], None, asked))
+    send(process.there, LagReport([(0, 8000)], None, asked))
     block = source.poll(NOW)
     assert block.coverage[0].end == 100
     # A learner that is slow does not poll until it has done with the block.
     assert (source.partitions[0].end, source.told) == (8000, asked)
-    send(source.there, LagReport([(0, 9000)], "the broker is slow", asked + 1))
+    send(process.there, LagReport([(0, 9000)], "the broker is slow", asked + 1))
     source.receive()
     assert (source.partitions[0].end, source.told, source.problem) == (9000, asked + 1, "the broker is slow")
     assert source.poll(NOW).coverage[0].end == 200
 
 
-def test_what_was_received_of_a_process_that_died_comes_before_the_next_one_is_started(source):
-    fill(source, 0, 0, 100)
-    send(source.there, SkippedToEnd())
-    fill(source, 1, 100, 200)
-    first = source.there
+def test_messages_of_a_process_that_died_are_handled_before_the_next_one_is_started(source, process):
+    fill(process, 0, 0, 100)
+    send(process.there, SkippedToEnd())
+    fill(process, 1, 100, 200)
+    first = process.there
     first.close()
     source.receive()
     assert [source.poll(NOW).coverage[0].end for _ in range(2)] == [100, 200]
@@ -76,5 +80,5 @@ def test_what_was_received_of_a_process_that_died_comes_before_the_next_one_is_s
     assert source.poll(NOW) is None
     assert source.problem == "the ingest process died; another one is started"
     source.poll(timedelta(seconds=1))
-    assert source.there is not first
+    assert process.there is not first
     assert source.received[P0][0].offset == 200

@@ -62,7 +62,7 @@ def read(reader: Client, end: int, limit: int = 1000) -> list[tuple[int, bytes |
     found: list[tuple[int, bytes | None, str | None]] = []
     deadline, polled = time.monotonic() + 60, Messages(TopicPartition("", 0), [], [], [], [], [], 0)
     while polled.end < end:
-        assert time.monotonic() < deadline, f"stands still after {found[-1:]}"
+        assert time.monotonic() < deadline, f"stalled after {found[-1:]}"
         for polled in reader.poll(timedelta(milliseconds=100), limit):
             values = zip(polled.offsets, polled.values, strict=True)
             found += [(offset, value, polled.faults.get(place)) for place, (offset, value) in enumerate(values)]
@@ -86,7 +86,7 @@ def test_a_header_whose_name_is_not_utf8_is_a_fault_of_its_message_alone(
 
 @pytest.mark.parametrize("client", EACH)
 @pytest.mark.parametrize("codec", ["gzip", "lz4", "snappy", "zstd"])
-def test_what_is_too_large_once_decompressed_is_passed_over_as_such(
+def test_a_batch_that_is_too_large_once_decompressed_is_skipped_for_that_reason(
     kafka: Any, make_topic: Callable[..., str], client: str, codec: str
 ) -> None:
     topic = make_topic()
@@ -117,7 +117,7 @@ def test_of_a_batch_that_is_too_large_each_offset_has_its_fault_wherever_the_rea
 
 
 class Damaging(Proxy):
-    """Damages all values that ask for it on their way to the client, while it is told to."""
+    """Damages all values that contain `damage me` on their way to the client, while `damages` is set."""
 
     damages = True
 
@@ -126,7 +126,7 @@ class Damaging(Proxy):
 
 
 class TestAWrongChecksum:
-    """It may be of the way from the broker: the batch is fetched again, and only what stays damaged is passed over."""
+    """The network may have caused it: the batch is fetched again, and skipped only if it stays damaged."""
 
     @pytest.fixture
     def topic(self, kafka: Any, make_topic: Callable[..., str]) -> str:

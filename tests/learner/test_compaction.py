@@ -11,7 +11,7 @@ from anabranch.core.errors import DependencyError
 from ingest.events.identity import base_of
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
-from ingest.reader.reader import Partition
+from ingest.reader.cursors import Partition
 from learner.checkpointing.erasure import Erasure
 from replay.erasure.erased_events import ByKey
 from replay.erasure.erasure_log import ErasureLog

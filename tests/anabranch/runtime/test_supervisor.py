@@ -14,7 +14,7 @@ import pytest
 
 from anabranch.config.loader import load_config
 from anabranch.runtime.lifecycle import Exit
-from anabranch.runtime.supervisor import Backoff, Part, Supervisor, pipeline_parts
+from anabranch.runtime.supervisor import Part, RestartPolicy, Supervisor, pipeline_parts
 
 pytestmark = pytest.mark.process
 
@@ -57,7 +57,7 @@ with stop_on_signals() as stop:
 """
 
 
-class RecordedBackoff(Backoff):
+class RecordedBackoff(RestartPolicy):
     """Waits for nothing, and keeps what it was asked."""
 
     def __init__(self, lasting=timedelta(0)):
@@ -140,7 +140,7 @@ def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part
             os._exit(1)
         while sys.stdin.read(1): pass
     """
-    supervisor = Supervisor([part(code)], Backoff(first=timedelta(hours=1)))
+    supervisor = Supervisor([part(code)], RestartPolicy(first=timedelta(hours=1)))
     running(supervisor)
     until(lambda: len(noted("started")) == 4, "four starts")
     assert supervisor.restarts == {"part": 3}
@@ -211,7 +211,7 @@ def test_another_process_s_report_is_no_progress(part, running, until, noted, pl
 
 
 def test_a_part_is_not_started_before_its_backoff_is_over(part, until, noted):
-    supervisor = Supervisor([part("note('started'); os._exit(1)")], Backoff(first=timedelta(hours=1)))
+    supervisor = Supervisor([part("note('started'); os._exit(1)")], RestartPolicy(first=timedelta(hours=1)))
     supervisor.start()
     try:
         until(lambda: (supervisor.check(), len(noted("started")) == 2 and not supervisor.pids())[1], "two deaths")
@@ -238,7 +238,7 @@ def test_a_dead_part_is_told_of_and_started_again_in_one_look(part, until, noted
 
 
 def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest():
-    backoff = Backoff(timedelta(seconds=1), timedelta(seconds=30))
+    backoff = RestartPolicy(timedelta(seconds=1), timedelta(seconds=30))
     assert backoff.seconds(1) == 0
     for deaths, longest in ((2, 1), (3, 2), (4, 4), (6, 16), (7, 30), (1000, 30)):
         delays = {backoff.seconds(deaths) for _ in range(100)}
@@ -341,7 +341,7 @@ def test_what_a_dead_part_leaves_in_its_session_is_ended(part, running, until, n
 
 
 def test_what_stands_by_takes_the_place_of_a_part_that_dies_each_time(part, running, until, noted):
-    supervisor = Supervisor([part(LEARNS, standby=STANDS_BY)], Backoff(first=timedelta(hours=1)))
+    supervisor = Supervisor([part(LEARNS, standby=STANDS_BY)], RestartPolicy(first=timedelta(hours=1)))
     running(supervisor)
     for deaths in (0, 1, 2):
         standbys = until(lambda deaths=deaths: len(noted("standby")) > deaths and noted("standby"), "a standby")

@@ -43,7 +43,7 @@ def read(data: bytes, begin: int = 0, *, check_crcs: bool = True) -> tuple[list[
 
 @pytest.mark.parametrize("magic", [1, 2])
 @pytest.mark.parametrize("codec", [0, GZIP, LZ4])
-def test_what_is_within_the_bound_comes(magic: int, codec: int) -> None:
+def test_batches_within_the_bound_are_read(magic: int, codec: int) -> None:
     data = batch([0, 1, 2], codec=codec, magic=magic) + batch([3], codec=codec, magic=magic)
     assert read(data) == ([0, 1, 2, 3], None)
 
@@ -51,7 +51,7 @@ def test_what_is_within_the_bound_comes(magic: int, codec: int) -> None:
 @pytest.mark.parametrize("magic", [1, 2])
 @pytest.mark.parametrize("codec", [GZIP, LZ4])
 @pytest.mark.parametrize("begin", [0, 4])
-def test_the_offsets_of_a_batch_beyond_the_bound_are_told(magic: int, codec: int, begin: int) -> None:
+def test_an_error_names_the_offsets_of_a_batch_beyond_the_bound(magic: int, codec: int, begin: int) -> None:
     data = batch([0, 1]) + batch([2, 3, 4, 5], bytes(MOST), codec, magic) + batch([6])
     found, error = read(data, begin)
     assert found == [0, 1][begin:]
@@ -60,14 +60,14 @@ def test_the_offsets_of_a_batch_beyond_the_bound_are_told(magic: int, codec: int
     assert error.reason.startswith("too-large")
 
 
-def test_of_a_batch_that_was_compacted_as_many_offsets_are_told_as_it_has_records() -> None:
+def test_an_error_names_as_many_offsets_of_a_compacted_batch_as_it_has_records() -> None:
     found, error = read(batch([0]) + batch([1, 5, 9], bytes(MOST), GZIP))
     assert found == [0]
     assert error is not None
     assert (error.begin, error.end, error.time_ms) == (7, 10, 1_002)
 
 
-def test_contents_that_are_no_records_are_told_from_the_first_bad_one_on_where_nothing_checks_them() -> None:
+def test_without_a_checksum_an_error_names_the_offsets_from_the_first_bad_record_on() -> None:
     data = batch([0, 1, 2, 3])
     place = data.rindex(MARK) - 1  # the length of the last value
     damaged = data[:place] + b"\x7f" + data[place + 1 :]
@@ -78,7 +78,7 @@ def test_contents_that_are_no_records_are_told_from_the_first_bad_one_on_where_n
     assert error.reason.startswith("corrupt")
 
 
-def test_a_wrong_checksum_tells_no_end_since_the_batch_may_be_whole_when_it_comes_again() -> None:
+def test_an_error_of_a_wrong_checksum_has_no_end_since_the_batch_may_be_good_when_fetched_again() -> None:
     found, error = read(batch([0, 1]) + batch([2, 3]).replace(MARK, b"other one"))
     assert found == [0, 1]
     assert error is not None
@@ -86,7 +86,7 @@ def test_a_wrong_checksum_tells_no_end_since_the_batch_may_be_whole_when_it_come
     assert error.reason.startswith("corrupt")
 
 
-def test_data_that_are_not_compressed_as_they_say_are_corrupt() -> None:
+def test_data_that_do_not_match_their_codec_are_corrupt() -> None:
     data = batch([0, 1], bytes(100), GZIP)
     begin = data.index(b"\x1f\x8b")
     found, error = read(data[:begin] + b"\0\0" + data[begin + 2 :], check_crcs=False)

@@ -1,4 +1,4 @@
-"""Events into a topic: acknowledged, in turn over its partitions, bounded, and with errors that say what to do."""
+"""Events into a topic: acknowledged, in turn over its partitions, bounded, and with errors that name the way out."""
 
 import threading
 from datetime import timedelta
@@ -35,18 +35,18 @@ def test_events_go_to_the_partitions_in_turn_and_flush_waits_for_all(producer, k
     assert [int(record.value) for record in records if record.partition == 0] == list(range(0, 101, 2))
 
 
-def test_an_acknowledgement_tells_partition_and_offset(producer):
-    told, both = [], threading.Event()
+def test_an_acknowledgement_has_partition_and_offset(producer):
+    acknowledged, both = [], threading.Event()
 
-    def tell(partition, offset):
-        told.append((partition, offset))
-        if len(told) == 2:
+    def on_acknowledged(partition, offset):
+        acknowledged.append((partition, offset))
+        if len(acknowledged) == 2:
             both.set()
 
-    producer.send(b"a", tell)
-    producer.send(b"b", tell)
+    producer.send(b"a", on_acknowledged)
+    producer.send(b"b", on_acknowledged)
     assert both.wait(30)
-    assert sorted(told) == [(0, 0), (1, 0)]
+    assert sorted(acknowledged) == [(0, 0), (1, 0)]
 
 
 def test_more_than_may_wait_is_sent_without_growing(producer, monkeypatch):

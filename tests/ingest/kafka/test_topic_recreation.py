@@ -1,4 +1,4 @@
-"""What is told of a topic that is not what was read: another one, or the same whose log lost its end."""
+"""Topics that are not those that were read: another one of the name, or the same whose log lost its end."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -42,22 +42,22 @@ def read_to(broker: Broker, topic_id: str | None = "one") -> Mapping[TopicPartit
     return {P0: (PartitionFingerprint(topic_id, fingerprint(messages, -1)), messages.end)}
 
 
-def test_a_topic_that_is_as_it_was_is_told_nothing_of() -> None:
+def test_an_unchanged_topic_is_not_reported() -> None:
     assert compare(Broker(12), read_to(Broker(10))) == NOTHING
 
 
 @pytest.mark.parametrize("records", [8, 9])
-def test_the_same_topic_that_is_shorter_lost_its_end_and_goes_on_there(records: int) -> None:
+def test_the_same_topic_that_is_shorter_lost_its_end_and_continues_there(records: int) -> None:
     assert compare(Broker(records), read_to(Broker(10))) == Changed([], {P0: records}, [])
 
 
-def test_offsets_without_a_record_may_be_what_was_lost() -> None:
+def test_lost_offsets_may_have_had_no_record() -> None:
     before = Broker(10)
     before.topics[P0].skip(2)
     assert compare(Broker(10), read_to(before)) == Changed([], {P0: 10}, [])
 
 
-def test_the_same_topic_that_has_grown_again_goes_on_after_the_last_record_that_was_read() -> None:
+def test_the_same_topic_that_has_grown_again_continues_after_the_last_record_that_was_read() -> None:
     broker = Broker(12)
     broker.replace(9)
     assert compare(broker, read_to(Broker(10))) == Changed([], {P0: 10}, [P0])
@@ -72,13 +72,13 @@ def test_a_transaction_that_is_open_before_what_was_read_uncommitted_is_no_end_o
     assert compare(Broker(15, committed=4), read_to(Broker(10))) == NOTHING
 
 
-def test_a_record_that_cannot_be_read_back_tells_nothing() -> None:
+def test_a_record_that_cannot_be_read_back_is_no_evidence() -> None:
     broker = Broker(12)
     del broker.topics[P0].messages[9]
     assert compare(broker, read_to(Broker(10))) == NOTHING
 
 
-def test_fingerprints_tell_records_apart() -> None:
+def test_different_records_have_different_fingerprints() -> None:
     one, other = (fingerprint(Messages(P0, [3], [7], [key], [b"v"], [[]], 4), 0) for key in (b"", None))
     assert isinstance(one, Fingerprint)
     assert one != other

@@ -21,7 +21,7 @@ def test_every_partition_is_dealt_and_the_busiest_reader_has_little_more_than_it
 
 
 @given(RATES, st.integers(1, 6))
-def test_what_was_just_dealt_is_not_far_off(rates: list[float], readers: int) -> None:
+def test_a_new_assignment_is_not_far_off(rates: list[float], readers: int) -> None:
     assert not far_off(rates, share_out(rates, readers), readers)
 
 

@@ -1,8 +1,8 @@
-"""Silence is counted only while somebody listens."""
+"""Time without a message is counted only while this process waits for one."""
 
 from ingest.reader.hang_detector import SILENT_SECONDS, HangDetector, Liveness
 
-LATER = [Liveness.NOTHING, Liveness.SILENT, Liveness.NOTHING]
+AFTER_PING = [Liveness.ALIVE, Liveness.SILENT, Liveness.ALIVE]
 
 
 class Clock:
@@ -13,36 +13,41 @@ class Clock:
         return self.now
 
 
-def looks(silence: HangDetector, clock: Clock, seconds: float) -> list[Liveness]:
-    """Look so long, ten times a second; return what was told, each change of it once."""
-    told: list[Liveness] = []
+def check_for(detector: HangDetector, clock: Clock, seconds: float) -> list[Liveness]:
+    """Check ten times a second for `seconds`; return what was returned, each change of it once."""
+    changes: list[Liveness] = []
     for _ in range(int(seconds * 10)):
         clock.now += 0.1
-        one = silence.look()
-        if told[-1:] != [one]:
-            told.append(one)
-    return told
+        liveness = detector.check()
+        if changes[-1:] != [liveness]:
+            changes.append(liveness)
+    return changes
 
 
-def test_a_process_is_asked_once_and_hangs_only_after_that() -> None:
+def test_a_process_is_pinged_once_and_hangs_only_after_that() -> None:
     clock = Clock()
-    silence = HangDetector(clock)
-    assert looks(silence, clock, SILENT_SECONDS - 1) == [Liveness.NOTHING, Liveness.ASK, *LATER]
-    silence.heard()
-    assert looks(silence, clock, SILENT_SECONDS + 1) == [Liveness.NOTHING, Liveness.ASK, *LATER, Liveness.HANGS]
+    detector = HangDetector(clock)
+    assert check_for(detector, clock, SILENT_SECONDS - 1) == [Liveness.ALIVE, Liveness.PING, *AFTER_PING]
+    detector.reset()
+    assert check_for(detector, clock, SILENT_SECONDS + 1) == [
+        Liveness.ALIVE,
+        Liveness.PING,
+        *AFTER_PING,
+        Liveness.HUNG,
+    ]
 
 
-def test_one_that_does_not_answer_is_said_to_be_silent_within_30_s() -> None:
+def test_a_process_that_does_not_answer_is_silent_within_30_s() -> None:
     clock = Clock()
-    silence = HangDetector(clock)
-    while silence.look() is not Liveness.SILENT:
+    detector = HangDetector(clock)
+    while detector.check() is not Liveness.SILENT:
         clock.now += 0.1
     assert clock.now < 26
 
 
-def test_whoever_was_suspended_blames_nobody() -> None:
+def test_time_in_which_the_detector_was_suspended_does_not_count() -> None:
     clock = Clock()
-    silence = HangDetector(clock)
+    detector = HangDetector(clock)
     clock.now += 3600
-    assert silence.look() is Liveness.NOTHING
-    assert looks(silence, clock, SILENT_SECONDS / 2 - 2) == [Liveness.NOTHING]
+    assert detector.check() is Liveness.ALIVE
+    assert check_for(detector, clock, SILENT_SECONDS / 2 - 2) == [Liveness.ALIVE]

@@ -101,10 +101,10 @@ def test_partitions_go_from_host_to_host_and_every_event_comes_once(
         produce(kafka.bootstrap, topic, [GOOD] * 6000, partition=partition)
     with reading(kafka.bootstrap, topic, client=client, buffer_bytes="1MB") as (sources, remote):
         read(sources, seen, 500)
-        sources.look([300.0, 200.0, 200.0, 200.0])
+        sources.rebalance([300.0, 200.0, 200.0, 200.0])
         assert sources._shares == [0, 1, 1, 0]
         read(sources, seen, count(seen, (1, 2)) + 100, (1, 2))
-        sources.look([1.0, 900.0, 900.0, 1.0])
+        sources.rebalance([1.0, 900.0, 900.0, 1.0])
         assert sources._shares == [0, 0, 1, 1]
         read(sources, seen, count(seen, (2,)) + 100, (2,))
         remote.close()
@@ -119,14 +119,14 @@ def test_partitions_go_from_host_to_host_and_every_event_comes_once(
         assert once(seen, 4, 6100)
 
 
-def test_a_partition_that_is_added_is_read_and_ends_are_told_of_all(
+def test_a_partition_that_is_added_is_read_and_all_ends_are_known(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
     topic, seen = make_topic(partitions=2), Counter[tuple[int, int]]()
     for partition in range(2):
         produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
     with reading(kafka.bootstrap, topic) as (sources, _):
-        sources.look([1.0, 1.0])
+        sources.rebalance([1.0, 1.0])
         assert sorted(sources._shares) == [0, 1]
         read(sources, seen, 200)
         with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
@@ -140,12 +140,12 @@ def test_a_partition_that_is_added_is_read_and_ends_are_told_of_all(
             assert sources.poll(timedelta(seconds=1)) is None
 
 
-def test_a_host_that_is_idle_for_long_still_says_that_its_broker_is_away(
+def test_a_host_that_is_idle_for_long_still_reports_that_its_broker_is_away(
     kafka: Any, make_topic: Callable[..., str]
 ) -> None:
-    """It stops reporting to a learner from which it hears nothing, after eight reports, one a second."""
+    """It stops reporting to a learner that sends no messages, after eight reports, one a second."""
     with Proxy(kafka.bootstrap) as proxy, reading(kafka.bootstrap, make_topic(partitions=2), proxy.address) as (it, _):
-        it.look([1.0, 1.0])
+        it.rebalance([1.0, 1.0])
         assert it._shares == [0, 1]
         for second in range(10):
             idle(it, 1)
@@ -157,7 +157,7 @@ def test_a_host_that_is_idle_for_long_still_says_that_its_broker_is_away(
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
-def test_a_host_that_was_lost_reads_again_and_nobody_is_unhealthy(
+def test_a_host_that_was_lost_reads_again_and_no_problem_remains(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -168,7 +168,7 @@ def test_a_host_that_was_lost_reads_again_and_nobody_is_unhealthy(
     rates = [1.0, 1.0]
 
     with reading(kafka.bootstrap, topic) as (sources, remote):
-        sources.look(rates)
+        sources.rebalance(rates)
 
         def learn() -> None:
             nonlocal sent
@@ -182,11 +182,11 @@ def test_a_host_that_was_lost_reads_again_and_nobody_is_unhealthy(
 
         def well() -> bool:
             remote.keep()
-            sources.look(rates)
+            sources.rebalance(rates)
             return sources.problem is None and sources._shares == [0, 1]
 
         learn()
-        (relay,) = (each._process for each in sources._others)
+        (relay,) = (each._process.popen for each in sources._others)
         assert relay is not None
         relay.kill()
         until(sources, lost)
@@ -211,7 +211,7 @@ def test_a_host_that_was_lost_reads_again_and_nobody_is_unhealthy(
     assert once(seen, 2, sent)
 
 
-def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
+def test_partitions_are_assigned_again_while_the_broker_is_away_and_nothing_ends(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
     topic, seen = make_topic(partitions=4), Counter[tuple[int, int]]()
@@ -223,13 +223,13 @@ def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
     with Proxy(kafka.bootstrap) as proxy:
         with reading(proxy.address, topic, kafka.bootstrap) as (sources, remote):
             send()
-            sources.look([300.0, 200.0, 200.0, 200.0])
+            sources.rebalance([300.0, 200.0, 200.0, 200.0])
             read(sources, seen, 400)
             proxy.suffer(Fault(closed=True))
-            sources.look([1.0, 900.0, 900.0, 1.0])
-            assert sources._shares == [0, 0, 1, 1], "nobody has said yet that the broker is away"
+            sources.rebalance([1.0, 900.0, 900.0, 1.0])
+            assert sources._shares == [0, 0, 1, 1], "no reader has reported yet that the broker is away"
             until(sources, lambda: proxy.address in str(sources.problem))
-            sources.look([1.0, 1.0, 900.0, 900.0])
+            sources.rebalance([1.0, 1.0, 900.0, 900.0])
             assert sources._shares == [0, 0, 1, 1]
             remote.close()
             until(sources, lambda: sources._shares == [0] * 4)
@@ -243,7 +243,7 @@ def test_partitions_are_dealt_anew_while_the_broker_is_away_and_nothing_ends(
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])
 @pytest.mark.parametrize("events", [2, 5])
 @pytest.mark.parametrize("on_gap", ["earliest", "fail"])
-def test_a_topic_that_is_made_anew_while_two_hosts_read_is_read_anew_by_both_or_ends_the_reading(
+def test_a_topic_that_is_recreated_while_two_hosts_read_is_read_from_its_beginning_by_both_or_ends_the_reading(
     kafka: Any,
     make_topic: Callable[..., str],
     make_anew: Callable[..., None],
@@ -263,7 +263,7 @@ def test_a_topic_that_is_made_anew_while_two_hosts_read_is_read_anew_by_both_or_
 
     send(3)
     with reading(kafka.bootstrap, topic, client=client, on_gap=on_gap) as (sources, _):
-        sources.look([1.0, 1.0])
+        sources.rebalance([1.0, 1.0])
         assert sources._shares == [0, 1]
         read(sources, seen, 6)
         make_anew(kafka.bootstrap, topic, 2)
@@ -274,13 +274,13 @@ def test_a_topic_that_is_made_anew_while_two_hosts_read_is_read_anew_by_both_or_
             return
         read(sources, seen, 2 * events, (2, 3))
         assert [partition.name.incarnation for partition in sources.partitions] == [0, 0, 1, 1]
-        sources.look([0.0, 0.0, 900.0, 900.0])
+        sources.rebalance([0.0, 0.0, 900.0, 900.0])
         assert sorted(sources._shares[2:]) == [0, 1]
         send(100)
         read(sources, seen, 2 * (events + 100), (2, 3))
-    # What librdkafka has fetched before it is told of the new topic goes as the old one's.
-    anew = Counter({(partition, offset): times for (partition, offset), times in seen.items() if partition > 1})
-    assert anew == Counter((partition, offset) for partition in (2, 3) for offset in range(events + 100))
+    # Records that librdkafka fetched before it knew of the new topic count as the old one's.
+    recreated = Counter({(partition, offset): times for (partition, offset), times in seen.items() if partition > 1})
+    assert recreated == Counter((partition, offset) for partition in (2, 3) for offset in range(events + 100))
 
 
 def test_a_host_that_cannot_read_leaves_all_to_the_first(
@@ -297,7 +297,7 @@ def test_a_host_that_cannot_read_leaves_all_to_the_first(
     )
     with contextlib.closing(remote), contextlib.closing(sources):
         sources.open({}, threading.Event(), {})
-        sources.look([1.0, 1.0])
+        sources.rebalance([1.0, 1.0])
         read(sources, seen, 200)
         assert once(seen, 2, 100)
         assert nowhere in str(sources.problem)
@@ -305,7 +305,7 @@ def test_a_host_that_cannot_read_leaves_all_to_the_first(
 
 @pytest.fixture
 def listening() -> Iterator[tuple[tuple[str, int], "Future[Begin]"]]:
-    """Where an ingest process listens that has half a second of patience, and what the first learner will have said."""
+    """The address of an ingest process with half a second of patience, and the first learner's message."""
     server = socket.create_server((LOOPBACK, 0))
     address: tuple[str, int] = server.getsockname()
     with ThreadPoolExecutor(1) as thread:
@@ -317,7 +317,7 @@ def listening() -> Iterator[tuple[tuple[str, int], "Future[Begin]"]]:
         yield address, thread.submit(first)
 
 
-def test_whoever_is_no_learner_is_let_go_and_the_next_one_is_served(
+def test_a_peer_that_is_no_learner_is_disconnected_and_the_next_one_is_served(
     listening: tuple[tuple[str, int], "Future[Begin]"],
 ) -> None:
     address, learner = listening
@@ -328,30 +328,30 @@ def test_whoever_is_no_learner_is_let_go_and_the_next_one_is_served(
         msgspec.msgpack.encode(Begin(**good | {"schema": "{}"}, hold_out="{}")),
         msgspec.msgpack.encode(Begin(**good, hold_out="{")),
     ]
-    for said in first:
+    for message in first:
         with contextlib.closing(_connected(address)) as connection:
-            connection.send_bytes(said)
+            connection.send_bytes(message)
             assert connection.poll(30)
             with pytest.raises(EOFError):
                 connection.recv_bytes()
     _is_served(address, learner)
 
 
-def test_whoever_sends_less_than_a_message_is_let_go_and_the_next_one_is_served(
+def test_a_peer_that_sends_less_than_a_message_is_disconnected_and_the_next_one_is_served(
     listening: tuple[tuple[str, int], "Future[Begin]"],
 ) -> None:
-    """Half of one, one that comes byte by byte, and what says that it is longer than any: the start of a GET."""
+    """Half of one, one that comes byte by byte, and one whose length is too large: the start of a GET."""
     address, learner = listening
     begun, get = struct.pack("!i", 1000), b"GET / HTTP/1.1\r\n\r\n"
-    for said, more in ((begun + b"half", b""), (begun, b"x"), (get, b"")):
+    for message, more in ((begun + b"half", b""), (begun, b"x"), (get, b"")):
         with contextlib.closing(socket.create_connection(address)) as connection:
-            connection.sendall(said)
-            assert _hung_up(connection, more, 30), said
+            connection.sendall(message)
+            assert _hung_up(connection, more, 30), message
     _is_served(address, learner)
 
 
 def _hung_up(connection: socket.socket, more: bytes, seconds: float) -> bool:
-    """Send more again and again, and tell whether the other side hangs up in time."""
+    """Send `more` again and again, and return whether the other side hangs up in time."""
     deadline = time.monotonic() + seconds
     connection.settimeout(0.1)
     while time.monotonic() < deadline:
@@ -367,12 +367,12 @@ def _hung_up(connection: socket.socket, more: bytes, seconds: float) -> bool:
 
 
 def _is_served(address: tuple[str, int], learner: "Future[Begin]") -> None:
-    """Assert that what a learner says is heard."""
+    """Assert that a learner's first message is received."""
     begin = {"stream": "", "schema": SCHEMA.model_dump_json(), "positions": [], "marks": []}
-    said = Begin(**begin, hold_out=HoldOut(fraction=0, seed=0).model_dump_json())
+    message = Begin(**begin, hold_out=HoldOut(fraction=0, seed=0).model_dump_json())
     with contextlib.closing(_connected(address)) as connection:
-        connection.send_bytes(msgspec.msgpack.encode(said))
-        assert learner.result(60) == said
+        connection.send_bytes(msgspec.msgpack.encode(message))
+        assert learner.result(60) == message
 
 
 def _connected(address: tuple[str, int]) -> Connection:

@@ -100,6 +100,16 @@ def read(source: BlockReader, events: int) -> list[tuple[int, int, int, Outcome]
     return seen
 
 
+def cursors(
+    source: BlockReader,
+) -> tuple[dict[TopicPartition, Position], dict[TopicPartition, PartitionFingerprint]]:
+    """Return the position and the fingerprint of each partition."""
+    return (
+        {name: position for name, (position, _) in source.received.items()},
+        {name: mark for name, (_, mark) in source.received.items()},
+    )
+
+
 def started() -> BlockReader:
     settings = StreamSettings.model_validate({**STREAM, "bootstrap_servers": "127.0.0.1:1", "topics": ["none"]})
     source = BlockReader(settings.resolved("test"), SchemaSettings.model_validate(SCHEMA), HoldOut(fraction=0, seed=0))
@@ -114,9 +124,9 @@ def test_a_process_that_was_started_before_is_the_one_that_reads(
 
     def open_later(source: BlockReader, *arguments: Any, **options: Any) -> None:
         source.start()
-        waiting = source._process
+        waiting = source._process.popen
         begun(source, *arguments, **options)
-        assert source._process is waiting
+        assert source._process.popen is waiting
 
     monkeypatch.setattr(BlockReader, "open", open_later)
     produce(kafka.bootstrap, topic, [GOOD])
@@ -124,25 +134,25 @@ def test_a_process_that_was_started_before_is_the_one_that_reads(
         assert len(read(source, 1)) == 1
 
 
-def test_one_that_died_before_it_had_anything_to_read_is_replaced() -> None:
+def test_a_process_that_died_before_it_began_to_read_is_replaced() -> None:
     source = started()
-    first = source._process
+    first = source._process.popen
     assert first is not None
     first.kill()
     first.wait()
     try:
         source.go_on({}, {}, [])
-        assert source._process is not None
-        assert source._process.pid != first.pid
+        assert source._process.popen is not None
+        assert source._process.popen.pid != first.pid
     finally:
         source.close()
 
 
-def test_a_process_that_has_nothing_to_read_yet_ends_with_the_learner_without_a_word(
+def test_a_process_that_has_not_begun_to_read_ends_with_the_learner_and_logs_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     closed, gone = started(), started()
-    process = gone._process
+    process = gone._process.popen
     assert process is not None
     assert gone.connection is not None
     gone.connection.close()  # as a kill of the learner does
@@ -203,7 +213,7 @@ def test_a_message_without_key_value_and_header_value_can_be_dead_lettered(
     assert dict(first.headers) == {"trace": b"", "anabranch-error": b"null value"}
 
 
-def test_a_dead_letter_that_is_too_large_goes_without_its_contents(
+def test_a_dead_letter_that_is_too_large_is_sent_without_its_contents(
     kafka: Any, make_topic: Callable[..., str], consume_all: Callable[..., list[Any]]
 ) -> None:
     if kafka.kind == "embedded":
@@ -259,7 +269,7 @@ class TestATopicThatIsMadeAnew:
     def test_while_it_is_read_ends_the_reading(self, kafka: Any, again: Any) -> None:
         topic, events, make = again
         if kafka.kind == "embedded" and (STREAM["client"] == "confluent" or events > 3):
-            pytest.skip("the embedded broker has no topic ids, by which topics of one name are told apart")
+            pytest.skip("the embedded broker has no topic ids, which distinguish topics of one name")
         with opened(kafka.bootstrap, topic) as source:
             read(source, 3)
             make()
@@ -269,7 +279,7 @@ class TestATopicThatIsMadeAnew:
     def test_while_it_is_read_is_read_from_its_beginning_where_gaps_are_allowed(self, kafka: Any, again: Any) -> None:
         topic, events, make = again
         if kafka.kind == "embedded" and (STREAM["client"] == "confluent" or events > 3):
-            pytest.skip("the embedded broker has no topic ids, by which topics of one name are told apart")
+            pytest.skip("the embedded broker has no topic ids, which distinguish topics of one name")
         with opened(kafka.bootstrap, topic, on_gap="earliest") as source:
             read(source, 3)
             make()
@@ -277,21 +287,19 @@ class TestATopicThatIsMadeAnew:
             while sum(partition for partition, _ in seen) < events:
                 seen += [(partition, offset) for partition, offset, *_ in read(source, 1)]
             assert [partition.name.incarnation for partition in source.partitions] == [0, 1]
-        # What librdkafka has fetched before it is told of the new topic goes as the old one's.
+        # Records that librdkafka fetched before it knew of the new topic count as the old one's.
         assert all(offset >= 3 for partition, offset in seen if not partition)
         assert [offset for partition, offset in seen if partition] == list(range(events))
 
     @pytest.mark.parametrize("ids", [True, False], ids=["by its id", "by its last record"])
-    def test_while_nobody_reads_is_noticed_at_the_start(self, kafka: Any, again: Any, ids: bool) -> None:
+    def test_while_no_process_reads_is_noticed_at_the_start(self, kafka: Any, again: Any, ids: bool) -> None:
         topic, events, make = again
         if kafka.kind == "embedded" and ids:
             pytest.skip("the embedded broker has no topic ids")
         with opened(kafka.bootstrap, topic) as source:
             read(source, 3)
-            positions = dict(source._received)
-            marks = {
-                name: mark if ids else PartitionFingerprint(None, mark.last) for name, mark in source._marks.items()
-            }
+            positions, known = cursors(source)
+            marks = {name: mark if ids else PartitionFingerprint(None, mark.last) for name, mark in known.items()}
         assert all(mark.last is not None and mark.last.offset == 2 for mark in marks.values())
         with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
             assert read_for(source, timedelta(seconds=1)) == []
@@ -302,7 +310,7 @@ class TestATopicThatIsMadeAnew:
                 pass
         with opened(kafka.bootstrap, topic, positions=positions, marks=marks, on_gap="earliest") as source:
             seen = [(partition, offset) for partition, offset, *_ in read(source, events)]
-            positions, marks = dict(source._received), dict(source._marks)
+            positions, marks = cursors(source)
         assert seen == [(1, offset) for offset in range(events)]
         # Both have their index from then on, and only the newer one is read.
         with opened(kafka.bootstrap, topic, positions=positions, marks=marks) as source:
@@ -317,7 +325,7 @@ def test_a_last_record_that_retention_has_taken_is_no_sign_of_another_topic(
     produce(kafka.bootstrap, topic, [GOOD] * 5)
     with opened(kafka.bootstrap, topic) as source:
         read(source, 5)
-        positions, marks = dict(source._received), dict(source._marks)
+        positions, marks = cursors(source)
     produce(kafka.bootstrap, topic, [GOOD])
     with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
         admin.delete_records({KafkaPartition(topic, 0): 5})
@@ -348,7 +356,7 @@ def test_a_message_larger_than_what_is_fetched_at_once_comes_all_the_same(
         assert [(o, k) for _, o, _, k in read(source, 3)] == [(offset, Outcome.PENDING) for offset in range(3)]
 
 
-def test_a_broker_that_answers_with_more_than_may_be_received_is_unhealthy_and_how_to_fix_it_is_said(
+def test_an_answer_that_is_too_large_is_a_problem_whose_sentence_names_the_fix(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
     if STREAM["client"] == "confluent":
@@ -363,7 +371,7 @@ def test_a_broker_that_answers_with_more_than_may_be_received_is_unhealthy_and_h
             assert read_for(source, timedelta(seconds=0.2)) == []
 
 
-def test_partitions_that_are_added_are_read_whole(
+def test_partitions_that_are_added_are_read_from_their_beginning(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
     if kafka.kind == "embedded":
@@ -386,9 +394,9 @@ def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
     with opened(kafka.bootstrap, topic, buffer_bytes="1MB") as source:
         seen = read(source, 1)
         for _ in range(3):
-            assert source._process is not None
-            source._process.kill()
-            source._process.wait()
+            assert source._process.popen is not None
+            source._process.popen.kill()
+            source._process.popen.wait()
             seen += read(source, 500)
         seen += read(source, 6000 - len(seen))
         assert source.problem is None
@@ -396,7 +404,7 @@ def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
-def test_an_ingest_process_that_hangs_is_said_to_be_unhealthy_and_another_one_goes_on(
+def test_an_ingest_process_that_hangs_is_a_problem_and_another_one_continues(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(silence, "SILENT_SECONDS", 8.0)
@@ -404,12 +412,12 @@ def test_an_ingest_process_that_hangs_is_said_to_be_unhealthy_and_another_one_go
     produce(kafka.bootstrap, topic, [GOOD] * 10)
     with opened(kafka.bootstrap, topic) as source:
         seen = read(source, 10)
-        assert source._process is not None
-        source._process.send_signal(signal.SIGSTOP)
+        assert source._process.popen is not None
+        source._process.popen.send_signal(signal.SIGSTOP)
         produce(kafka.bootstrap, topic, [GOOD] * 10)
         deadline = time.monotonic() + 30
         while source.problem is None:
-            assert time.monotonic() < deadline, "nothing is said"
+            assert time.monotonic() < deadline, "no problem is reported"
             seen += read_for(source, timedelta(seconds=0.2))
         assert source.problem == "the ingest process hangs; another one is started"
         seen += read(source, 20 - len(seen))
@@ -417,23 +425,23 @@ def test_an_ingest_process_that_hangs_is_said_to_be_unhealthy_and_another_one_go
     assert [offset for _, offset, *_ in seen] == list(range(20))
 
 
-def test_an_ingest_process_with_nothing_to_say_is_left_alone(
+def test_an_ingest_process_with_nothing_to_send_is_not_restarted(
     kafka: Any, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It falls silent after eight reports to a learner that says nothing either."""
+    """It stops reporting after eight reports to a learner that sends no messages."""
     monkeypatch.setattr(silence, "SILENT_SECONDS", 6.0)
     with opened(kafka.bootstrap, make_topic()) as source:
-        process = source._process
+        process = source._process.popen
         for _ in range(90):
             assert source.poll(timedelta(seconds=0.2)) is None
-        assert source._process is process
+        assert source._process.popen is process
         assert source.problem is None
 
 
-def test_what_is_damaged_on_the_way_is_fetched_again(
+def test_a_batch_that_is_damaged_on_the_network_is_fetched_again(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
-    """In messages that are large beside what Kafka says of them, which nothing protects."""
+    """In messages that are large compared with their headers, which have no checksum."""
     topic, messages, each = make_topic(), 10, 50
     schema = {"features": {"x": {"dtype": "int32", "shape": [1000]}}, "label": {"name": "y", "classes": 3}}
     rows = np.zeros(messages * each, [("x", "<i4", (1000,)), ("y", "<i8")])
@@ -479,7 +487,7 @@ def test_positions_are_committed_for_lag_tools(
 
 
 @pytest.mark.parametrize("start", ["latest", "time"])
-def test_reading_starts_where_it_is_told_to(
+def test_reading_starts_at_the_configured_offset(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]], start: str
 ) -> None:
     topic = make_topic()
@@ -488,7 +496,7 @@ def test_reading_starts_where_it_is_told_to(
     produce(kafka.bootstrap, topic, [GOOD] * 5, timestamp_ms=before)
     if start == "time":
         if kafka.kind == "embedded":
-            pytest.skip("the embedded broker looks offsets up by its own clock")
+            pytest.skip("the embedded broker finds offsets by its own clock")
         produce(kafka.bootstrap, topic, [GOOD], timestamp_ms=after)
     with opened(kafka.bootstrap, topic, start=start if start == "latest" else moment.isoformat()) as source:
         assert source.partitions[0].start == 5
@@ -542,7 +550,7 @@ def test_the_end_of_a_log_does_not_depend_on_what_is_committed(kafka: Any, make_
             assert client.first_offsets([partition], "latest", None) == {partition: 0}
 
 
-def test_how_far_back_a_partition_goes_is_told_with_the_lag_when_it_is_asked_for(
+def test_a_lag_report_has_log_starts_when_they_are_asked_for(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:
     topic = make_topic(partitions=2)
@@ -592,11 +600,11 @@ def test_a_broker_that_is_killed_and_comes_back_costs_nothing(
     for topic in topics:
         produce(server, topic, [GOOD, b"bad"] * 3000)
     with opened(server, "narrow", topics=list(topics), buffer_bytes="1MB") as source:
-        process = source._process
+        process = source._process.popen
         seen = read(source, 1)
         mortal_kafka.kill()
         while source.problem is None:
-            # What is fetched already goes on coming, also while nobody takes the dead letters.
+            # Fetched messages still come, also while no broker takes the dead letters.
             seen += read_for(source, timedelta(seconds=1))
         assert "dead letters cannot be written" in source.problem or "does not answer" in source.problem
         mortal_kafka.start()
@@ -607,7 +615,7 @@ def test_a_broker_that_is_killed_and_comes_back_costs_nothing(
         while source.problem is not None:
             assert time.monotonic() < deadline, source.problem
             seen += read_for(source, timedelta(seconds=1))
-        assert source._process is process
+        assert source._process.popen is process
         names = [partition.name for partition in source.partitions]
     counted = Counter((names[p].topic, o) for p, o, *_ in seen if names[p].partition == 0)
     assert counted == Counter((topic, offset) for topic in topics for offset in range(6100))
@@ -639,7 +647,7 @@ class TestFailures:
                 pass
 
     @pytest.mark.parametrize(("user", "password"), [("alice", "wrong"), ("bob", "secret")])
-    def test_wrong_credentials_are_told_as_such(self, sasl_kafka: Any, user: str, password: str) -> None:
+    def test_wrong_credentials_are_named_as_such(self, sasl_kafka: Any, user: str, password: str) -> None:
         properties = {
             "security.protocol": "sasl_plaintext",
             "sasl.mechanism": "PLAIN",
@@ -651,7 +659,7 @@ class TestFailures:
                 pass
         assert password not in str(caught.value)
 
-    def test_an_unknown_mechanism_is_told_as_such(self, sasl_kafka: Any) -> None:
+    def test_an_unknown_mechanism_is_named_as_such(self, sasl_kafka: Any) -> None:
         properties = {
             "security.protocol": "SASL_PLAINTEXT",
             "sasl.mechanism": "SCRAM-SHA-256",
@@ -712,7 +720,7 @@ class TestGaps:
             with pytest.raises(GapError, match=r"@2 and 5 offsets after it were removed by retention.*on_gap"):
                 read(source, 1)
 
-    def test_earliest_goes_on_and_counts_the_hole(self, kafka: Any, shortened: str) -> None:
+    def test_earliest_continues_and_counts_the_missing_offsets(self, kafka: Any, shortened: str) -> None:
         positions = {TopicPartition(shortened, 0): Position(2)}
         removed, seen = 0, list[int]()
         with opened(kafka.bootstrap, shortened, positions=positions, on_gap="earliest") as source:
@@ -725,7 +733,7 @@ class TestGaps:
                     source.release(block)
         assert (seen, removed) == ([8, 9, 10, 11], 6)
 
-    def test_a_broker_that_goes_away_at_a_hole_costs_no_message(
+    def test_a_broker_that_goes_away_at_a_gap_costs_no_message(
         self, kafka: Any, shortened: str, produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
@@ -753,12 +761,12 @@ class TestGaps:
                         seen += [(batch.partition.partition, offset) for offset in batch.offsets]
         assert sorted(seen) == [(0, offset) for offset in range(8, 12)] + [(1, offset) for offset in range(5)]
 
-    def test_a_hole_after_messages_is_counted_after_them(
+    def test_a_gap_after_messages_is_counted_after_them(
         self, kafka: Any, shortened: str, produce: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Removed offsets are those before a batch's first message, however the client learns of them."""
         if STREAM["client"] != "confluent":
-            pytest.skip("kafka-python tells of a hole only when no message is left before it")
+            pytest.skip("kafka-python reports a gap only when no message is left before it")
         named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [shortened], "on_gap": "earliest"}
         settings = StreamSettings.model_validate(named).resolved("test")
         client: Any = CLIENTS[settings.client](settings)

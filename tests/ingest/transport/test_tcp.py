@@ -20,7 +20,7 @@ SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "int8"}}, "l
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system has no such times")
 def test_both_ends_notice_within_a_minute_that_the_other_host_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = StreamSettings.model_validate({"topics": ["events"]}).resolved("test")
-    message = begin(stream, SCHEMA, HoldOut(fraction=0, seed=0), [], [], [], alone=True)
+    message = begin(stream, SCHEMA, HoldOut(fraction=0, seed=0), [], [], [], owns_new_partitions=True)
     connected: list[socket.socket] = []
     create = socket.create_connection
 

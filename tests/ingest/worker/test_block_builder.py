@@ -59,7 +59,7 @@ def test_every_message_is_a_row_with_its_identity(schema: Schema) -> None:
     assert rows["feature.x"].tolist() == [[1, 2, 3], [0, 0, 0], [1, 2, 3]]
 
 
-def test_a_record_time_of_the_far_future_counts_as_now_and_is_told_as_it_was(schema: Schema) -> None:
+def test_a_record_time_of_the_far_future_counts_as_now_and_dead_letters_carry_the_original(schema: Schema) -> None:
     now = int(time.time() * 1000)
     soon, microseconds = now + 3_600_000, now * 1000
     assembled = assemble(schema, [GOOD, GOOD, b"bad"], times_ms=[soon, microseconds, microseconds])
@@ -122,7 +122,7 @@ def test_ranges_name_each_row_and_no_other(rows: set[int]) -> None:
     assert [row for part in named for row in range(int(part[0]), int(part[-1]) + 1)] == sorted(rows)
 
 
-def test_what_the_client_could_not_read_is_dead_lettered_with_its_reason_and_a_tombstone_is_one_all_the_same(
+def test_a_message_that_the_client_could_not_read_is_dead_lettered_with_its_reason_and_tombstones_stay_tombstones(
     schema: Schema, make_schema: Callable[..., Schema]
 ) -> None:
     keyed = make_schema({"x": {"dtype": "float32", "shape": [3]}}, {"name": "y", "classes": 3}, key={"name": "who"})

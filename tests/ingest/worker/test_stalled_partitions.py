@@ -1,62 +1,64 @@
-"""A position that stands still while the topic goes on is told within 30 s, and nothing else is told of so."""
+"""A stalled position is reported within 30 s, and nothing else is."""
 
 import pytest
 
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
-from ingest.worker.stalled_partitions import STALLED_SECONDS, Stalls
+from ingest.worker.stalled_partitions import STALLED_SECONDS, StallDetector
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 
 
-def look(stalls: Stalls, times: int, *, position: int = 100, end: int = 201, seconds: float = 1.0) -> list[str | None]:
-    """Look so often while `events[0]` stands still; `events[1]` is read to its end."""
+def check(
+    stalls: StallDetector, times: int, *, position: int = 100, end: int = 201, seconds: float = 1.0
+) -> list[str | None]:
+    """Check `times` times while `events[0]` is stalled; `events[1]` is read to its end."""
     positions = {P0: Position(position), P1: Position(9)}
-    return [stalls.look(positions, {P0: end, P1: 9}, seconds) for _ in range(times)]
+    return [stalls.check(positions, {P0: end, P1: 9}, seconds) for _ in range(times)]
 
 
-def test_a_position_that_stands_still_is_told_with_partition_offset_and_end_within_30_s() -> None:
-    told = look(Stalls(), 30)
-    assert told[:20] == [None] * 20
-    assert told[20] is not None
-    assert told[20].startswith("events[0] stands still at offset 100, while it ends at 201: the broker has returned")
-    assert None not in told[20:]
+def test_a_stalled_position_is_reported_with_partition_offset_and_end_within_30_s() -> None:
+    sentence = check(StallDetector(), 30)
+    assert sentence[:20] == [None] * 20
+    assert sentence[20] is not None
+    assert sentence[20].startswith("events[0] is stalled at offset 100, while it ends at 201: the broker has returned")
+    assert None not in sentence[20:]
 
 
 def test_a_topic_that_goes_no_further_and_a_position_that_moves_are_well() -> None:
-    assert look(Stalls(), 100, position=201) == [None] * 100
-    stalls = Stalls()
+    assert check(StallDetector(), 100, position=201) == [None] * 100
+    stalls = StallDetector()
     for position in range(100):
-        assert look(stalls, 1, position=position) == [None]
-    rows = Stalls()
-    assert [rows.look({P0: Position(1, row)}, {P0: 9}, 1.0) for row in range(100)] == [None] * 100
+        assert check(stalls, 1, position=position) == [None]
+    rows = StallDetector()
+    assert [rows.check({P0: Position(1, row)}, {P0: 9}, 1.0) for row in range(100)] == [None] * 100
 
 
 def test_it_is_well_again_once_it_moves() -> None:
-    stalls = Stalls()
-    assert look(stalls, 21)[-1] is not None
-    assert look(stalls, 20, position=101) == [None] * 20
-    assert look(stalls, 1, position=101)[0] is not None
+    stalls = StallDetector()
+    assert check(stalls, 21)[-1] is not None
+    assert check(stalls, 20, position=101) == [None] * 20
+    assert check(stalls, 1, position=101)[0] is not None
 
 
 def test_time_in_which_nothing_was_read_does_not_count() -> None:
-    stalls = Stalls()
-    assert look(stalls, 1000, seconds=0.0) == [None] * 1000
-    # A broker that was away, or a process that was suspended, is no partition that stands still.
-    assert look(stalls, 1, seconds=3600.0) == [None]
+    stalls = StallDetector()
+    assert check(stalls, 1000, seconds=0.0) == [None] * 1000
+    # A broker that was away, or a process that was suspended, does not stall a partition.
+    assert check(stalls, 1, seconds=3600.0) == [None]
 
 
-def test_several_are_told_in_one_sentence_the_one_that_stands_still_longest_first() -> None:
-    stalls, positions = Stalls(), {P0: Position(1), P1: Position(5)}
-    stalls.look({P1: Position(5)}, {P1: 6}, 1.0)
+def test_several_stalls_are_reported_in_one_sentence_the_longest_first() -> None:
+    stalls, positions = StallDetector(), {P0: Position(1), P1: Position(5)}
+    stalls.check({P1: Position(5)}, {P1: 6}, 1.0)
     for _ in range(int(STALLED_SECONDS) + 1):
-        told = stalls.look(positions, {P0: 2, P1: 6}, 1.0)
-    assert told is not None
-    assert told.startswith("events[1] stands still at offset 5, while it ends at 6")
-    assert told.endswith("; 1 more partition likewise")
+        sentence = stalls.check(positions, {P0: 2, P1: 6}, 1.0)
+    assert sentence is not None
+    assert sentence.startswith("events[1] is stalled at offset 5, while it ends at 6")
+    assert sentence.endswith("; 1 more partition likewise")
 
 
 @pytest.mark.parametrize("ends", [{}, {P1: 9}])
-def test_a_partition_of_which_no_end_is_known_is_not_told_of(ends: dict[TopicPartition, int]) -> None:
-    stalls = Stalls()
-    assert [stalls.look({P0: Position(1)}, ends, 1.0) for _ in range(50)] == [None] * 50
+def test_a_partition_without_a_known_end_is_not_reported(ends: dict[TopicPartition, int]) -> None:
+    stalls = StallDetector()
+    assert [stalls.check({P0: Position(1)}, ends, 1.0) for _ in range(50)] == [None] * 50

@@ -78,17 +78,17 @@ class Learner:
         self.thread = threading.Thread(target=run)
         self.thread.start()
 
-    def hear(self, wanted: Callable[[FromIngest], bool]) -> FromIngest:
+    def receive_until(self, matches: Callable[[FromIngest], bool]) -> FromIngest:
         while True:
-            assert self.connection.poll(20), "the worker says nothing"
+            assert self.connection.poll(20), "the worker sent no message"
             message = receive_in_learner(self.connection)
             if isinstance(message, LagReport):
                 self.broker.append(message)
-            if wanted(message):
+            if matches(message):
                 return message
 
     def block(self) -> tuple[Block, int]:
-        filled = self.hear(lambda message: isinstance(message, BlockReady))
+        filled = self.receive_until(lambda message: isinstance(message, BlockReady))
         assert isinstance(filled, BlockReady)
         views = self.ring.views(filled.slot, filled.rows)
         copied = {name: column.copy() for name, column in views.items()}
@@ -124,7 +124,7 @@ def test_blocks_cover_messages_and_gaps() -> None:
     partition.append(message(1, 1))
     partition.skip()
     with learner(FakeClient({P0: partition})) as end:
-        opened = end.hear(lambda each: isinstance(each, PartitionsOpened))
+        opened = end.receive_until(lambda each: isinstance(each, PartitionsOpened))
         assert opened == PartitionsOpened([P0], [0], [None])
         block, _ = end.block()
     assert block.columns["offset"].tolist() == [0, 4]
@@ -132,7 +132,7 @@ def test_blocks_cover_messages_and_gaps() -> None:
     assert (cover.start, cover.end, cover.removed) == (0, 6, 0)
 
 
-def test_of_log_starts_only_what_was_so_ten_minutes_ago_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_log_starts_of_ten_minutes_ago_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.0)
     monkeypatch.setattr(worker_module, "_LOG_STARTS_SECONDS", 0.0)
     starts, asked = [7, 9, 8, 10], itertools.count()
@@ -144,13 +144,13 @@ def test_of_log_starts_only_what_was_so_ten_minutes_ago_is_told(monkeypatch: pyt
             return super().lag(log_starts=log_starts)
 
     with learner(Aging({P0: FakePartition()})) as end:
-        told: list[int] = []
-        while len(told) < 4:
-            report = end.hear(lambda each: isinstance(each, LagReport))
+        log_starts: list[int] = []
+        while len(log_starts) < 4:
+            report = end.receive_until(lambda each: isinstance(each, LagReport))
             send(end.connection, Resume())
             assert isinstance(report, LagReport)
-            told += [first for _, first in report.log_starts]
-        assert told == [7, 8, 8, 10]
+            log_starts += [first for _, first in report.log_starts]
+        assert log_starts == [7, 8, 8, 10]
 
 
 def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch: pytest.Monkey
 
     with learner(Noting({P0: FakePartition()})) as end:
         while len(asked) < 5:
-            end.hear(lambda each: isinstance(each, LagReport))
+            end.receive_until(lambda each: isinstance(each, LagReport))
             send(end.connection, Resume())
     assert asked[:5] == [True, False, False, False, False]
 
@@ -177,8 +177,8 @@ def test_a_full_ring_stops_the_reading_until_a_slot_is_released() -> None:
         for _ in range(total):
             partition.append(message(0, rows))
         slots = [end.block()[1] for _ in range(end.ring.slots)]
-        # Reports go on while the ring is full, blocks do not.
-        assert isinstance(end.hear(lambda each: isinstance(each, LagReport | BlockReady)), LagReport)
+        # Reports are sent while the ring is full, blocks are not.
+        assert isinstance(end.receive_until(lambda each: isinstance(each, LagReport | BlockReady)), LagReport)
         send(end.connection, Release(slots[2]))
         assert end.block()[1] == slots[2]
 
@@ -204,11 +204,11 @@ def test_released_slots_are_overwritten_while_little_comes_and_others_are_not() 
         assert end.ring.views(kept, rows)["feature.x"].tolist() == blocks[0][0].columns["feature.x"].tolist()
 
 
-def test_pause_stops_the_reading_and_resume_goes_on() -> None:
+def test_pause_stops_the_reading_and_resume_continues_it() -> None:
     partition = FakePartition()
     client = FakeClient({P0: partition})
     with learner(client) as end:
-        end.hear(lambda each: isinstance(each, PartitionsOpened))
+        end.receive_until(lambda each: isinstance(each, PartitionsOpened))
         send(end.connection, Pause())
         send(end.connection, Commit([(0, 7)]))
         send(end.connection, Resume())
@@ -218,7 +218,7 @@ def test_pause_stops_the_reading_and_resume_goes_on() -> None:
 
 
 class Stuck(FakeClient):
-    """Never hands out what partition 0 has, as a client does that cannot read a batch and says nothing of it."""
+    """Never hands out what partition 0 has, as a client does that silently fails to read a batch."""
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         return [messages for messages in super().poll(timeout, limit) if messages.partition != P0]
@@ -231,18 +231,16 @@ class TestStandingStill:
         monkeypatch.setattr(worker_module, "_BUSY_SHARE", 1.0)
         monkeypatch.setattr(stalls, "STALLED_SECONDS", 0.1)
 
-    def test_a_position_that_does_not_move_though_the_topic_goes_on_is_unhealthy(self) -> None:
+    def test_a_stalled_position_is_reported_as_a_problem(self) -> None:
         partition, other = FakePartition(), FakePartition()
         partition.append(message(0, 1))
         with learner(Stuck({P0: partition, P1: other})) as end:
-            while not end.hear(lambda each: isinstance(each, LagReport)).problem:
-                send(end.connection, Resume())  # it reports on as long as the learner says something
+            while not end.receive_until(lambda each: isinstance(each, LagReport)).problem:
+                send(end.connection, Resume())  # it reports only while the learner sends messages
                 other.append(message(0, 1))
-            assert end.broker[-1].problem.startswith(
-                "events[0] stands still at offset 0, while it ends at 1: the broker"
-            )
+            assert end.broker[-1].problem.startswith("events[0] is stalled at offset 0, while it ends at 1: the broker")
 
-    def test_one_that_waits_for_a_learner_that_takes_nothing_is_not_told_so(self) -> None:
+    def test_waiting_for_the_learner_does_not_count_as_a_stall(self) -> None:
         partition = FakePartition()
         with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
             rows = end.ring.rows
@@ -252,7 +250,7 @@ class TestStandingStill:
                 end.block()
             begin = time.monotonic()
             while time.monotonic() < begin + 0.5:
-                end.hear(lambda each: isinstance(each, LagReport))
+                end.receive_until(lambda each: isinstance(each, LagReport))
                 send(end.connection, Resume())
         assert [each.problem for each in end.broker] == [None] * len(end.broker)
 
@@ -269,7 +267,7 @@ class Held(FakeClient):
 
 
 class TestPassingOver:
-    def test_what_is_left_unread_is_told_and_what_comes_after_it_is_read(self) -> None:
+    def test_skipped_offsets_are_reported_and_later_events_are_read(self) -> None:
         partition = FakePartition()
         for _ in range(500):
             partition.append(message(0, 1))
@@ -281,16 +279,16 @@ class TestPassingOver:
             block, _ = end.block()
             assert len(block) == 0
             assert block.coverage == (Coverage(0, 1, 502, passed=501),)
-            assert isinstance(end.hear(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
+            assert isinstance(end.receive_until(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
             partition.append(message(7, 1))
             block, _ = end.block()
             assert block.columns["offset"].tolist() == [502]
             assert [(cover.start, cover.end, cover.passed) for cover in block.coverage] == [(502, 503, 0)]
 
-    def test_where_nothing_is_left_nothing_is_told(self) -> None:
+    def test_at_the_end_of_a_partition_nothing_is_skipped_or_reported(self) -> None:
         with learner(FakeClient({P0: FakePartition()})) as end:
             send(end.connection, SkipToEnd())
-            assert isinstance(end.hear(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
+            assert isinstance(end.receive_until(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
 
     def test_the_rest_of_a_torn_message_is_read(self) -> None:
         partition = FakePartition()
@@ -300,11 +298,11 @@ class TestPassingOver:
         with learner(client, positions=[(P0, Position(0, 1))]) as end:
             send(end.connection, SkipToEnd())
             client.may.set()
-            assert isinstance(end.hear(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
+            assert isinstance(end.receive_until(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
             block, _ = end.block()
             assert block.columns["row"].tolist() == [1, 2, 0]
 
-    def test_what_was_fetched_and_not_handed_over_is_passed_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fetched_messages_that_are_in_no_block_yet_are_skipped_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(worker_module, "_PORTION_BYTES", 1)
         partition = FakePartition()
         for first in range(1000):
@@ -329,7 +327,7 @@ class TestPassingOver:
         with learner(client, positions=[(P0, Position(0))]) as end:
             send(end.connection, SkipToEnd())
             client.may.set()
-            end.hear(lambda each: isinstance(each, LagReport) and each.problem is not None)
+            end.receive_until(lambda each: isinstance(each, LagReport) and each.problem is not None)
             client.away = False
             assert end.block()[0].coverage == (Coverage(0, 0, 1, passed=1),)
 
@@ -347,38 +345,38 @@ def test_a_block_comes_only_after_its_dead_letters_are_acknowledged() -> None:
     assert any(each.problem and "events.dead" in each.problem for each in end.broker)
 
 
-def test_a_block_tells_of_the_dead_letters_that_were_not_written(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_reports_the_dead_letters_that_were_not_written(caplog: pytest.LogCaptureFixture) -> None:
     partition = FakePartition()
     client = FakeClient({P0: partition})
     client.dropped_values = {b"torn"}
     for value in (b"torn", b"bad", message(0, 1)):
         partition.append(value)
     with learner(client) as end:
-        filled = end.hear(lambda each: isinstance(each, BlockReady))
+        filled = end.receive_until(lambda each: isinstance(each, BlockReady))
         assert isinstance(filled, BlockReady)
         assert (filled.rows, filled.letters_dropped) == (3, {"refused": 1})
         partition.append(message(0, 1))
-        filled = end.hear(lambda each: isinstance(each, BlockReady))
+        filled = end.receive_until(lambda each: isinstance(each, BlockReady))
         assert isinstance(filled, BlockReady)
         assert filled.letters_dropped == {}
     assert [letter.value for letter in client.letters] == [b"bad"]
     assert "dead letters were not written" in caplog.text
 
 
-def test_a_broker_that_is_away_is_said_and_waited_for() -> None:
+def test_a_broker_that_is_away_is_reported_and_waited_for() -> None:
     partition = FakePartition()
     client = FakeClient({P0: partition})
     with learner(client) as end:
-        end.hear(lambda each: isinstance(each, PartitionsOpened))
+        end.receive_until(lambda each: isinstance(each, PartitionsOpened))
         client.away = True
-        end.hear(lambda each: isinstance(each, LagReport) and each.problem is not None)
+        end.receive_until(lambda each: isinstance(each, LagReport) and each.problem is not None)
         partition.append(message(0, 1))
         client.away = False
         assert len(end.block()[0]) == 1
-        end.hear(lambda each: isinstance(each, LagReport) and each.problem is None)
+        end.receive_until(lambda each: isinstance(each, LagReport) and each.problem is None)
 
 
-def test_a_bug_in_decoding_is_said_and_does_not_stop_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_decoding_is_reported_and_does_not_stop_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = RowsFormat.decode
 
     def decode(self: RowsFormat, values: list[bytes]) -> Decoded:
@@ -393,15 +391,15 @@ def test_a_bug_in_decoding_is_said_and_does_not_stop_the_stream(monkeypatch: pyt
     client = FakeClient({P0: partition})
     with learner(client) as end:
         assert end.block()[0].columns["outcome"].tolist() == [Outcome.DEAD_LETTERED, Outcome.PENDING]
-        said = end.hear(lambda each: isinstance(each, LagReport) and each.problem is not None)
-        assert isinstance(said, LagReport)
-        assert said.problem is not None
-        assert "TypeError: unforeseen" in said.problem
+        report = end.receive_until(lambda each: isinstance(each, LagReport) and each.problem is not None)
+        assert isinstance(report, LagReport)
+        assert report.problem is not None
+        assert "TypeError: unforeseen" in report.problem
     assert [letter.value for letter in client.letters] == [b"poison"]
 
 
 @given(st.lists(st.tuples(st.lists(st.none() | st.integers(0, 9), max_size=8), st.integers(0, 3)), max_size=5))
-def test_portions_are_small_and_are_together_what_was_fetched(plan: list[tuple[list[int | None], int]]) -> None:
+def test_portions_are_small_and_together_hold_all_fetched_messages(plan: list[tuple[list[int | None], int]]) -> None:
     fetched = []
     for place, (sizes, removed) in enumerate(plan):
         n, values = len(sizes), [None if size is None else b"x" * size for size in sizes]
@@ -420,8 +418,8 @@ def test_portions_are_small_and_are_together_what_was_fetched(plan: list[tuple[l
         parts = [part for portion in portions for part in portion if part.partition == messages.partition]
         assert [offset for part in parts for offset in part.offsets] == messages.offsets
         assert [value for part in parts for value in part.values] == messages.values
-        told = {part.offsets[place]: why for part in parts for place, why in part.faults.items()}
-        assert told == {messages.offsets[place]: why for place, why in messages.faults.items()}
+        faults = {part.offsets[index]: why for part in parts for index, why in part.faults.items()}
+        assert faults == {messages.offsets[index]: why for index, why in messages.faults.items()}
         assert [part.removed for part in parts] == [messages.removed] + [0] * (len(parts) - 1)
         assert [part.end for part in parts[:-1]] == [part.offsets[0] for part in parts[1:]]
         assert parts[-1].end == messages.end
@@ -432,7 +430,7 @@ def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> Non
     client.topics[P0].append(message(0, 1))
     client.topics[P1].append(message(0, 1))
     with learner(client, positions=[(P1, Position(0))]) as end:
-        assert end.hear(lambda each: isinstance(each, PartitionsOpened)) == PartitionsOpened(
+        assert end.receive_until(lambda each: isinstance(each, PartitionsOpened)) == PartitionsOpened(
             [P1, P0], [0, 0], [None, None]
         )
         block, _ = end.block()
@@ -448,13 +446,13 @@ def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> 
     mark = PartitionFingerprint("one", Fingerprint(6, 1, "of a record that is lost"))
     assert STREAM.on_gap == "fail"
     with learner(client, positions=[(P0, Position(7))], marks=[mark]) as end:
-        opened = end.hear(lambda each: isinstance(each, PartitionsOpened))
-        assert opened == PartitionsOpened([P0, P0.anew], [7, 5], ["one", "one"])
+        opened = end.receive_until(lambda each: isinstance(each, PartitionsOpened))
+        assert opened == PartitionsOpened([P0, P0.next_incarnation], [7, 5], ["one", "one"])
         partition.append(message(9, 1))
         block, _ = end.block()
         assert block.coverage[0].partition == 1
         assert block.columns["offset"].tolist() == [5]
-    # Where records that were not read lie below, that is a gap.
+    # Unread records below the new end are a gap.
     ours, theirs = socket.socketpair()
     with contextlib.closing(Connection(ours.detach())), contextlib.closing(Connection(theirs.detach())) as there:
         ring = SharedRing(BlockLayout(SCHEMA), 1_000_000)
@@ -469,8 +467,8 @@ def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> 
             )
 
 
-def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_reads_nothing_of_it() -> None:
-    """The one that takes it up knows it by the id that was read: nobody else may put another in its place."""
+def test_a_worker_that_does_not_own_new_partitions_reports_a_recreated_topic_and_reads_nothing_of_it() -> None:
+    """Only the reader that owns new partitions may replace the topic id by which it recognises the topic."""
     client = FakeClient({P0: FakePartition(), P1: FakePartition()})
     client.topics[P1].append(message(0, 1))
     client.ids = {"events": "another"}
@@ -478,7 +476,7 @@ def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_rea
     with contextlib.closing(Connection(ours.detach())) as end, contextlib.closing(Connection(theirs.detach())) as there:
         ring = SharedRing(BlockLayout(SCHEMA), 1_000_000)
         assembler = BlockBuilder(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
-        worker = IngestWorker(STREAM, client, assembler, ring, there, [0], alone=False)
+        worker = IngestWorker(STREAM, client, assembler, ring, there, [0], owns_new_partitions=False)
         send(end, Stop())
         with contextlib.closing(ring), pytest.raises(RecreatedError, match=r"events\[1\]"):
             worker.run(
@@ -490,7 +488,7 @@ def test_one_that_leaves_partitions_to_others_tells_of_a_topic_made_anew_and_rea
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=30))
-def test_blocks_hold_every_event_once_and_say_how_far_they_go(plan: list[tuple[int, int, int]]) -> None:
+def test_blocks_hold_every_event_once_and_cover_all_offsets(plan: list[tuple[int, int, int]]) -> None:
     """Messages of many rows over two partitions with gaps, cut into tiny slots: nothing is lost or comes twice."""
     partitions = {P0: FakePartition(), P1: FakePartition()}
     expected: list[tuple[int, int, int]] = []

@@ -17,12 +17,12 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
-from ingest.errors import SecondLearnerError
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings, ModelSettings, VersionsSettings
+from learner.errors import SecondLearnerError
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics

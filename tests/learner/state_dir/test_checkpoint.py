@@ -26,13 +26,13 @@ from torch import nn
 
 from anabranch.core.errors import SettingsError
 from ingest.config import LagPolicySettings, SchemaSettings, StreamSettings
-from ingest.errors import SecondLearnerError
 from ingest.events.block import Block, Coverage
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from ingest.metrics import IngestMetrics
-from ingest.reader.reader import BlockReader, Partition
+from ingest.reader.cursors import Partition
+from ingest.reader.reader import BlockReader
 from learner.build import LearnerSpec, TrainingSetup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
@@ -46,7 +46,7 @@ from learner.config import (
     VersionsSettings,
 )
 from learner.device_sharing.sharing import DeviceSharingSpec
-from learner.errors import CheckpointError, MisfitError
+from learner.errors import CheckpointError, MisfitError, SecondLearnerError
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.loop import LoopComponents, LoopMetrics, TrainingLoop

@@ -17,7 +17,7 @@ import pytest
 
 import learner.state_dir.lock
 from anabranch.core.errors import DependencyError, SettingsError
-from ingest.errors import SecondLearnerError, StateBusyError
+from learner.errors import SecondLearnerError, StateBusyError
 from learner.state_dir.lock import GENERATION, LOCK, check_generation, hold_state_directory, is_held
 
 

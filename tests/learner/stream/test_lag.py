@@ -18,7 +18,7 @@ from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from ingest.reader.reader import Partition
+from ingest.reader.cursors import Partition
 from learner.stream.batches import Batches
 from learner.stream.lag import Arrivals, LagPolicy
 from learner.stream.ledger import Ledger, PartitionLedger

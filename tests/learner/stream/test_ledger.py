@@ -242,7 +242,7 @@ def test_what_was_not_read_of_a_topic_that_was_made_anew_is_removed(schema: Sche
     accounts = ledger()
     accounts.partitions[0].meet(9, "first")
     for batch in drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 2)])]), 4):
-        accounts.take_up(NAMES[0].anew, 0)
+        accounts.take_up(NAMES[0].next_incarnation, 0)
         for span in batch.spans:
             accounts.advance(span, Outcome.TRAINED)  # what was under way is settled where it is from
     accounts.partitions[2].meet(5, "second")

@@ -14,7 +14,7 @@ from ingest.events.block import Block, Coverage, Outcome
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from ingest.reader.reader import Partition
+from ingest.reader.cursors import Partition
 from learner.stream import round_robin
 from learner.stream.batches import Batch
 from learner.stream.round_robin import RoundRobin

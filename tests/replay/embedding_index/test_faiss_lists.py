@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from anabranch.core.backoff import Backoff
 from replay.embedding_index import client as neighbours
 from replay.embedding_index.client import IndexStats, NeighbourClient
 from replay.embedding_index.protocol import NO_ID, IndexMessage, MessageType
@@ -321,7 +323,7 @@ def test_an_index_that_answers_other_things_first_does_not_hang(index, monkeypat
 def test_an_index_that_cannot_be_started_is_tried_again_and_leaves_nothing_open(index, monkeypatch):
     settled(index)
     me, tries = psutil.Process(), []
-    monkeypatch.setattr(neighbours, "_LONGEST_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(index, "_backoff", Backoff(timedelta(0), timedelta(0)))
 
     def fail(*_arguments: object, **_options: object) -> None:
         tries.append(me.num_fds())

@@ -1,0 +1,91 @@
+"""The ingest process as the learner's side of it: a child process, the connection to it, and the shared ring."""
+
+import logging
+import select
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+
+from ingest.child_environment import without_settings
+from ingest.events.block import BlockLayout
+from ingest.transport.protocol import FromIngest, ToIngest, receive_in_learner, send
+from ingest.transport.shared_ring import SharedRing
+
+log = logging.getLogger(__name__)
+
+
+class IngestProcess:
+    """At most one child process at a time; may be started again after `close`. Used by one thread."""
+
+    def __init__(self, layout: BlockLayout, buffer_bytes: int, address: str | None = None) -> None:
+        """With an `address`, the child process relays what an ingest process on another host reads."""
+        self._layout = layout
+        self._buffer_bytes = buffer_bytes
+        self._address = address
+        self._readable = select.poll()
+        self.popen: subprocess.Popen[bytes] | None = None
+        """The child process; None before `start` and after `close`."""
+        self.connection: Connection | None = None
+        """Becomes readable when the process sends a message; None before `start` and after `close`."""
+        self.ring: SharedRing | None = None
+        """The slots that the process writes blocks into; None before `start` and after `close`."""
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the process that was started has ended by itself."""
+        return self.popen is not None and self.popen.poll() is not None
+
+    def start(self) -> None:
+        """Start the process; it waits for the message `Begin`."""
+        ours, theirs = socket.socketpair()
+        ring = SharedRing(self._layout, self._buffer_bytes)
+        with theirs:
+            # -P: a folder named ingest in the working directory must not be imported instead of this package.
+            command = [sys.executable, "-P", "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
+            command += [str(ring.descriptor), *(("--relay", self._address) if self._address else ())]
+            self.popen = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(), ring.descriptor),
+                stdin=subprocess.DEVNULL,
+                env=without_settings(),
+            )
+        self.connect(Connection(ours.detach()), ring)
+
+    def connect(self, connection: Connection, ring: SharedRing) -> None:
+        """Use this connection and ring, until `close`."""
+        self.ring, self.connection = ring, connection
+        # Connection.poll makes a selector each time, which takes longer than to receive a message.
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` for a message, and return whether one has come, or the process has closed its side."""
+        return self.connection is not None and bool(self._readable.poll(seconds * 1000))
+
+    def send(self, message: ToIngest) -> None:
+        """Send a message, if there is a process; the message is lost if the process has died."""
+        if self.connection is not None:
+            try:
+                send(self.connection, message)
+            except (BrokenPipeError, ConnectionError):
+                log.debug("the ingest process is gone; the next poll starts another one")
+
+    def receive(self) -> FromIngest:
+        """Receive the next message; raises EOFError or OSError when the process has closed its side."""
+        assert self.connection is not None
+        return receive_in_learner(self.connection)
+
+    def close(self, seconds: float) -> None:
+        """Wait up to `seconds` for the process to end, kill it if it has not, and close the connection and ring."""
+        if self.popen is not None:
+            try:
+                self.popen.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait()
+        if self.connection is not None:
+            self.connection.close()
+        if self.ring is not None:
+            self.ring.close()
+        self.popen = self.connection = self.ring = None
